@@ -1,0 +1,1 @@
+"""Measurements: this package beside its peers, in one run."""

@@ -1,0 +1,253 @@
+"""ModelConfig: the shape of an xLSTM, its named sizes, and `config.json` in and out."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+# Fields that change the mathematics, with the one value each that this package computes.
+_ONLY_SUPPORTED: dict[str, bool] = {
+    "use_bias": False,
+    "tie_word_embeddings": False,
+    "add_out_norm": True,
+    "add_post_blocks_norm": True,
+    "add_post_norm": False,
+    "add_qk_norm": False,
+}
+_GPT_NEOX_VOCABULARY = 50304
+_LARGEST = 1 << 24  # no model has a width, depth or vocabulary past this: a damaged config
+
+
+def _round_up(value: float, multiple: int) -> int:
+    """`multiple · ⌊(value + multiple − 1) / multiple⌋`, the released code's rounding.
+
+    On a fractional value this is not a plain ceiling: 2.667 · 768 = 2048.256 gives 2048.
+    """
+    return multiple * math.floor((value + multiple - 1) / multiple)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything that determines an xLSTM's mathematics and its parameter shapes.
+
+    Names are those of the released `config.json`. Every instance is valid: the constructor raises
+    `ValueError` with a sentence that names the field otherwise.
+    """
+
+    embedding_dim: int
+    num_blocks: int
+    num_heads: int
+    vocab_size: int = _GPT_NEOX_VOCABULARY
+    qk_dim_factor: float = 0.5
+    v_dim_factor: float = 1.0
+    mlstm_round_up_to_multiple_of: int = 64
+    ffn_proj_factor: float = 2.667
+    ffn_round_up_to_multiple_of: int = 64
+    norm_eps: float = 1e-6
+    cell_norm_eps: float = 1e-6
+    eps: float = 1e-6
+    gate_soft_cap: float = 15.0
+    output_logit_soft_cap: float = 30.0
+    igate_bias_init_range: float = -10.0
+    bos_token_id: int = 0
+    eos_token_id: int = 0
+    pad_token_id: int = 1
+    force_bos_token_insert: bool = True
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            _check_type(field.name, field.type, getattr(self, field.name))
+        for name in ("embedding_dim", "num_blocks", "num_heads", "vocab_size",
+                     "mlstm_round_up_to_multiple_of", "ffn_round_up_to_multiple_of"):  # fmt: skip
+            if not 1 <= getattr(self, name) <= _LARGEST:
+                raise ValueError(
+                    f"{name} must be between 1 and {_LARGEST}, not {getattr(self, name)}"
+                )
+        for name in ("qk_dim_factor", "v_dim_factor", "ffn_proj_factor",
+                     "gate_soft_cap", "output_logit_soft_cap"):  # fmt: skip
+            if not 0 < getattr(self, name) <= _LARGEST:
+                raise ValueError(f"{name} must be a positive number, not {getattr(self, name)}")
+        for name in ("norm_eps", "cell_norm_eps", "eps"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
+        if not math.isfinite(self.igate_bias_init_range):
+            raise ValueError(
+                f"igate_bias_init_range must be finite, not {self.igate_bias_init_range}"
+            )
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if not 0 <= getattr(self, name) < self.vocab_size:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, outside the vocabulary of {self.vocab_size}"
+                )
+        for name, width in (("qk", self.qk_dim), ("v", self.v_dim)):
+            if width % self.num_heads:
+                raise ValueError(
+                    f"num_heads ({self.num_heads}) does not divide the {name} width ({width}) "
+                    f"of embedding_dim {self.embedding_dim}"
+                )
+
+    @classmethod
+    def named(cls, size: str) -> Self:
+        """One of `SIZES`: "tiny", "160m", "400m", "1.4b", "2.7b", "7b"."""
+        if size.lower() not in SIZES:
+            raise ValueError(f"there is no size {size!r}; the sizes are {', '.join(SIZES)}")
+        return cls(**SIZES[size.lower()])
+
+    # Widths. d_qk and d_hv are per head, as in the paper.
+
+    @property
+    def qk_dim(self) -> int:
+        return _round_up(
+            self.embedding_dim * self.qk_dim_factor, self.mlstm_round_up_to_multiple_of
+        )
+
+    @property
+    def v_dim(self) -> int:
+        return _round_up(self.embedding_dim * self.v_dim_factor, self.mlstm_round_up_to_multiple_of)
+
+    @property
+    def d_qk(self) -> int:
+        return self.qk_dim // self.num_heads
+
+    @property
+    def d_hv(self) -> int:
+        return self.v_dim // self.num_heads
+
+    @property
+    def ffn_dim(self) -> int:
+        return _round_up(
+            self.embedding_dim * self.ffn_proj_factor, self.ffn_round_up_to_multiple_of
+        )
+
+    def block_parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names within `backbone.blocks.{i}.` and shapes of one block's parameters."""
+        d, heads, up = self.embedding_dim, self.num_heads, self.ffn_dim
+        return {
+            "norm_mlstm.weight": (d,),
+            "mlstm_layer.q.weight": (self.qk_dim, d),
+            "mlstm_layer.k.weight": (self.qk_dim, d),
+            "mlstm_layer.v.weight": (self.v_dim, d),
+            "mlstm_layer.ogate_preact.weight": (self.v_dim, d),
+            "mlstm_layer.igate_preact.weight": (heads, d),
+            "mlstm_layer.igate_preact.bias": (heads,),
+            "mlstm_layer.fgate_preact.weight": (heads, d),
+            "mlstm_layer.fgate_preact.bias": (heads,),
+            "mlstm_layer.multihead_norm.weight": (self.v_dim,),
+            "mlstm_layer.out_proj.weight": (d, self.v_dim),
+            "norm_ffn.weight": (d,),
+            "ffn.proj_up_gate.weight": (up, d),
+            "ffn.proj_up.weight": (up, d),
+            "ffn.proj_down.weight": (d, up),
+        }
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter's name and shape: the keys of the released checkpoint."""
+        block = self.block_parameter_shapes()
+        return {
+            "backbone.embeddings.weight": (self.vocab_size, self.embedding_dim),
+            **{
+                f"backbone.blocks.{i}.{name}": shape
+                for i in range(self.num_blocks)
+                for name, shape in block.items()
+            },
+            "backbone.out_norm.weight": (self.embedding_dim,),
+            "lm_head.weight": (self.vocab_size, self.embedding_dim),
+        }
+
+    # config.json
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Reads the fields of any published `config.json`; fields about kernels are ignored."""
+        if values.get("model_type", "xlstm") != "xlstm":
+            raise ValueError(f"model_type is {values['model_type']!r}, not 'xlstm'")
+        for name, supported in _ONLY_SUPPORTED.items():
+            if values.get(name, supported) is not supported:
+                raise ValueError(
+                    f"{name} = {values[name]!r} is not supported, only {name} = {supported!r}"
+                )
+        if values.get("quantization_config") is not None:
+            raise ValueError("quantization_config is not supported: the weights must be plain")
+        read = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        for ours, theirs in (("embedding_dim", "hidden_size"), ("num_blocks", "num_hidden_layers")):
+            given = {values[name] for name in (ours, theirs) if values.get(name) is not None}
+            if len(given) != 1:
+                raise ValueError(
+                    f"{ours} and {theirs} disagree: {values[ours]!r} and {values[theirs]!r}"
+                    if given
+                    else f"neither {ours} nor {theirs} is given"
+                )
+            read[ours] = given.pop()
+        if "num_heads" not in read:
+            raise ValueError("num_heads is not given")
+        read.setdefault("cell_norm_eps", read.get("norm_eps", cls.norm_eps))
+        bias = read.get("igate_bias_init_range")
+        if isinstance(bias, list | tuple) and len(set(bias)) == 1:
+            read["igate_bias_init_range"] = bias[0]
+        eos = read.get("eos_token_id")
+        if isinstance(eos, list) and len(eos) == 1:
+            read["eos_token_id"] = eos[0]
+        if eos == 2 and read.get("vocab_size", cls.vocab_size) == _GPT_NEOX_VOCABULARY:
+            # The released config says 2, which is the token "!": documents end with id 0.
+            read["eos_token_id"] = 0
+        config = cls(**read)
+        head_dim = values.get("head_dim", config.d_hv)
+        if head_dim != config.d_hv:
+            raise ValueError(f"head_dim is {head_dim!r}, but the other fields give {config.d_hv}")
+        return config
+
+    @classmethod
+    def from_file(cls, path: Path) -> Self:
+        """Reads a `config.json`; every problem is a `ValueError` that names the file."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"{path} is not a JSON file: {error}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} holds a JSON {type(values).__name__}, not an object")
+        try:
+            return cls.from_dict(values)
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def to_dict(self, dtype: str = "float32") -> dict[str, Any]:
+        """The `config.json` that `transformers` loads as `xLSTMConfig` with no extra package."""
+        return {
+            "architectures": ["xLSTMForCausalLM"],
+            "model_type": "xlstm",
+            **asdict(self),
+            **_ONLY_SUPPORTED,
+            "hidden_size": self.embedding_dim,
+            "num_hidden_layers": self.num_blocks,
+            "head_dim": self.d_hv,
+            "weight_mode": "single",
+            "norm_reduction_force_float32": True,
+            "chunkwise_kernel": "chunkwise--native_autograd",
+            "sequence_kernel": "native_sequence__native",
+            "step_kernel": "native",
+            "mode": "inference",
+            "return_last_states": True,
+            "dtype": dtype,
+        }
+
+
+def _check_type(name: str, expected: Any, value: object) -> None:
+    """JSON has no schema of its own: a string or null where a number belongs is named here."""
+    if expected is float:
+        right = isinstance(value, int | float) and not isinstance(value, bool)
+    else:
+        right = type(value) is expected
+    if not right:
+        raise ValueError(f"{name} must be of type {expected.__name__}, not {value!r}")
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"embedding_dim": 256, "num_blocks": 4, "num_heads": 4, "vocab_size": 320},
+    "160m": {"embedding_dim": 768, "num_blocks": 12, "num_heads": 4},
+    "400m": {"embedding_dim": 1024, "num_blocks": 24, "num_heads": 4},
+    "1.4b": {"embedding_dim": 2048, "num_blocks": 24, "num_heads": 4},
+    "2.7b": {"embedding_dim": 2560, "num_blocks": 32, "num_heads": 5},
+    "7b": {"embedding_dim": 4096, "num_blocks": 32, "num_heads": 8},
+}

@@ -1,0 +1,102 @@
+"""The mLSTM in chunks: parallel inside a chunk, recurrent from chunk to chunk. Any device, any T.
+
+Inside a chunk the quadratic form of `parallel.py` runs for all chunks at once; the state is carried
+over the chunks' borders by one update a chunk. With b_t the log-forget summed from the chunk's
+first token (or the last reset in it) to t, and (C, n, m) the state before the chunk:
+
+    D_ts = b_t − b_s + ĩ_s        m_t = max(b_t + m, max_s D_ts)
+    intra_t = Σ_s exp(D_ts − m_t) (q_t·k_s) v_s        inter_t = exp(b_t + m − m_t) Cᵀ q_t
+
+A reset cuts the sums: s runs over t's own document, and behind a reset the state counts as 0. Sums
+are taken over masked terms, never as differences across a border, so that borders are bit-exact.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xlstm7b.mlstm.state import MLSTMState
+
+CHUNK_SIZE = 64
+
+
+def chunkwise_sequence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    *,
+    state: MLSTMState,
+    resets: Tensor | None = None,
+    eps: float = 1e-6,
+    chunk_size: int = CHUNK_SIZE,
+) -> tuple[Tensor, MLSTMState]:
+    """Time grows with T, memory beyond inputs and outputs with T · chunk_size a head."""
+    batch, length = i.shape[:2]
+    size = min(chunk_size, length)
+    padding = -length % size
+
+    def chunked(x: Tensor, fill: float = 0.0) -> Tensor:
+        """[B, T, NH, …] → [B, NH, chunks, size, …], the tail filled up."""
+        if padding:
+            # Not F.pad: its backward has other strides under torch.compile than in truth.
+            x = torch.cat([x, x.new_full((batch, padding, *x.shape[2:]), fill)], dim=1)
+        return x.reshape(batch, -1, size, *x.shape[2:]).movedim(3, 1).contiguous()
+
+    # Filling with closed input and open forget gates leaves the state untouched.
+    q_c, k_c, v_c = (chunked(x.to(i.dtype)) for x in (q, k, v))
+    i_c, log_f = chunked(i, -torch.inf), chunked(F.logsigmoid(f))
+    q_c = q_c * q.shape[-1] ** -0.5
+    C, n, m = (part.to(i.dtype) for part in state)
+
+    visible = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+    if resets is None:
+        b = log_f.cumsum(-1)
+        carried = torch.ones((), dtype=torch.bool, device=q.device)
+    else:
+        document = F.pad(resets, (0, padding)).view(batch, 1, -1, size).cumsum(-1)
+        visible = visible & (document[..., :, None] == document[..., None, :])
+        carried = document == 0
+        b = torch.where(visible, log_f[..., None, :], 0).sum(-1)
+    D = torch.where(visible, b[..., :, None] - b[..., None, :] + i_c[..., None, :], -torch.inf)
+
+    m_start, m_t = _stabilisers(b.detach(), D.detach(), carried, m.detach())
+    from_state = torch.where(carried, torch.exp(b + m_start - m_t), 0)
+    from_token = torch.exp(D - m_t[..., None])
+
+    S = (q_c @ k_c.mT) * from_token
+    numerator, normaliser = S @ v_c, S.sum(-1)
+    q_c = q_c * from_state[..., None]
+    k_c = k_c * from_token[..., -1, :, None]  # weights of each token in the next chunk's state
+    kept = from_state[..., -1]
+    inter, inter_normaliser = [], []
+    for c in range(kept.shape[-1]):
+        inter.append(q_c[:, :, c] @ C)
+        inter_normaliser.append((q_c[:, :, c] @ n[..., None]).squeeze(-1))
+        C = kept[:, :, c, None, None] * C + k_c[:, :, c].mT @ v_c[:, :, c]
+        n = kept[:, :, c, None] * n + k_c[:, :, c].sum(-2)
+    numerator = numerator + torch.stack(inter, dim=2)
+    normaliser = normaliser + torch.stack(inter_normaliser, dim=2)
+
+    denominator = torch.maximum(normaliser.abs(), torch.exp(-m_t)) + eps
+    h = (numerator / denominator[..., None]).to(v.dtype)
+    h = h.movedim(1, 3).flatten(1, 2)[:, :length]
+    return h, MLSTMState(C, n, m_t[..., -1, -1])
+
+
+def _stabilisers(b: Tensor, D: Tensor, carried: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence's own m at each position, and the m that each position's document began with.
+
+    From chunk to chunk m follows the recurrence itself, so nothing is lost over a long text; behind
+    a reset it starts from 0.
+    """
+    carried = carried.expand(b.shape)
+    highest = D.amax(-1)
+    m_before = []
+    for c in range(b.shape[2]):
+        m_before.append(m)
+        start = torch.where(carried[:, :, c, -1], m, 0)
+        m = torch.maximum(b[:, :, c, -1] + start, highest[:, :, c, -1])
+    m_start = torch.where(carried, torch.stack(m_before, dim=2)[..., None], 0)
+    return m_start, torch.maximum(b + m_start, highest)

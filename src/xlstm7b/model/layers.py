@@ -1,0 +1,102 @@
+"""The small parts: soft-cap, RMSNorm, linear layers with a stated output precision, SwiGLU."""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """a · tanh(x / a): keeps x within ±a (paper, "Gate Soft-Capping" and logit soft-cap)."""
+    return cap * torch.tanh(x / cap)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@functools.cache
+def _cpu_multiplies(dtype: torch.dtype) -> bool:
+    """Whether this CPU has matrix instructions for a 16-bit dtype; PyTorch crawls without."""
+    supported = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return bool(supported[dtype]())
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x Wᵀ in x's dtype."""
+    if x.device.type == "cpu" and weight.dtype.itemsize == 2:
+        if weight.dtype == torch.bfloat16 and x.numel() == weight.shape[1]:
+            # One row is bound by reading W, which `mv` does several times faster than `F.linear`.
+            return torch.mv(weight, x.flatten()).view(*x.shape[:-1], -1)
+        if not _cpu_multiplies(weight.dtype):
+            return F.linear(x.float(), weight.float()).to(x.dtype)
+    return F.linear(x, weight)
+
+
+def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b, accumulated and returned in float32 (float64 stays) whatever the weights' dtype."""
+    if weight.dtype.itemsize >= 4:
+        return F.linear(x, weight, bias)
+    if x.is_cuda and not torch.is_grad_enabled():
+        y = torch.mm(x.flatten(0, -2), weight.mT, out_dtype=torch.float32)
+        y = y.view(*x.shape[:-1], -1)
+    else:
+        # Widened by pieces: a vocabulary's whole head in float32 would be a second copy of it.
+        x = x.float()
+        y = torch.cat([F.linear(x, rows.float()) for rows in weight.split(8192)], dim=-1)
+    return y if bias is None else y + bias.float()
+
+
+class Linear(nn.Linear):
+    """A linear layer without bias, in the weights' dtype."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Left to `model/init.py`, which knows the whole model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
+class Float32Linear(nn.Linear):
+    """A linear layer whose result leaves in float32: the gates' pre-activations and the head."""
+
+    def reset_parameters(self) -> None:
+        """Left to `model/init.py`, which knows the whole model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear_float32(x, self.weight, self.bias)
+
+
+class NormWeight(nn.Module):
+    """The scale of a norm, under the name the checkpoint gives it."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+
+class RMSNorm(NormWeight):
+    """x / √(mean(x²) + ε) · w: the reduction in float32, cast back, then the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x if x.dtype.itemsize >= 4 else x.float()
+        return F.rms_norm(wide, x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight
+
+
+class SwiGLU(nn.Module):
+    """W_down (SiLU(W_gate x) ⊙ W_up x)."""
+
+    def __init__(self, width: int, up_width: int) -> None:
+        super().__init__()
+        self.proj_up_gate = Linear(width, up_width)
+        self.proj_up = Linear(width, up_width)
+        self.proj_down = Linear(up_width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.proj_down(F.silu(self.proj_up_gate(x)) * self.proj_up(x))
+        return y

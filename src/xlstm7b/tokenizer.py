@@ -1,0 +1,144 @@
+"""Text ↔ ids: a `tokenizer.json`, or bytes with no file needed, and text as it streams."""
+
+import codecs
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+_BYTE_VOCABULARY = 320  # 0 end of text, 1 padding, 256 bytes, and room up to a multiple of 64
+_FIRST_BYTE = 2
+
+
+class Tokenizer(Protocol):
+    """Neither adds nor expects special ids by itself: whoever wants id 0 in front prepends it."""
+
+    vocab_size: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids. Special ids have none; bytes that are not UTF-8 become U+FFFD."""
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one id adds to the text, in UTF-8, of which it may end or begin in mid-character."""
+
+
+class ByteTokenizer:
+    """Every UTF-8 byte is a token, its value + 2. Id 0 ends a text, id 1 is padding."""
+
+    vocab_size = _BYTE_VOCABULARY
+
+    def encode(self, text: str) -> list[int]:
+        return [byte + _FIRST_BYTE for byte in text.encode()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        byte = token - _FIRST_BYTE
+        return bytes([byte]) if 0 <= byte < 256 else b""
+
+
+class FileTokenizer:
+    """A byte-level `tokenizer.json` (GPT-NeoX, GPT-2, Llama 3, …), read by `tokenizers`.
+
+    Byte-level, because only there does text grow token by token: other kinds look at neighbours.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import tokenizers
+
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{path} is not a readable tokenizer.json: {error}") from error
+        if not isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel):
+            raise ValueError(
+                f"{path} is not a byte-level tokenizer (its decoder is "
+                f"{type(self._tokenizer.decoder).__name__}), the only kind that is supported"
+            )
+        # A file may ask for texts to be cut or padded; ids must stand for the text as it is.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        byte_of = _byte_of_letter()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
+        self._bytes = {token: _to_bytes(piece, byte_of) for piece, token in vocabulary.items()}
+        for token, added in self._tokenizer.get_added_tokens_decoder().items():
+            self._bytes[token] = b"" if added.special else _to_bytes(added.content, byte_of)
+        self.vocab_size = max(self._bytes, default=-1) + 1
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        # Ids without a piece are real: the model's vocabulary is padded to 50304.
+        return self._bytes.get(token, b"")
+
+
+def _byte_of_letter() -> dict[str, int]:
+    """Byte-level vocabularies spell each byte as one printable letter (GPT-2's alphabet).
+
+    Bytes that print in Latin-1 are themselves; the other 68, in order, are U+0100 and on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(printable))
+    return {
+        **{chr(byte): byte for byte in printable},
+        **{chr(0x100 + i): byte for i, byte in enumerate(others)},
+    }
+
+
+def _to_bytes(piece: str, byte_of: dict[str, int]) -> bytes:
+    """A piece that is not all in the alphabet was added as plain text, such as runs of spaces."""
+    if all(letter in byte_of for letter in piece):
+        return bytes(byte_of[letter] for letter in piece)
+    return piece.encode()
+
+
+class StreamDecoder:
+    """Ids one by one into text that never changes and never breaks a character.
+
+    What the pushes and the flush return, joined, is `decode` of all the ids; a push costs the same
+    however long the text is.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        """The text that this id makes certain: nothing while a character is incomplete."""
+        return self._utf8.decode(self._tokenizer.token_bytes(token))
+
+    def flush(self) -> str:
+        """What is left when no id follows: U+FFFD for half a character. A new text may follow."""
+        return self._utf8.decode(b"", final=True)
+
+
+def load_tokenizer(path: str | Path | None, vocab_size: int) -> Tokenizer:
+    """The tokenizer at `path`, a `tokenizer.json` or its folder, for a model of this vocabulary.
+
+    With no such file, a model of 320 ids speaks bytes.
+    """
+    file = None if path is None else Path(path)
+    if file is not None and file.is_dir():
+        file = file / "tokenizer.json" if (file / "tokenizer.json").exists() else None
+    if file is None:
+        if vocab_size == _BYTE_VOCABULARY:
+            return ByteTokenizer()
+        raise ValueError(
+            f"{path or 'this model'} has no tokenizer.json, which a vocabulary of {vocab_size} "
+            f"needs (only one of {_BYTE_VOCABULARY} ids, bytes, needs none)"
+        )
+    if not file.exists():
+        raise ValueError(f"there is no tokenizer at {file}")
+    tokenizer = FileTokenizer(file)
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"{file} has ids up to {tokenizer.vocab_size - 1}, "
+            f"but the model's vocabulary ends at {vocab_size - 1}"
+        )
+    return tokenizer

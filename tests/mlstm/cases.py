@@ -1,0 +1,118 @@
+"""Random inputs for the cell, and every form of it under one signature."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xlstm7b.mlstm import MLSTMState
+from xlstm7b.mlstm.chunkwise import chunkwise_sequence
+from xlstm7b.mlstm.parallel import parallel_sequence
+from xlstm7b.mlstm.recurrent import recurrent_sequence
+
+Form = Callable[..., tuple[Tensor, MLSTMState]]
+FORMS: dict[str, Form] = {
+    "recurrent": recurrent_sequence,
+    "parallel": parallel_sequence,
+    "chunkwise": chunkwise_sequence,
+    "chunkwise of 5": partial(chunkwise_sequence, chunk_size=5),
+}
+
+
+@dataclass
+class Case:
+    """Inputs of `mlstm_sequence`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    i: Tensor
+    f: Tensor
+    state: MLSTMState
+    resets: Tensor | None = None
+
+    def run(self, form: Form, **options: Any) -> tuple[Tensor, MLSTMState]:
+        return form(
+            self.q, self.k, self.v, self.i, self.f,
+            state=self.state, resets=self.resets, **options,
+        )  # fmt: skip
+
+    def differentiable(self) -> list[Tensor]:
+        """The leaves gradients flow to; m is a gauge and has none."""
+        return [self.q, self.k, self.v, self.i, self.f, self.state.C, self.state.n]
+
+    def to(self, dtype: torch.dtype) -> "Case":
+        gates = torch.promote_types(dtype, torch.float32)
+        return replace(
+            self,
+            q=self.q.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype),
+            i=self.i.to(gates), f=self.f.to(gates),
+            state=MLSTMState(*(part.to(gates) for part in self.state)),
+        )  # fmt: skip
+
+    def pieces(self, *cuts: int) -> list[tuple[slice, "Case"]]:
+        """The sequence cut at the given positions; each piece still has the first one's state."""
+        edges = [0, *cuts, self.q.shape[1]]
+        slices = [slice(a, b) for a, b in pairwise(edges) if a < b]
+        return [
+            (
+                s,
+                replace(
+                    self,
+                    **{name: getattr(self, name)[:, s] for name in "qkvif"},
+                    resets=None if self.resets is None else self.resets[:, s],
+                ),
+            )
+            for s in slices
+        ]
+
+
+def random_case(
+    seed: int,
+    batch: int,
+    length: int,
+    heads: int,
+    d_qk: int,
+    d_hv: int,
+    *,
+    dtype: torch.dtype = torch.float64,
+    gates: float = 5.0,
+    fresh: bool = False,
+    resets: float = 0.0,
+    padding: float = 0.0,
+) -> Case:
+    """Gates are normal with deviation `gates`, kept within ±15 as the soft-cap keeps them.
+
+    `resets` and `padding` are the shares of positions that are one; `fresh` starts from no memory.
+    """
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    i, f = ((gates * normal(batch, length, heads)).clamp(-15, 15) for _ in range(2))
+    padded = torch.rand(batch, length, generator=draw) < padding
+    i = i.masked_fill(padded[..., None], -torch.inf)
+    f = f.masked_fill(padded[..., None], torch.inf)
+    state = MLSTMState.zeros(batch, heads, d_qk, d_hv, dtype=torch.float64)
+    if not fresh:
+        state = MLSTMState(
+            normal(batch, heads, d_qk, d_hv), normal(batch, heads, d_qk), 3 * normal(batch, heads)
+        )
+    cuts = torch.rand(batch, length, generator=draw) < resets
+    return Case(
+        normal(batch, length, heads, d_qk),
+        normal(batch, length, heads, d_qk),
+        normal(batch, length, heads, d_hv),
+        i, f, state, cuts if resets else None,
+    ).to(dtype)  # fmt: skip
+
+
+def memory(state: MLSTMState) -> tuple[Tensor, Tensor]:
+    """C·exp(m) and n·exp(m): the state free of its gauge."""
+    scale = torch.exp(state.m)
+    return state.C * scale[..., None, None], state.n * scale[..., None]

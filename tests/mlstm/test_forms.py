@@ -1,0 +1,200 @@
+"""Every form of the cell computes the same function: outputs, states and all gradients."""
+
+import pytest
+import torch
+from cases import FORMS, Case, memory, random_case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from measure import error
+from torch import Tensor
+
+from xlstm7b.mlstm import MLSTMState, mlstm_sequence
+from xlstm7b.mlstm.chunkwise import chunkwise_sequence
+
+
+def results_and_gradients(case: Case, form: object, eps: float) -> list[Tensor]:
+    """h, C·exp(m), n·exp(m), m, and the gradients of a random projection of the first three."""
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in case.differentiable()]
+    q, k, v, i, f, C, n = leaves
+    state = MLSTMState(C, n, case.state.m)
+    h, new = form(q, k, v, i, f, state=state, resets=case.resets, eps=eps)
+    outputs = [h, *memory(new)]
+    draw = torch.Generator().manual_seed(0)
+    loss = sum(
+        (x * torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x.dtype)).sum()
+        / (1 + x.detach().norm())
+        for x in outputs
+    )
+    return [*outputs, new.m, *torch.autograd.grad(loss, leaves)]
+
+
+@settings(max_examples=30)
+@given(
+    seed=st.integers(0, 2**32),
+    shape=st.tuples(*(st.integers(1, most) for most in (3, 300, 3, 9, 9))),
+    chunk_size=st.integers(1, 130),
+    eps=st.sampled_from([0.0, 1e-6, 1e-2]),
+    options=st.fixed_dictionaries(
+        {
+            "gates": st.sampled_from([1.0, 5.0, 15.0]),
+            "fresh": st.booleans(),
+            "resets": st.sampled_from([0.0, 0.02, 0.3]),
+            "padding": st.sampled_from([0.0, 0.2, 0.9]),
+        }
+    ),
+)
+def test_forms_agree_in_float64(seed, shape, chunk_size, eps, options):
+    case = random_case(seed, *shape, **options)
+    want = results_and_gradients(case, FORMS["recurrent"], eps)
+
+    def chunked(*args, **kwargs):
+        return chunkwise_sequence(*args, **kwargs, chunk_size=chunk_size)
+
+    for form in (FORMS["parallel"], chunked):
+        for got_part, want_part in zip(results_and_gradients(case, form, eps), want, strict=True):
+            # A gradient that is 0 in exact arithmetic is rounding noise in every form.
+            assert (got_part - want_part).norm() <= 1e-9 * want_part.norm() + 1e-13
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_are_those_of_finite_differences(form):
+    case = random_case(1, 2, 7, 2, 3, 2, gates=2.0, resets=0.2)
+    leaves = [leaf.requires_grad_() for leaf in case.differentiable()]
+
+    def function(q, k, v, i, f, C, n):
+        state = MLSTMState(C, n, case.state.m)
+        h, new = FORMS[form](q, k, v, i, f, state=state, resets=case.resets, eps=0.0)
+        return h, *memory(new)
+
+    assert torch.autograd.gradcheck(function, leaves)
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**32), border=st.integers(1, 139), form=st.sampled_from([*FORMS]))
+def test_nothing_crosses_a_document_border(seed, border, form):
+    """Bit for bit in float32, with gates anywhere in ±15."""
+    case = random_case(seed, 2, 140, 2, 5, 6, dtype=torch.float32, gates=15.0, resets=0.01)
+    case.resets[:, border] = True
+    other = random_case(seed + 1, 2, 140, 2, 5, 6, dtype=torch.float32, gates=15.0)
+    for name in "qkvif":
+        getattr(other, name)[:, border:] = getattr(case, name)[:, border:]
+    other.resets = torch.rand(2, 140) < 0.05
+    other.resets[:, border:] = case.resets[:, border:]
+    h, state = case.run(FORMS[form])
+    other_h, other_state = other.run(FORMS[form])
+    assert not torch.equal(h[:, :border], other_h[:, :border])
+    assert torch.equal(h[:, border:], other_h[:, border:])
+    for part, other_part in zip(state, other_state, strict=True):
+        assert torch.equal(part, other_part)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_border_equals_a_fresh_start(form):
+    case = random_case(3, 2, 90, 2, 4, 6)
+    case.resets = torch.zeros(2, 90, dtype=torch.bool)
+    case.resets[:, 37] = True
+    h, state = case.run(FORMS[form])
+    (_, before), (behind, alone) = case.pieces(37)
+    fresh = MLSTMState(*(torch.zeros_like(part) for part in case.state))
+    want_h, want_state = mlstm_sequence(
+        alone.q, alone.k, alone.v, alone.i, alone.f, state=fresh, backend="recurrent"
+    )
+    assert error(h[:, behind], want_h) < 1e-12
+    for part, want in zip(state, want_state, strict=True):
+        assert error(part, want) < 1e-12
+    assert error(h[:, :37], before.run(FORMS["recurrent"])[0]) < 1e-12
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_padding_leaves_no_trace(form):
+    case = random_case(4, 1, 150, 2, 4, 6, padding=0.5)
+    kept = case.i[0, :, 0] > -torch.inf
+    h, state = case.run(FORMS[form])
+    dense = Case(*(getattr(case, name)[:, kept] for name in "qkvif"), case.state)
+    want_h, want_state = dense.run(FORMS["recurrent"])
+    assert error(h[:, kept], want_h) < 1e-12
+    for part, want in zip(state, want_state, strict=True):
+        assert error(part, want) < 1e-12
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_of_nothing_but_padding_returns_its_state(form):
+    case = random_case(5, 2, 70, 2, 4, 6, dtype=torch.float32, padding=1.0)
+    results = results_and_gradients(case, FORMS[form], 1e-6)
+    assert all(part.isfinite().all() for part in results)
+    _, state = case.run(FORMS[form])
+    for part, want in zip(state, case.state, strict=True):
+        assert torch.equal(part, want)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=10)
+@given(cuts=st.lists(st.integers(0, 100), max_size=4))
+def test_one_prefix_one_state(form, cuts):
+    case = random_case(6, 2, 100, 2, 3, 4, resets=0.05)
+    want_h, want_state = case.run(FORMS["recurrent"])
+    state = case.state
+    for where, piece in case.pieces(*sorted(cuts)):
+        piece.state = state
+        h, state = piece.run(FORMS[form])
+        assert error(h, want_h[:, where]) < 1e-11
+    for part, want in zip(state, want_state, strict=True):
+        assert error(part, want) < 1e-11
+
+
+@pytest.mark.parametrize(
+    ("i", "f"), [(15.0, 15.0), (15.0, -15.0), (-15.0, 15.0), (-15.0, -15.0), (-torch.inf, 3.0)]
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_extreme_gates_in_float32(form, i, f):
+    case = random_case(7, 1, 200, 2, 8, 8, fresh=True)
+    case.i, case.f = torch.full_like(case.i, i), torch.full_like(case.f, f)
+    want = results_and_gradients(case, FORMS["recurrent"], 1e-6)
+    plain = results_and_gradients(case.to(torch.float32), FORMS["recurrent"], 1e-6)
+    got = results_and_gradients(case.to(torch.float32), FORMS[form], 1e-6)
+    for got_part, plain_part, want_part in zip(got, plain, want, strict=True):
+        assert got_part.isfinite().all()
+        # Where n·q cancels, float32 itself loses digits: no form may lose more than the equations.
+        allowed = 2 * (plain_part - want_part).norm() + 1e-5 * want_part.norm() + 1e-7
+        assert (got_part - want_part).norm() <= allowed
+
+
+def test_float32_stays_exact_over_a_long_text():
+    """At the gates of a trained model: forget gates open over a range of time scales."""
+    case = random_case(8, 1, 8192, 2, 16, 32, gates=1.0, fresh=True)
+    case.i, case.f = case.i - 3, case.f + torch.tensor([3.0, 6.0])
+    want_h, want_state = case.run(FORMS["chunkwise"])
+    h, state = case.to(torch.float32).run(FORMS["chunkwise"])
+    assert error(h, want_h) < 1e-5
+    for part, want in zip(state, want_state, strict=True):
+        assert error(part, want) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FORMS)
+def test_sixteen_bit_inputs_lose_nothing_but_the_rounding_of_h(form, dtype):
+    case = random_case(9, 2, 80, 2, 16, 16, dtype=dtype)
+    h, state = case.run(FORMS[form])
+    wide = case.to(torch.float32)
+    want_h, want_state = wide.run(FORMS[form])
+    assert h.dtype == dtype
+    assert torch.equal(h, want_h.to(dtype))
+    for part, want in zip(state, want_state, strict=True):
+        assert part.dtype == torch.float32
+        assert torch.equal(part, want)
+
+
+def test_bad_input_is_one_sentence():
+    case = random_case(10, 2, 6, 2, 4, 6)
+    good = {name: getattr(case, name) for name in "qkvif"}
+    for change, message in [
+        ({"k": case.k[:, :5]}, "q and k differ"),
+        ({"v": case.v[:1]}, "v must be"),
+        ({"i": case.i.half()}, "i must be float32"),
+        ({"f": case.f[..., :1]}, "f must be float32"),
+        ({"resets": torch.zeros(2, 6)}, "resets must be bool"),
+        ({"backend": "cudnn"}, "there is no backend 'cudnn'"),
+        ({name: part[:, :0] for name, part in good.items()}, "at least one token"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            mlstm_sequence(**(good | change))

@@ -1,0 +1,65 @@
+"""The single step: equal to the sequence, with the norm and the output gate, in place or not."""
+
+import torch
+from cases import FORMS, random_case
+from measure import error
+
+from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
+
+
+def one_token(case, t):
+    return [getattr(case, name)[:, t] for name in "qkvif"]
+
+
+def test_steps_equal_the_sequence():
+    case = random_case(0, 3, 40, 2, 5, 7)
+    want_h, want_state = case.run(FORMS["parallel"])
+    state = case.state
+    for t in range(40):
+        h, state = mlstm_step(*one_token(case, t), state)
+        assert error(h, want_h[:, t]) < 1e-11
+    for part, want in zip(state, want_state, strict=True):
+        assert error(part, want) < 1e-11
+
+
+def test_norm_and_gate_by_hand():
+    case = random_case(1, 2, 1, 3, 5, 8)
+    weight, gate = torch.rand(24, dtype=torch.float64), torch.randn(2, 3, 8, dtype=torch.float64)
+    plain, _ = mlstm_step(*one_token(case, 0), case.state)
+    got, _ = mlstm_step(
+        *one_token(case, 0), case.state, gate=gate, norm_weight=weight, norm_eps=1e-3
+    )
+    centred = plain - plain.mean(-1, keepdim=True)
+    normed = centred / (centred.square().mean(-1, keepdim=True) + 1e-3).sqrt()
+    want = normed * weight.reshape(3, 8) / (1 + torch.exp(-gate))
+    assert error(got, want) < 1e-14
+
+
+def test_in_place_overwrites_the_given_state_and_only_then():
+    case = random_case(2, 2, 1, 2, 4, 4)
+    before = MLSTMState(*(part.clone() for part in case.state))
+    _, new = mlstm_step(*one_token(case, 0), case.state)
+    for part, old in zip(case.state, before, strict=True):
+        assert torch.equal(part, old)
+    _, same = mlstm_step(*one_token(case, 0), case.state, inplace=True)
+    assert same is case.state
+    for part, want in zip(same, new, strict=True):
+        assert torch.equal(part, want)
+
+
+def test_a_sequence_of_one_is_a_step():
+    case = random_case(3, 2, 1, 2, 4, 6)
+    step_h, _ = mlstm_step(*one_token(case, 0), case.state)
+    for backend in ("auto", "recurrent", "parallel", "chunkwise"):
+        h, _ = mlstm_sequence(
+            *(getattr(case, name) for name in "qkvif"), state=case.state, backend=backend
+        )
+        assert error(h[:, 0], step_h) < 1e-13
+
+
+def test_bfloat16_state_is_computed_in_float32():
+    case = random_case(4, 2, 1, 2, 8, 8, dtype=torch.float32)
+    rounded = MLSTMState(*(part.bfloat16() for part in case.state))
+    h, _ = mlstm_step(*one_token(case, 0), rounded)
+    want, _ = mlstm_step(*one_token(case, 0), MLSTMState(*(part.float() for part in rounded)))
+    assert torch.equal(h, want)

@@ -1,0 +1,195 @@
+"""Accounting against the paper's table, the authors' published figures and the parameter shapes."""
+
+import json
+import sys
+from math import prod
+from subprocess import run
+from typing import Any
+
+import pytest
+
+from xlstm7b import accounting
+from xlstm7b.config import SIZES, ModelConfig
+
+SEVEN = ModelConfig.named("7b")
+
+
+def with_heads(num_heads: int) -> ModelConfig:
+    return ModelConfig(embedding_dim=4096, num_blocks=32, num_heads=num_heads)
+
+
+def paper_cell(num_heads: int) -> int:
+    """The paper's setting: width 4096, T = 8192, chunks of 64."""
+    return accounting.cell_flops(8192, 64, num_heads, 2048 // num_heads, 4096 // num_heads)["total"]
+
+
+# The paper's table on head dimensions. It prints 7.6e11 for 4 heads: a slip of a factor of ten.
+@pytest.mark.parametrize(
+    ("num_heads", "megabytes", "tokens", "flops"),
+    [
+        (4, "268.4", 256, "7.6e+10"),
+        (8, "134.2", 128, "4.1e+10"),
+        (16, "67.1", 64, "2.4e+10"),
+        (32, "33.6", 32, "1.5e+10"),
+    ],
+)
+def test_head_dimension_table(num_heads: int, megabytes: str, tokens: int, flops: str) -> None:
+    config = with_heads(num_heads)
+    assert f"{accounting.state_bytes(config)['C'] / 1e6:.1f}" == megabytes
+    assert accounting.kv_cache_equivalent_tokens(config) == tokens
+    assert f"{paper_cell(num_heads):.1e}" == flops
+    forward = accounting.forward_flops(config, 8192, 64)
+    assert forward["cell"] == 32 * paper_cell(num_heads)
+
+
+def test_cell_agrees_with_the_authors_published_totals() -> None:
+    """Forward + backward FLOPs of the four models at T = 8192, from the authors' repository.
+
+    Between head counts only the cell and the two gates' matrices differ.
+    """
+    published = {
+        4: 334172332864438.25,
+        8: 330901836100534.25,
+        16: 329347299603382.25,
+        32: 328731455124406.25,
+    }
+    ours = {
+        heads: 3 * 32 * (paper_cell(heads) + 2 * 8192 * 4096 * 2 * heads) for heads in published
+    }
+    for heads in (8, 16, 32):
+        assert published[4] - published[heads] == ours[4] - ours[heads]
+
+
+@pytest.mark.parametrize(("size", "total"), [("7b", 6_865_424_896), ("160m", 162_303_840)])
+def test_parameter_totals(size: str, total: int) -> None:
+    config = ModelConfig.named(size)
+    assert accounting.parameter_counts(config)["total"] == total
+    assert accounting.weight_bytes(config, 4) == 4 * total
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_parameter_parts_add_up_to_the_shapes(size: str) -> None:
+    config = ModelConfig.named(size)
+    counts = accounting.parameter_counts(config)
+    shapes = config.parameter_shapes()
+    assert counts["total"] == sum(map(prod, shapes.values()))
+    assert counts["norms"] == sum(prod(shape) for name, shape in shapes.items() if "norm" in name)
+    assert counts["gates"] == config.num_blocks * 2 * config.num_heads * (config.embedding_dim + 1)
+    assert counts["ffn"] == config.num_blocks * 3 * config.embedding_dim * config.ffn_dim
+    assert counts["embedding"] == counts["head"] == config.vocab_size * config.embedding_dim
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_linear_flops_are_two_per_weight_and_token(size: str) -> None:
+    config, length = ModelConfig.named(size), 100
+    forward = accounting.forward_flops(config, length)
+    linear = sum(forward[part] for part in ("mlstm_projections", "gates", "ffn", "head"))
+    weights = sum(
+        prod(shape)
+        for name, shape in config.parameter_shapes().items()
+        if len(shape) == 2 and "embeddings" not in name
+    )
+    elementwise = config.num_blocks * 2 * (config.v_dim + config.num_heads + config.ffn_dim)
+    assert linear == length * (2 * weights + elementwise)
+    assert forward["total"] == sum(n for part, n in forward.items() if part != "total")
+    assert accounting.training_flops(config, length) == 3 * forward["total"]
+
+
+def test_cell_is_its_matrix_products_and_little_else() -> None:
+    floor = accounting.cell_floor(8192, 64, 8, 256, 512)["forward"]["flops"]
+    assert floor == 8192 * 8 * (4 * 256 * 512 + 2 * 64 * (256 + 512))
+    assert floor < paper_cell(8) < 1.02 * floor
+
+
+def test_a_shorter_last_chunk_is_counted_as_it_is() -> None:
+    shape = (4, 96, 192)
+    whole, rest = accounting.cell_flops(64, 64, *shape), accounting.cell_flops(36, 36, *shape)
+    assert accounting.cell_flops(100, 64, *shape) == {key: whole[key] + rest[key] for key in whole}
+    assert accounting.cell_flops(36, 64, *shape) == rest
+
+
+def test_causal_factor_takes_from_the_intra_chunk_part_only() -> None:
+    full, half = (accounting.cell_flops(8192, 256, 8, 256, 512, causal=c) for c in (1.0, 0.5))
+    assert half["intra_chunk"] == pytest.approx(full["intra_chunk"] / 2, rel=0.01)
+    assert half["inter_chunk"] == full["inter_chunk"]
+
+
+def test_decoding_costs_the_same_as_a_token_of_prefill_to_a_percent() -> None:
+    step = accounting.step_flops(SEVEN)
+    assert step["cell"] == 32 * accounting.cell_step_flops(8, 256, 512)
+    assert step["total"] == pytest.approx(
+        accounting.forward_flops(SEVEN, 8192)["total"] / 8192, rel=0.01
+    )
+
+
+def test_transformer_at_equal_width() -> None:
+    short, long = (accounting.transformer_forward_flops(SEVEN, T) for T in (8192, 16384))
+    assert long["attention"] == 4 * short["attention"]
+    assert long["ffn"] == 2 * short["ffn"] == accounting.forward_flops(SEVEN, 16384)["ffn"]
+    whole = accounting.transformer_forward_flops(SEVEN, 8192, causal=1.0)["attention"]
+    assert whole == 2 * short["attention"] == 32 * 8192**2 * (4 * 4096 + 3 * 32)
+    assert short["attention_projections"] == 8192 * 32 * 8 * 4096**2
+
+
+def test_state_is_c_and_a_little() -> None:
+    state = accounting.state_bytes(SEVEN)
+    assert state["C"] == 134_217_728
+    assert state["total"] == 134_217_728 + 4 * 32 * 8 * (256 + 1)
+    assert accounting.state_bytes(SEVEN, 2)["total"] * 2 == state["total"]
+
+
+def test_decode_limit_of_one_h200() -> None:
+    assert accounting.decode_limit(SEVEN, 4.27e12) == pytest.approx(314, rel=0.01)
+    without_table = 6_865_424_896 - 50304 * 4096
+    moved = 2 * (without_table + 4096) + 2 * accounting.state_bytes(SEVEN)["total"]
+    assert accounting.decode_bytes(SEVEN) == moved
+    # A batch shares the weights and nothing else.
+    row = 2 * 4096 + 2 * accounting.state_bytes(SEVEN)["total"]
+    assert accounting.decode_bytes(SEVEN, 64) == moved + 63 * row
+    assert accounting.decode_limit(SEVEN, 4.27e12, 64) == 64 * 4.27e12 / (moved + 63 * row)
+
+
+def test_cell_floor_counts_every_tensor_once() -> None:
+    rows = 65536 * 8
+    floor = accounting.cell_floor(65536, 64, 8, 256, 512)
+    assert floor["forward"]["bytes"] == rows * (2 * (256 + 256 + 512 + 512) + 8)
+    assert floor["backward"]["bytes"] == rows * (2 * (2 * 1024 + 512) + 16)
+    square = accounting.cell_floor(65536, 64, 8, 256, 256)
+    assert square["backward"]["flops"] == 2.5 * square["forward"]["flops"]
+    spilled = accounting.cell_floor(65536, 64, 8, 256, 512, state_itemsize=2)
+    states = 1024 * 8 * 256 * 512 * 2
+    assert spilled["forward"]["bytes"] - floor["forward"]["bytes"] == 2 * states
+    assert spilled["backward"]["bytes"] - floor["backward"]["bytes"] == 4 * states
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_summary_is_json_with_its_sections(size: str) -> None:
+    config = ModelConfig.named(size)
+    summary = accounting.summary(config, context_length=1000)
+    assert json.loads(json.dumps(summary)) == summary
+    assert list(summary) == ["shape", "parameters", "state", "flops", "memory"]
+    flops = summary["flops"]
+    assert flops["forward_per_sequence"] == sum(flops["forward_by_part"].values())
+    assert flops["training_per_token"] == pytest.approx(3 * flops["forward_per_token"])
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: accounting.cell_flops(0, 64, 1, 1, 1), "context_length"),
+        (lambda: accounting.cell_flops(1, 0, 1, 1, 1), "chunk_size"),
+        (lambda: accounting.cell_floor(0, 64, 1, 1, 1), "tokens"),
+        (lambda: accounting.summary(SEVEN, context_length=-1), "context_length"),
+        (lambda: accounting.transformer_forward_flops(SEVEN, 1, head_dim=0), "head_dim"),
+        (lambda: accounting.decode_bytes(SEVEN, 0), "batch_size"),
+    ],
+)
+def test_counts_below_one_are_refused(call: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1"):
+        call()
+
+
+def test_neither_module_imports_torch() -> None:
+    code = "import sys, xlstm7b.accounting, xlstm7b.tokenizer as t; t.load_tokenizer(None, 320)"
+    check = "; assert not {'torch', 'tokenizers', 'numpy'} & set(sys.modules)"
+    assert run([sys.executable, "-c", code + check], check=False).returncode == 0

@@ -1,0 +1,273 @@
+"""Saves that replace a folder whole or not at all, and the manifest that verifies it."""
+
+import errno
+import fcntl
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+from checkpoints import CONFIG, INDEX, assert_same, draw, names_in, run, save_small
+from torch import Tensor
+
+from xlstm7b import files
+from xlstm7b.weights import open_checkpoint, save_checkpoint, verify
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes()
+            for path in folder.rglob("*") if path.is_file()}  # fmt: skip
+
+
+# Saving over a folder
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_other_files_are_carried_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(files, "_exchange", lambda first, second: False)
+    folder, tensors, more = tmp_path / "model", draw(), tmp_path / "tokenizer.json"
+    save_checkpoint(folder, CONFIG, draw().items(), max_shard_bytes=100_000)
+    (folder / "README.md").write_text("kept")
+    (folder / "tokenizer.json").write_text("old")
+    (folder / "logs").mkdir()
+    (folder / "logs" / "config.json").write_text("also kept")
+    (folder / "link").symlink_to("README.md")
+    folder.chmod(0o750)
+    more.write_text("new")
+    log = (folder / "logs" / "config.json").open("a")
+    save_checkpoint(folder, CONFIG, tensors.items(), companions=[more])
+    log.write(", and still written to")
+    log.close()
+    assert names_in(folder) == {"model.safetensors", "config.json", "SHA256SUMS", "README.md",
+                                "tokenizer.json", "logs", "link"}  # fmt: skip
+    assert (folder / "README.md").read_text() == "kept"
+    assert (folder / "tokenizer.json").read_text() == "new"
+    assert (folder / "logs" / "config.json").read_text() == "also kept, and still written to"
+    assert (folder / "link").readlink() == Path("README.md")
+    assert folder.stat().st_mode & 0o777 == 0o750
+    assert_same(dict(open_checkpoint(folder).tensors()), tensors)
+    assert verify(folder) == 3
+    assert names_in(tmp_path) == {"model", "tokenizer.json"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux swaps folders in one step")
+def test_swap_in_one_step(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    assert files._exchange(tmp_path / "a", tmp_path / "b")
+    assert (names_in(tmp_path / "a"), names_in(tmp_path / "b")) == ({"b"}, {"a"})
+    assert not files._exchange(tmp_path / "a", tmp_path / "none")
+
+
+def test_save_onto_the_folder_being_read(tmp_path: Path) -> None:
+    folder, tensors = save_small(tmp_path)
+    (tmp_path / "latest").symlink_to("model")
+    mapped = dict(open_checkpoint(folder).tensors())
+    reading = open_checkpoint(folder)
+    save_checkpoint(tmp_path / "latest", reading.config, reading.tensors(), dtype=torch.float16,
+                    max_shard_bytes=100_000)  # fmt: skip
+    assert (tmp_path / "latest").is_symlink()
+    halves = {name: tensor.half() for name, tensor in tensors.items()}
+    assert_same(dict(open_checkpoint(folder).tensors()), halves)
+    assert_same(mapped, tensors)  # what was mapped before stays as it was
+    assert names_in(tmp_path) == {"model", "latest"}
+
+
+def test_targets_that_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for target, problem in (tmp_path, "no config.json"), (tmp_path / "notes.txt", "is a file"):
+        with pytest.raises(ValueError, match=problem):
+            save_checkpoint(target, CONFIG, draw().items())
+    for name in ("config.json", "SHA256SUMS", "model-1.safetensors", INDEX, "a\nb"):
+        with pytest.raises(ValueError, match="cannot go along"):
+            save_checkpoint(tmp_path / "x", CONFIG, draw().items(), companions=[Path(name)])
+    with pytest.raises(ValueError, match="at least 1"):
+        save_checkpoint(tmp_path / "x", CONFIG, draw().items(), max_shard_bytes=0)
+    assert contents(tmp_path) == {"notes.txt": b"mine"}
+
+
+def interrupted(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    yield from list(tensors.items())[:9]
+    raise KeyboardInterrupt
+
+
+BAD: dict[str, Callable[[dict[str, Tensor]], object]] = {
+    "lm_head.weight is missing": lambda t: t.pop("lm_head.weight"),
+    "more is not a parameter": lambda t: t.update(more=torch.ones(1)),
+    "lm_head.weight has the shape (3,), the config says (7, 64)": lambda t: t.update(
+        {"lm_head.weight": torch.ones(3)}
+    ),
+    "lm_head.weight cannot be stored as torch.int64": lambda t: t.update(
+        {"lm_head.weight": torch.ones(7, 64, dtype=torch.int64)}
+    ),
+}
+
+
+def test_failed_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, tensors = save_small(tmp_path)
+    before = contents(folder)
+
+    def attempt(error: type[BaseException], given: object) -> str:
+        with pytest.raises(error) as caught:
+            save_checkpoint(folder, CONFIG, given, max_shard_bytes=50_000)  # type: ignore[arg-type]
+        assert contents(folder) == before
+        assert names_in(tmp_path) == {"model"}
+        return str(caught.value)
+
+    for message, change in BAD.items():
+        changed = dict(tensors)
+        change(changed)
+        assert message in attempt(ValueError, changed.items())
+    assert "given twice" in attempt(ValueError, [*tensors.items(), *tensors.items()])
+    attempt(KeyboardInterrupt, interrupted(tensors))
+
+    def fails(*_: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails)
+        assert "No space left" in attempt(OSError, tensors.items())
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_exchange", lambda first, second: False)
+        ordinary = Path.rename
+
+        def rename(self: Path, to: Path) -> Path:
+            return fails() if self.name.startswith(".model.saving-") else ordinary(self, to)
+
+        patch.setattr(Path, "rename", rename)
+        assert "No space left" in attempt(OSError, tensors.items())
+
+
+def test_leftovers_of_dead_saves_are_swept(tmp_path: Path) -> None:
+    dead, alive = tmp_path / ".model.saving-dead", tmp_path / ".model.saving-alive"
+    other = tmp_path / ".mode.saving-x"
+    for path in (dead, alive, other):
+        path.mkdir()
+        (path / "1.part").write_text("half")
+    lock = os.open(alive, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    save_small(tmp_path)
+    assert names_in(tmp_path) == {"model", alive.name, other.name}
+    os.close(lock)
+    save_small(tmp_path)
+    assert names_in(tmp_path) == {"model", other.name}
+
+
+def test_killed_save_leaves_the_old_or_the_new_folder(tmp_path: Path) -> None:
+    """Kills at every flush to the disk, one after the other, and then at random moments."""
+    script = """if True:
+        import os, pathlib, random, signal, sys, time
+        import torch
+        from checkpoints import CONFIG
+        from xlstm7b.weights import open_checkpoint, save_checkpoint, verify
+        torch.set_num_threads(1)  # no pool of threads that a fork would lose
+        target = pathlib.Path(sys.argv[1]) / "model"
+        shapes = CONFIG.parameter_shapes()
+
+        def save(value):
+            tensors = ((name, torch.full(shape, value)) for name, shape in shapes.items())
+            save_checkpoint(target, CONFIG, tensors, max_shard_bytes=100_000)
+
+        def stands():
+            verify(target)
+            assert (target / "README.md").read_text() == "mine"
+            values = {float(v) for _, t in open_checkpoint(target).tensors() for v in t.unique()}
+            (value,) = values
+            return value
+
+        def child(value, flushes=None):
+            process = os.fork()
+            if process:
+                return process
+            flush = os.fsync
+            def counted(descriptor):
+                nonlocal flushes
+                flushes -= 1
+                if flushes < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                flush(descriptor)
+            if flushes is not None:
+                os.fsync = counted
+            save(value)
+            os._exit(0)
+
+        save(0.0)
+        (target / "README.md").write_text("mine")
+        old, outcomes, finished = 0.0, [], False
+        while not finished:
+            _, status = os.waitpid(child(old + 1, len(outcomes)), 0)
+            finished = status == 0
+            outcomes.append(stands() - old)
+            old += outcomes[-1]
+        print(*outcomes)
+        began = time.perf_counter()
+        save(old)
+        took, kept = time.perf_counter() - began, 0
+        for _ in range(30):
+            process = child(old + 1)
+            time.sleep(random.random() * 1.3 * took)
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+            now = stands()
+            assert now in (old, old + 1)
+            kept += now == old
+            old = now
+        print(kept)
+        save(7.0)
+        assert os.listdir(target.parent) == ["model"] and stands() == 7.0
+    """
+    at_flushes, kept = run(script, tmp_path).splitlines()
+    outcomes = at_flushes.split()
+    assert len(outcomes) > 10
+    # The last flush is that of the folder around, after the swap; then no kill at all.
+    assert outcomes == ["0.0"] * (len(outcomes) - 2) + ["1.0", "1.0"]
+    assert int(kept) > 0
+
+
+# The manifest
+
+
+def test_verify_names_what_is_wrong(tmp_path: Path) -> None:
+    folder, _ = save_small(tmp_path)
+    seen: list[tuple[str, int]] = []
+    assert verify(folder, progress=lambda *step: seen.append(step)) == 2
+    assert seen == [(name, (folder / name).stat().st_size)
+                    for name in ("config.json", "model.safetensors")]  # fmt: skip
+    manifest, good = folder / "SHA256SUMS", (folder / "SHA256SUMS").read_text()
+    config_line, model_line = good.splitlines()
+
+    def refused(message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            verify(folder)
+
+    for text, message in {
+        "": "lists no file", "nonsense": "'nonsense' is not the sha256 of a file in this folder",
+        config_line: r"model\.safetensors is not listed", model_line: r"config\.json is not listed",
+        good.replace("config.json", "../config.json"): "is not the sha256", "\udcff": "not a text",
+        good.replace("config.json", "/etc/passwd"): "is not the sha256",
+        good + "0" * 64 + "  gone.json\n": r"gone\.json is missing",
+        good.replace(config_line[:64], "0" * 64): r"config\.json is damaged",
+        good.upper(): "is not the sha256",
+    }.items():  # fmt: skip
+        manifest.write_text(text, errors="surrogateescape")
+        refused(message)
+    manifest.write_text(good.replace("  ", " *"))  # as `sha256sum --binary` writes it
+    assert verify(folder) == 2
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    for damaged in (whole[:-1], whole + b"\0", whole[:-1] + bytes([whole[-1] ^ 1])):
+        file.write_bytes(damaged)
+        refused(r"model\.safetensors is damaged")
+    file.unlink()
+    refused(r"model\.safetensors is missing")
+    manifest.unlink()
+    refused("has no SHA256SUMS")
+    with pytest.raises(ValueError, match="there is no folder"):
+        verify(tmp_path / "none")
