@@ -1,4 +1,4 @@
-"""`make quickstart`: build a tiny byte-level model, save it, look at it, and let it continue a text.
+"""`make quickstart`: build a tiny byte-level model, save it, look at it, let it continue a text.
 
 Its weights are random, so the text is noise; every step is the one a trained checkpoint takes.
 """

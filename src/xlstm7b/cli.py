@@ -111,7 +111,7 @@ def convert(
     wanted = None if dtype is None else _dtype(dtype)
     if not 0 < max_shard_size < float("inf"):
         raise ValueError(f"max_shard_size must be a positive number of GB, not {max_shard_size}")
-    if target.exists() and not overwrite and any(target.iterdir()):
+    if target.is_dir() and not overwrite and any(target.iterdir()):
         raise ValueError(f"{target} exists already; --overwrite replaces the checkpoint in it")
     checkpoint = open_checkpoint(source)
     narrowed = (wanted or checkpoint.dtype).itemsize / checkpoint.dtype.itemsize
@@ -232,10 +232,12 @@ def _device(name: str | None) -> str:
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=name)
+        holds_numbers = not torch.empty(0, device=name).is_meta
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"the device {name!r} cannot be used here: {reason}") from error
+    if not holds_numbers:
+        raise ValueError(f"the device {name!r} cannot be used here: it holds no numbers")
     return name
 
 

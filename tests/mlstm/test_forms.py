@@ -184,6 +184,24 @@ def test_sixteen_bit_inputs_lose_nothing_but_the_rounding_of_h(form, dtype):
         assert torch.equal(part, want)
 
 
+def test_compiles_for_lengths_unknown_beforehand():
+    """Behind a projection, as in the model: its backward is particular about strides."""
+    torch.compiler.reset()
+    weight = torch.randn(2 * 4, 6, dtype=torch.float64, requires_grad=True)
+
+    def layer(x, i, f):
+        q = (x @ weight.mT).unflatten(-1, (2, 4))
+        return mlstm_sequence(q, q, q, i, f)[0]
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (70, 65):
+        x = torch.randn(1, length, 6, dtype=torch.float64)
+        i, f = torch.randn(2, 1, length, 2, dtype=torch.float64)
+        want = torch.autograd.grad(layer(x, i, f).square().sum(), weight)[0]
+        got = torch.autograd.grad(compiled(x, i, f).square().sum(), weight)[0]
+        assert error(got, want) < 1e-12
+
+
 def test_bad_input_is_one_sentence():
     case = random_case(10, 2, 6, 2, 4, 6)
     good = {name: getattr(case, name) for name in "qkvif"}

@@ -31,7 +31,13 @@ def their_model(config: ModelConfig, folder: Path | None, dtype: torch.dtype) ->
     if folder is None:
         model = factory(theirs).to(dtype)
     else:
-        model = factory.from_pretrained(folder, config=theirs, dtype=dtype)
+        try:
+            model = factory.from_pretrained(folder, config=theirs, dtype=dtype)
+        except (RuntimeError, OSError) as error:
+            # Widths that are no multiple of 64, for one, which it does not round up, or a
+            # folder in the authors' own format, which `xlstm7b convert` turns into one it reads.
+            reason = " ".join(str(error).split())
+            raise ValueError(f"transformers does not load {folder}: {reason}") from error
     module: torch.nn.Module = model.eval()
     return module
 
