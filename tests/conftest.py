@@ -1,8 +1,14 @@
 """Settings for every test: reproducible random numbers and bounded property tests."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+if not torch.cuda.is_available():
+    # Before any kernel is imported: Triton's kernels then run on the CPU, in its interpreter.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 settings.register_profile(
     "repo", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

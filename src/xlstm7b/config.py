@@ -42,7 +42,7 @@ class ModelConfig:
     vocab_size: int = _GPT_NEOX_VOCABULARY
     qk_dim_factor: float = 0.5
     v_dim_factor: float = 1.0
-    mlstm_round_up_to_multiple_of: int = 64
+    mlstm_round_up_to_multiple_of: int = 1
     ffn_proj_factor: float = 2.667
     ffn_round_up_to_multiple_of: int = 64
     norm_eps: float = 1e-6

@@ -223,9 +223,8 @@ def read_config(folder: Path) -> ModelConfig:
             nested = (dict, list, set)
             if not isinstance(values, dict) or any(isinstance(v, nested) for v in values.values()):
                 raise ValueError("not a flat list of fields")
-            # The standalone code has another default here, and does not round heads up at all.
-            defaults = {"ffn_proj_factor": 2.6667, "mlstm_round_up_to_multiple_of": 1}
-            return ModelConfig.from_dict({**defaults, **values})
+            # The standalone code has another default here.
+            return ModelConfig.from_dict({"ffn_proj_factor": 2.6667, **values})
         except Exception as error:  # PyYAML lets any of them out when a scalar is damaged
             raise ValueError(f"{path}: {error}") from error
 

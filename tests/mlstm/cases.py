@@ -54,6 +54,14 @@ class Case:
             state=MLSTMState(*(part.to(gates) for part in self.state)),
         )  # fmt: skip
 
+    def on(self, device: torch.device) -> "Case":
+        return replace(
+            self,
+            **{name: getattr(self, name).to(device) for name in "qkvif"},
+            state=MLSTMState(*(part.to(device) for part in self.state)),
+            resets=None if self.resets is None else self.resets.to(device),
+        )
+
     def pieces(self, *cuts: int) -> list[tuple[slice, "Case"]]:
         """The sequence cut at the given positions; each piece still has the first one's state."""
         edges = [0, *cuts, self.q.shape[1]]
@@ -116,3 +124,19 @@ def memory(state: MLSTMState) -> tuple[Tensor, Tensor]:
     """C·exp(m) and n·exp(m): the state free of its gauge."""
     scale = torch.exp(state.m)
     return state.C * scale[..., None, None], state.n * scale[..., None]
+
+
+def results_and_gradients(case: Case, form: Form, eps: float) -> list[Tensor]:
+    """h, C·exp(m), n·exp(m), m, and the gradients of a random projection of the first three."""
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in case.differentiable()]
+    q, k, v, i, f, C, n = leaves
+    state = MLSTMState(C, n, case.state.m)
+    h, new = form(q, k, v, i, f, state=state, resets=case.resets, eps=eps)
+    outputs = [h, *memory(new)]
+    draw = torch.Generator().manual_seed(0)
+    loss = sum(
+        (x * torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x)).sum()
+        / (1 + x.detach().norm())
+        for x in outputs
+    )
+    return [*outputs, new.m, *torch.autograd.grad(loss, leaves)]

@@ -2,30 +2,13 @@
 
 import pytest
 import torch
-from cases import FORMS, Case, memory, random_case
+from cases import FORMS, Case, memory, random_case, results_and_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure import error
-from torch import Tensor
 
 from xlstm7b.mlstm import MLSTMState, mlstm_sequence
 from xlstm7b.mlstm.chunkwise import chunkwise_sequence
-
-
-def results_and_gradients(case: Case, form: object, eps: float) -> list[Tensor]:
-    """h, C·exp(m), n·exp(m), m, and the gradients of a random projection of the first three."""
-    leaves = [leaf.detach().clone().requires_grad_() for leaf in case.differentiable()]
-    q, k, v, i, f, C, n = leaves
-    state = MLSTMState(C, n, case.state.m)
-    h, new = form(q, k, v, i, f, state=state, resets=case.resets, eps=eps)
-    outputs = [h, *memory(new)]
-    draw = torch.Generator().manual_seed(0)
-    loss = sum(
-        (x * torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x.dtype)).sum()
-        / (1 + x.detach().norm())
-        for x in outputs
-    )
-    return [*outputs, new.m, *torch.autograd.grad(loss, leaves)]
 
 
 @settings(max_examples=30)

@@ -15,7 +15,7 @@ from xlstm7b.config import SIZES, ModelConfig
 from xlstm7b.model import XLSTM, ModelState
 from xlstm7b.model import logprobs as logprobs_module
 
-CONFIG = ModelConfig(64, 2, 2, vocab_size=97, mlstm_round_up_to_multiple_of=4)
+CONFIG = ModelConfig(64, 2, 2, vocab_size=97)
 
 
 def random_model(config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float64) -> XLSTM:

@@ -20,9 +20,8 @@ def sample(
     check_settings(temperature=temperature, top_k=top_k, top_p=top_p)
     if temperature == 0:
         return logits.argmax(-1)
-    # Measured from the largest, so that no temperature, however low, leads past float32's range.
-    below = logits - logits.amax(-1, keepdim=True)
-    ordered, tokens = (below / max(temperature, 1e-30)).sort(-1, descending=True)
+    # Not below 1e-30: the quotient has to stay within float32's range.
+    ordered, tokens = (logits / max(temperature, 1e-30)).sort(-1, descending=True)
     if top_k:
         ordered[..., top_k:] = -torch.inf
     if top_p < 1:

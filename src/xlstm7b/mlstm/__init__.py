@@ -1,11 +1,16 @@
 """The mLSTM cell: one operator in several forms of the same mathematics.
 
-recurrent.py  one step at a time: the oracle
-parallel.py   all pairs of positions: the second oracle
-chunkwise.py  chunks: what runs by default
+    recurrent.py  one step at a time: the oracle
+    parallel.py   all pairs of positions: the second oracle
+    chunkwise.py  chunks, in plain PyTorch: any device
+    triton/       chunks and the single step in Triton: GPUs
+
+With `backend="auto"` a GPU runs the Triton forms where they apply and PyTorch's run elsewhere.
 """
 
-from collections.abc import Mapping
+import importlib.util
+import os
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -18,12 +23,14 @@ from xlstm7b.mlstm.state import MLSTMState
 
 __all__ = ["MLSTMState", "headwise_norm", "mlstm_sequence", "mlstm_step"]
 
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+# On a CPU Triton's kernels run in its interpreter alone, which tests switch on.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _SEQUENCE_FORMS = {
     "recurrent": recurrent_sequence,
     "parallel": parallel_sequence,
     "chunkwise": chunkwise_sequence,
 }
-_STEP_FORMS = {"recurrent": recurrent_step}
 
 
 def mlstm_sequence(
@@ -52,8 +59,13 @@ def mlstm_sequence(
         raise ValueError(f"resets must be bool of shape {(batch, length)}, not {_describe(resets)}")
     if state is None:
         state = MLSTMState.zeros(batch, heads, d_qk, v.shape[-1], dtype=i.dtype, device=i.device)
-    form = _SEQUENCE_FORMS[_pick(backend, "chunkwise", _SEQUENCE_FORMS)]
-    return form(q, k, v, i, f, state=state, resets=resets, eps=eps)
+    reason = _why_not_triton(q, v, i)
+    form = _pick(backend, q.device.type != "cpu", reason, "chunkwise", _SEQUENCE_FORMS)
+    if form == "triton":
+        from xlstm7b.mlstm.triton.sequence import triton_sequence
+
+        return triton_sequence(q, k, v, i, f, state=state, resets=resets, eps=eps)
+    return _SEQUENCE_FORMS[form](q, k, v, i, f, state=state, resets=resets, eps=eps)
 
 
 def mlstm_step(
@@ -74,11 +86,21 @@ def mlstm_step(
     """One token: q, k [B, NH, d_qk], v [B, NH, d_hv], i, f [B, NH]; h like v.
 
     With `norm_weight` [NH · d_hv] h leaves headwise-normalised, with `gate` (like v) times σ(gate).
-    With `inplace` the given state's tensors are overwritten and returned.
+    With `inplace` the given state's tensors are overwritten and returned. The Triton form has no
+    gradient: where one is wanted, PyTorch's form runs.
     """
     _check_inputs(q, k, v, i, f)
-    form = _STEP_FORMS[_pick(backend, "recurrent", _STEP_FORMS)]
-    h, new = form(q, k, v, i, f, state, eps=eps)
+    reason = _why_not_triton(q, v, i)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, i, f, *state)):
+        reason = "its single step has no gradient"
+    if _pick(backend, q.device.type != "cpu", reason, "recurrent", ("recurrent",)) == "triton":
+        from xlstm7b.mlstm.triton.step import triton_step
+
+        return triton_step(
+            q, k, v, i, f, state, gate=gate, norm_weight=norm_weight, norm_eps=norm_eps, eps=eps,
+            inplace=inplace,
+        )  # fmt: skip
+    h, new = recurrent_step(q, k, v, i, f, state, eps=eps)
     if norm_weight is not None:
         h = headwise_norm(h, norm_weight, norm_eps)
     if gate is not None:
@@ -90,13 +112,28 @@ def mlstm_step(
     return h, new
 
 
-def _pick(backend: str, default: str, forms: Mapping[str, object]) -> str:
-    name = default if backend == "auto" else backend
-    if name not in forms:
-        raise ValueError(
-            f"there is no backend {backend!r} here; there are: auto, {', '.join(forms)}"
-        )
-    return name
+def _pick(
+    backend: str, on_gpu: bool, why_not_triton: str | None, default: str, forms: Iterable[str]
+) -> str:
+    if backend == "auto":
+        return "triton" if on_gpu and why_not_triton is None else default
+    if backend == "triton" and why_not_triton:
+        raise ValueError(f"the Triton form cannot run here: {why_not_triton}")
+    if backend not in (*forms, "triton"):
+        known = ", ".join(("auto", *forms, "triton"))
+        raise ValueError(f"there is no backend {backend!r} here; there are: {known}")
+    return backend
+
+
+def _why_not_triton(q: Tensor, v: Tensor, i: Tensor) -> str | None:
+    """None where the Triton forms apply."""
+    if not (_HAS_TRITON and (q.device.type in ("cuda", "xpu") or _INTERPRETED)):
+        return f"it needs a GPU and Triton, and the tensors are on {q.device.type}"
+    if not q.dtype == v.dtype != torch.float64 or i.dtype != torch.float32:
+        return f"it needs q, k, v of one dtype up to float32, not {q.dtype} and {v.dtype}"
+    if not (16 <= q.shape[-1] <= 1024 and 16 <= v.shape[-1] <= 1024):
+        return f"heads must have 16 to 1024 elements, not {q.shape[-1]} and {v.shape[-1]}"
+    return None
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> torch.Size:

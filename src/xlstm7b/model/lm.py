@@ -146,10 +146,28 @@ class XLSTM(nn.Module):
         checkpoint = open_checkpoint(folder_or_hub_id)
         with torch.device("meta"):
             model = cls(checkpoint.config).to(dtype or checkpoint.dtype)
-        model.to_empty(device=device or torch.get_default_device())
+        _allocate(model, torch.device(device or torch.get_default_device()))
         checkpoint.copy_into(dict(model.named_parameters()))
         return model
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes a Hugging Face folder that this package and `transformers` read."""
         save_checkpoint(folder, self.config, self.named_parameters())
+
+
+def _allocate(model: XLSTM, device: torch.device) -> None:
+    """Gives a model on the meta device its memory, on a CPU as one block.
+
+    Piece by piece it would take up to a quarter more than it holds: PyTorch's allocator on ARM
+    (mimalloc) leaves gaps behind large tensors, and huge pages make the gaps real.
+    """
+    if device.type != "cpu":
+        model.to_empty(device=device)
+        return
+    parameters = dict(model.named_parameters())
+    sizes = [-(-p.numel() // 64) * 64 for p in parameters.values()]  # aligned, as PyTorch's own
+    block = torch.empty(sum(sizes), dtype=model.lm_head.weight.dtype, device=device)
+    places = zip(parameters.items(), block.split(sizes), strict=True)
+    model.load_state_dict(
+        {name: place[: p.numel()].view(p.shape) for (name, p), place in places}, assign=True
+    )

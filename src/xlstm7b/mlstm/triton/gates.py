@@ -1,0 +1,231 @@
+"""Everything about the gates that the matrix kernels need, and the gradients of the gates.
+
+All arrays are [B, NH, T] in float32, contiguous. Inside a chunk, per position t of a document:
+
+    b_t   = Σ logσ(f̃) from the chunk's start, or the document's if later, to t
+    top_t = max_s (b_t − b_s + ĩ_s)                      s ≤ t in t's document, in this chunk
+    m_t   = max(b_t + m, top_t)                          m: the state's, 0 behind a border
+    from_state_t = exp(b_t + m − m_t)                    0 behind a border
+    to_state_s   = exp(b_last − b_s + ĩ_s − m_last)      0 before a border
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def log_sigmoid(x):
+    """logσ(x) = min(x, 0) − log1p(exp(−|x|)), to relative precision.
+
+    Forget gates that keep everything have logσ ≈ −1e-7 a step: 1 + x would round it away. Hence
+    log1p(e) = 2 artanh(z), z = e / (2 + e) ≤ 1/3, by its series.
+    """
+    e = tl.exp(-tl.abs(x))
+    z = e / (2.0 + e)
+    s = z * z
+    series = 1.0 / 13 + s * (1.0 / 15)
+    series = 1.0 / 11 + s * series
+    series = 1.0 / 9 + s * series
+    series = 1.0 / 7 + s * series
+    series = 1.0 / 5 + s * series
+    series = 1.0 / 3 + s * series
+    return tl.minimum(x, 0.0) - 2.0 * z * (1.0 + s * series)
+
+
+@triton.jit
+def _add_in_document(left, left_border, right, right_border):
+    return tl.where(right_border > 0, right, left + right), left_border | right_border
+
+
+@triton.jit
+def _max_in_document(left, left_border, right, right_border):
+    return tl.where(right_border > 0, right, tl.maximum(left, right)), left_border | right_border
+
+
+@triton.jit
+def _chain(left_decay, left_top, right_decay, right_top):
+    """Two stretches of text as one: what becomes of m over both, a map m ↦ max(decay + m, top)."""
+    return left_decay + right_decay, tl.maximum(left_top + right_decay, right_top)
+
+
+@triton.jit
+def sum_gates_kernel(
+    i, f, resets, b, top, document,
+    i_stride_b, i_stride_t, i_stride_h, f_stride_b, f_stride_t, f_stride_h,
+    T, NH, CHUNK: tl.constexpr, HAS_RESETS: tl.constexpr,
+):  # fmt: skip
+    """b and top of one chunk and head; document counts the borders within the chunk."""
+    batch, head = tl.program_id(1) // NH, tl.program_id(1) % NH
+    t = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    inside = t < T
+    wide_batch, wide_t = batch.to(tl.int64), t.to(tl.int64)
+    f_t = tl.load(
+        f + wide_batch * f_stride_b + wide_t * f_stride_t + head * f_stride_h,
+        mask=inside, other=float("inf"),
+    )  # fmt: skip
+    i_t = tl.load(
+        i + wide_batch * i_stride_b + wide_t * i_stride_t + head * i_stride_h,
+        mask=inside, other=float("-inf"),
+    )  # fmt: skip
+    out = (wide_batch * NH + head) * T + t
+    border = tl.zeros([CHUNK], tl.int32)
+    if HAS_RESETS:
+        border = tl.load(resets + wide_batch * T + t, mask=inside, other=0).to(tl.int32)
+        borders = tl.cumsum(border, 0)
+        if head == 0:
+            tl.store(document + wide_batch * T + t, borders, mask=inside)
+    b_t, _ = tl.associative_scan((log_sigmoid(f_t), border), 0, _add_in_document)
+    highest, _ = tl.associative_scan((i_t - b_t, border), 0, _max_in_document)
+    tl.store(b + out, b_t, mask=inside)
+    tl.store(top + out, b_t + highest, mask=inside)
+
+
+@triton.jit
+def chain_stabilisers_kernel(
+    b, top, document, m_first, m_chunk,
+    T, NH, NC, CHUNK: tl.constexpr, BLOCK: tl.constexpr, HAS_RESETS: tl.constexpr,
+):  # fmt: skip
+    """m before each chunk and behind the last [B, NH, NC + 1], by a scan over the chunks."""
+    row = tl.program_id(0).to(tl.int64)
+    m = tl.load(m_first + row)
+    tl.store(m_chunk + row * (NC + 1), m)
+    for start in range(0, NC, BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        inside = c < NC
+        last = tl.minimum((c + 1) * CHUNK, T) - 1
+        decay = tl.load(b + row * T + last, mask=inside, other=0.0)
+        highest = tl.load(top + row * T + last, mask=inside, other=float("-inf"))
+        if HAS_RESETS:
+            borders = tl.load(document + (row // NH) * T + last, mask=inside, other=0)
+            highest = tl.where(borders > 0, tl.maximum(decay, highest), highest)
+            decay = tl.where(borders > 0, float("-inf"), decay)
+        decay, highest = tl.associative_scan((decay, highest), 0, _chain)
+        m_c = tl.maximum(decay + m, highest)
+        tl.store(m_chunk + row * (NC + 1) + 1 + c, m_c, mask=inside)
+        m = tl.sum(tl.where(c == tl.minimum(start + BLOCK, NC) - 1, m_c, 0.0), 0)
+
+
+@triton.jit
+def weights_kernel(
+    i, b, top, document, m_chunk, m, from_state, to_state, decay,
+    i_stride_b, i_stride_t, i_stride_h,
+    T, NH, NC, CHUNK: tl.constexpr, HAS_RESETS: tl.constexpr,
+):  # fmt: skip
+    """m_t, the weights in and out of the state, and the chunk's decay of the state."""
+    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = row // NH, row % NH
+    t = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = t < T
+    last = tl.minimum((chunk + 1) * CHUNK, T) - 1
+    b_t = tl.load(b + row * T + t, mask=inside, other=0.0)
+    top_t = tl.load(top + row * T + t, mask=inside, other=0.0)
+    i_t = tl.load(
+        i + batch * i_stride_b + t.to(tl.int64) * i_stride_t + head * i_stride_h,
+        mask=inside, other=float("-inf"),
+    )  # fmt: skip
+    b_last = tl.load(b + row * T + last)
+    m_before = tl.load(m_chunk + row * (NC + 1) + chunk)
+    m_behind = tl.load(m_chunk + row * (NC + 1) + chunk + 1)
+    m_start = tl.zeros([CHUNK], tl.float32) + m_before
+    in_first, in_last, kept = t >= 0, t >= 0, 1.0
+    if HAS_RESETS:
+        document_t = tl.load(document + batch * T + t, mask=inside, other=0)
+        document_last = tl.load(document + batch * T + last)
+        in_first, in_last = document_t == 0, document_t == document_last
+        m_start = tl.where(in_first, m_start, 0.0)
+        kept = tl.where(document_last == 0, 1.0, 0.0)
+    m_t = tl.maximum(b_t + m_start, top_t)
+    tl.store(m + row * T + t, m_t, mask=inside)
+    from_state_t = tl.where(in_first, tl.exp(b_t + m_start - m_t), 0.0)
+    tl.store(from_state + row * T + t, from_state_t, mask=inside)
+    log_to_state = tl.where(in_last, b_last - b_t + i_t - m_behind, float("-inf"))
+    tl.store(to_state + row * T + t, tl.exp(log_to_state), mask=inside)
+    # Where a border cut the chunk, exp may overflow before it is dropped: kept first.
+    shrink = tl.where(kept > 0, b_last + m_before - m_behind, float("-inf"))
+    tl.store(decay + row * NC + chunk, tl.exp(shrink))
+
+
+@triton.jit
+def row_gradients_kernel(
+    h, dh, m, normaliser, from_state, inverse, slope, q_weight, n_weight,
+    h_stride_b, h_stride_t, h_stride_h, dh_stride_b, dh_stride_t, dh_stride_h,
+    scale, eps, T, NH, D, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """scale / denominator and scale · d(n·q), one each a row, and both times from_state.
+
+    h = numerator / (max(|n·q|, exp(−m)) + ε): through |n·q|, where it is the larger, a row of h
+    passes −(dh·h) / denominator · sign(n·q) on.
+    """
+    row = tl.program_id(1).to(tl.int64)
+    batch, head = row // NH, row % NH
+    t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    inside = t < T
+    product = tl.zeros([BLOCK_T], tl.float32)
+    for start in range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        mask = inside[:, None] & (d < D)[None, :]
+        h_at = h + batch * h_stride_b + head * h_stride_h + t[:, None] * h_stride_t + d[None, :]
+        dh_at = (
+            dh + batch * dh_stride_b + head * dh_stride_h + t[:, None] * dh_stride_t + d[None, :]
+        )
+        h_t = tl.load(h_at, mask=mask, other=0.0).to(tl.float32)
+        product += tl.sum(h_t * tl.load(dh_at, mask=mask, other=0.0).to(tl.float32), 1)
+    m_t = tl.load(m + row * T + t, mask=inside, other=0.0)
+    n_q = tl.load(normaliser + row * T + t, mask=inside, other=0.0)
+    floor = tl.exp(-m_t)
+    inverse_t = 1.0 / (tl.maximum(tl.abs(n_q), floor) + eps)
+    sign = tl.where(n_q > 0, 1.0, -1.0)
+    slope_t = tl.where(tl.abs(n_q) > floor, -product * inverse_t * sign, 0.0)
+    weight = tl.load(from_state + row * T + t, mask=inside, other=0.0)
+    tl.store(inverse + row * T + t, scale * inverse_t, mask=inside)
+    tl.store(slope + row * T + t, scale * slope_t, mask=inside)
+    tl.store(q_weight + row * T + t, weight * scale * inverse_t, mask=inside)
+    tl.store(n_weight + row * T + t, weight * scale * slope_t, mask=inside)
+
+
+@triton.jit
+def gate_gradients_kernel(
+    f, resets, q_dq, k_dk, c_dc, di, df,
+    f_stride_b, f_stride_t, f_stride_h,
+    T, NH, NC, ROWS, Q_PARTS, C_PARTS, C_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, HAS_RESETS: tl.constexpr,
+):  # fmt: skip
+    """dĩ and df̃ [B, T, NH] of one chunk and head.
+
+    dĩ_s = k_s·dk_s; db_t = q_t·dq_t − k_t·dk_t, and at the chunk's end ⟨C, dC⟩ + ⟨n, dn⟩ of the
+    state behind it. b_t sums logσ(f̃) up to t, so each log-gate gets the sum of db behind it.
+    """
+    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = row // NH, row % NH
+    # Positions run backwards: the sums are over what comes after.
+    t = chunk * CHUNK + CHUNK - 1 - tl.arange(0, CHUNK)
+    inside = t < T
+    last = tl.minimum((chunk + 1) * CHUNK, T) - 1
+    q_sum = tl.zeros([CHUNK], tl.float32)
+    k_sum = tl.zeros([CHUNK], tl.float32)
+    for part in range(Q_PARTS):
+        at = (part * ROWS + row) * T + t
+        q_sum += tl.load(q_dq + at, mask=inside, other=0.0)
+        k_sum += tl.load(k_dk + at, mask=inside, other=0.0)
+    parts = tl.arange(0, C_BLOCK)
+    at = (row * NC + chunk) * C_PARTS + parts
+    behind = tl.sum(tl.load(c_dc + at, mask=parts < C_PARTS, other=0.0), 0)
+    db = q_sum - k_sum + tl.where(t == last, behind, 0.0)
+    border = tl.zeros([CHUNK], tl.int32)
+    cut = border
+    if HAS_RESETS:
+        # A sum stops in front of a border: at the position whose successor is a first token.
+        border = tl.load(resets + batch * T + t, mask=inside, other=0).to(tl.int32)
+        follows = inside & (t < last)
+        cut = tl.load(resets + batch * T + t + 1, mask=follows, other=0).to(tl.int32)
+    d_log, _ = tl.associative_scan((db, cut), 0, _add_in_document)
+    # A document's first forget gate has nothing to forget.
+    d_log = tl.where(border > 0, 0.0, d_log)
+    wide_t = t.to(tl.int64)
+    f_t = tl.load(
+        f + batch * f_stride_b + wide_t * f_stride_t + head * f_stride_h,
+        mask=inside, other=0.0,
+    )  # fmt: skip
+    out = (batch * T + wide_t) * NH + head
+    tl.store(di + out, k_sum, mask=inside)
+    tl.store(df + out, d_log / (1.0 + tl.exp(f_t)), mask=inside)

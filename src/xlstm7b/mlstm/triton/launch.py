@@ -1,0 +1,105 @@
+"""Launch parameters: a table of measured choices, and the arithmetic each dtype is given.
+
+Measured by `python -m xlstm7b.bench.tune` on an H200 (Triton 3.6), bf16, 65,536 tokens.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@dataclass(frozen=True, order=True)
+class Tile:
+    """Block sizes of a launch, and its warps and pipeline stages."""
+
+    t: int  # positions
+    d_in: int  # summed over; for states, d_qk's block
+    d_out: int  # kept; for states, d_hv's block
+    warps: int
+    stages: int
+
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+    def within(self, d_in: int, d_out: int) -> "Tile":
+        """No block larger than the head, padded to a power of two."""
+        return replace(
+            self, d_in=min(self.d_in, padded(d_in)), d_out=min(self.d_out, padded(d_out))
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the work is cut up. `chunk` is the distance between states in memory."""
+
+    chunk: int
+    states: Tile
+    state_gradients: Tile
+    h: Tile
+    dv: Tile
+    dq: Tile
+    dk: Tile
+
+
+# bf16: products on tensor cores. Few rows (batch × heads) leave multiprocessors idle in the
+# recurrence over chunks, which only its tiles and rows run in parallel: smaller tiles there.
+_MANY_ROWS = Plan(
+    chunk=256,
+    states=Tile(64, 64, 256, 4, 2),
+    state_gradients=Tile(64, 64, 256, 4, 2),
+    h=Tile(64, 32, 256, 4, 4),
+    dv=Tile(64, 32, 256, 4, 4),
+    dq=Tile(64, 64, 128, 4, 4),
+    dk=Tile(64, 64, 128, 4, 4),
+)
+_FEW_ROWS = replace(
+    _MANY_ROWS, states=Tile(64, 64, 64, 4, 3), state_gradients=Tile(64, 64, 64, 4, 3)
+)
+_ROWS_TO_FILL = 32
+# float32 and float16: wider operands, hence smaller tiles.
+_WIDE = Plan(64, *[Tile(32, 32, 32, 4, 2)] * 2, *[Tile(32, 32, 64, 4, 2)] * 4)
+
+
+def plan(rows: int, d_qk: int, d_hv: int, dtype: torch.dtype) -> Plan:
+    """The parameters for this many rows (batch × heads) of this head size."""
+    chosen = _WIDE
+    if dtype == torch.bfloat16:
+        chosen = _FEW_ROWS if rows < _ROWS_TO_FILL else _MANY_ROWS
+    return Plan(
+        chosen.chunk,
+        chosen.states.within(d_qk, d_hv),
+        chosen.state_gradients.within(d_qk, d_hv),
+        chosen.h.within(d_qk, d_hv),
+        chosen.dv.within(d_qk, d_hv),
+        chosen.dq.within(d_hv, d_qk),
+        chosen.dk.within(d_hv, d_qk),
+    )
+
+
+def step_tile(rows: int, d_qk: int, d_hv: int) -> Tile:
+    """The single step: few heads are cut finely, to occupy every multiprocessor."""
+    return Tile(1, 64, 32 if rows <= 32 else 64, 4, 1).within(d_qk, d_hv)
+
+
+def padded(d: int) -> int:
+    """The power of two that a head is padded to; products need at least 16."""
+    return max(16, int(triton.next_power_of_2(d)))
+
+
+def arithmetic(dtype: torch.dtype) -> dict[str, Any]:
+    """What products are computed in: every one is accumulated in float32.
+
+    float16 has the digits of TF32 but not the range: 1/denominator or C overflow it, so it is
+    widened. float32 stays exact.
+    """
+    if dtype == torch.bfloat16:
+        return {"OPERAND": tl.bfloat16, "PRECISION": "tf32"}
+    return {"OPERAND": tl.float32, "PRECISION": "tf32" if dtype == torch.float16 else "ieee"}
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What states between chunks are kept in: the dtype they enter the products in."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32

@@ -1,0 +1,221 @@
+"""`mlstm_sequence` in Triton: the launches in order, and their registration with PyTorch."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from xlstm7b.mlstm.state import MLSTMState
+from xlstm7b.mlstm.triton import gates
+from xlstm7b.mlstm.triton.launch import Tile, arithmetic, plan, state_dtype
+from xlstm7b.mlstm.triton.states import scan_states_kernel
+from xlstm7b.mlstm.triton.tiles import tile_kernel
+
+
+class _Weights(NamedTuple):
+    """What `gates.py` makes of the gates: [B, NH, T] each, but decay [B, NH, NC]."""
+
+    b: Tensor
+    m: Tensor
+    from_state: Tensor
+    to_state: Tensor
+    decay: Tensor
+    document: Tensor  # int32 [B, T], borders so far within the chunk; empty without resets
+
+
+def _weights(
+    i: Tensor, f: Tensor, m_first: Tensor, resets: Tensor | None, chunk: int
+) -> tuple[_Weights, Tensor]:
+    batch, length, heads = i.shape
+    rows, chunks = batch * heads, triton.cdiv(length, chunk)
+    b, top, m, from_state, to_state = i.new_empty(5, batch, heads, length).unbind()
+    decay, m_chunk = i.new_empty(batch, heads, chunks), i.new_empty(batch, heads, chunks + 1)
+    has_resets = resets is not None
+    document = torch.empty((batch, length) if has_resets else 0, dtype=torch.int32, device=i.device)
+    borders = document if resets is None else resets
+    options = {"CHUNK": chunk, "HAS_RESETS": has_resets}
+    gates.sum_gates_kernel[(chunks, rows)](
+        i, f, borders, b, top, document, *i.stride(), *f.stride(), length, heads, **options
+    )
+    block = min(1024, triton.next_power_of_2(chunks))
+    gates.chain_stabilisers_kernel[(rows,)](
+        b, top, document, m_first, m_chunk, length, heads, chunks, BLOCK=block, **options
+    )
+    gates.weights_kernel[(chunks, rows)](
+        i, b, top, document, m_chunk, m, from_state, to_state, decay,
+        *i.stride(), length, heads, chunks, **options,
+    )  # fmt: skip
+    return _Weights(b, m, from_state, to_state, decay, document), m_chunk[..., -1].clone()
+
+
+def _scan(
+    x: Tensor, y: Tensor, x_weight: Tensor, n_weight: Tensor, decay: Tensor,
+    first: tuple[Tensor, Tensor], tile: Tile, chunk: int,
+    other: tuple[Tensor, Tensor] | None = None,
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:  # fmt: skip
+    """States at all borders, the last state, and, in reverse (`other`), the products."""
+    batch, length, heads, d_k = x.shape
+    d_v, chunks = y.shape[-1], decay.shape[-1]
+    C = x.new_empty(batch, heads, chunks + 1, d_k, d_v, dtype=state_dtype(x.dtype))
+    n = decay.new_empty(batch, heads, chunks + 1, d_k)
+    last = decay.new_empty(batch, heads, d_k, d_v), decay.new_empty(batch, heads, d_k)
+    tiles = triton.cdiv(d_k, tile.d_in), triton.cdiv(d_v, tile.d_out)
+    products = decay.new_empty(batch, heads, chunks, tiles[0] * tiles[1])
+    scan_states_kernel[(*tiles, batch * heads)](
+        x, y, x_weight, n_weight, decay, *first, C, n, *last, *(other or (C, n)), products,
+        *x.stride()[:3], *y.stride()[:3], length, heads, chunks, DK=d_k, DV=d_v, CHUNK=chunk,
+        BLOCK_T=tile.t, BLOCK_K=tile.d_in, BLOCK_V=tile.d_out, REVERSE=other is not None,
+        **arithmetic(x.dtype), **tile.options(),
+    )  # fmt: skip
+    return (C, n), last, products
+
+
+def _tiles(
+    x: Tensor, x_other: Tensor, z: Tensor, state: tuple[Tensor, Tensor], weights: _Weights,
+    i: Tensor, tile: Tile, chunk: int, scale: float, eps: float, *, query_rows: bool,
+    of_scores: bool, row_weight: Tensor, vector_weight: Tensor, inverse: Tensor, slope: Tensor,
+    own: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One of h, dv, dq, dk, and its row results."""
+    batch, length, heads, d_in = x.shape
+    d_out, rows = z.shape[-1], batch * heads
+    out = torch.empty(batch, length, heads, d_out, dtype=z.dtype, device=z.device)
+    tiles_out = triton.cdiv(d_out, tile.d_out)
+    results = weights.b.new_empty(tiles_out if of_scores else 1, batch, heads, length)
+    C, n = state
+    tile_kernel[(tiles_out, triton.cdiv(length, tile.t), rows)](
+        x, x_other, z, C, n, row_weight, vector_weight, own,
+        weights.b, i, weights.m, weights.document, inverse, slope, out, results,
+        *x.stride()[:3], *x_other.stride()[:3], *z.stride()[:3], *i.stride(), *own.stride()[:3],
+        *out.stride()[:3], scale, eps, length, heads, C.shape[2] - 1, rows,
+        D_IN=d_in, D_OUT=d_out,
+        STATE_STRIDE_IN=1 if of_scores else d_out, STATE_STRIDE_OUT=d_in if of_scores else 1,
+        CHUNK=chunk, BLOCK_T=tile.t, BLOCK_IN=tile.d_in, BLOCK_OUT=tile.d_out,
+        QUERY_ROWS=query_rows, OF_SCORES=of_scores, HAS_RESETS=weights.document.numel() > 0,
+        EVEN_T=length % tile.t == 0, **arithmetic(x.dtype), **tile.options(),
+    )  # fmt: skip
+    return out, results
+
+
+@torch.library.custom_op("xlstm7b::mlstm_chunkwise", mutates_args=())
+def mlstm_chunkwise(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,
+    C_first: Tensor, n_first: Tensor, m_first: Tensor, resets: Tensor | None, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """h, the last state's C, n, m, and the normaliser n·q of every row [B, NH, T]."""
+    chosen = plan(q.shape[0] * q.shape[2], q.shape[-1], v.shape[-1], q.dtype)
+    weights, m_last = _weights(i, f, m_first, resets, chosen.chunk)
+    states, last, _ = _scan(
+        k, v, weights.to_state, weights.to_state, weights.decay, (C_first, n_first),
+        chosen.states, chosen.chunk,
+    )  # fmt: skip
+    unused = weights.b
+    h, normaliser = _tiles(
+        q, k, v, states, weights, i, chosen.h, chosen.chunk, q.shape[-1] ** -0.5, eps,
+        query_rows=True, of_scores=False, row_weight=weights.from_state, vector_weight=unused,
+        inverse=unused, slope=unused, own=q,
+    )  # fmt: skip
+    return h, *last, m_last, normaliser[0]
+
+
+@mlstm_chunkwise.register_fake
+def _(q, k, v, i, f, C_first, n_first, m_first, resets, eps):  # type: ignore[no-untyped-def]
+    batch, length, heads, _ = q.shape
+    return (
+        v.new_empty(v.shape), C_first.new_empty(C_first.shape), n_first.new_empty(n_first.shape),
+        m_first.new_empty(m_first.shape), i.new_empty(batch, heads, length),
+    )  # fmt: skip
+
+
+@torch.library.custom_op("xlstm7b::mlstm_chunkwise_backward", mutates_args=())
+def mlstm_chunkwise_backward(
+    dh: Tensor, dC: Tensor, dn: Tensor, h: Tensor, normaliser: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,
+    C_first: Tensor, n_first: Tensor, m_first: Tensor, resets: Tensor | None, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v, i, f, C_first, n_first. States are computed again, not kept."""
+    chosen = plan(q.shape[0] * q.shape[2], q.shape[-1], v.shape[-1], q.dtype)
+    chunk, scale = chosen.chunk, q.shape[-1] ** -0.5
+    batch, length, heads, _ = q.shape
+    rows, chunks = batch * heads, triton.cdiv(length, chunk)
+    weights, _ = _weights(i, f, m_first, resets, chunk)
+    inverse, slope, q_weight, n_weight = i.new_empty(4, batch, heads, length).unbind()
+    gates.row_gradients_kernel[(triton.cdiv(length, 32), rows)](
+        h, dh, weights.m, normaliser, weights.from_state, inverse, slope, q_weight, n_weight,
+        *h.stride()[:3], *dh.stride()[:3], scale, eps, length, heads, v.shape[-1],
+        BLOCK_T=32, BLOCK_D=min(128, triton.next_power_of_2(v.shape[-1])),
+    )  # fmt: skip
+    states, _, _ = _scan(
+        k, v, weights.to_state, weights.to_state, weights.decay, (C_first, n_first),
+        chosen.states, chunk,
+    )  # fmt: skip
+    gradients, first, products = _scan(
+        q, dh, q_weight, n_weight, weights.decay, (dC, dn), chosen.state_gradients, chunk, states
+    )
+
+    def tiles(
+        x: Tensor, x_other: Tensor, z: Tensor, own: Tensor, state: tuple[Tensor, Tensor],
+        tile: Tile, row_weight: Tensor, vector_weight: Tensor, **kind: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        return _tiles(
+            x, x_other, z, state, weights, i, tile, chunk, scale, eps, own=own, inverse=inverse,
+            slope=slope, row_weight=row_weight, vector_weight=vector_weight, **kind,
+        )  # fmt: skip
+
+    to_state = weights.to_state
+    dv, _ = tiles(
+        k, q, dh, v, gradients, chosen.dv, to_state, to_state, query_rows=False, of_scores=False
+    )
+    dk, k_dk = tiles(
+        v, dh, q, k, gradients, chosen.dk, to_state, to_state, query_rows=False, of_scores=True
+    )
+    dq, q_dq = tiles(
+        dh, v, k, q, states, chosen.dq, q_weight, n_weight, query_rows=True, of_scores=True
+    )
+    di, df = (torch.empty(i.shape, dtype=i.dtype, device=i.device) for _ in range(2))
+    gates.gate_gradients_kernel[(chunks, rows)](
+        f, weights.document if resets is None else resets, q_dq, k_dk, products, di, df,
+        *f.stride(), length, heads, chunks, rows, len(q_dq), products.shape[-1],
+        C_BLOCK=triton.next_power_of_2(products.shape[-1]), CHUNK=chunk,
+        HAS_RESETS=resets is not None,
+    )  # fmt: skip
+    return dq, dk, dv, di, df, *first
+
+
+@mlstm_chunkwise_backward.register_fake
+def _(dh, dC, dn, h, normaliser, q, k, v, i, f, C_first, n_first, m_first, resets, eps):  # type: ignore[no-untyped-def]
+    return tuple(x.new_empty(x.shape) for x in (q, k, v, i, f, C_first, n_first))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, resets, eps = inputs
+    h, _, _, m_last, normaliser = output
+    ctx.save_for_backward(h, normaliser, *tensors, resets)
+    ctx.mark_non_differentiable(m_last, normaliser)
+    ctx.eps = eps
+
+
+def _backward(ctx: Any, dh: Tensor, dC: Tensor, dn: Tensor, *_: object) -> tuple[Any, ...]:
+    h, normaliser, *tensors, resets = ctx.saved_tensors
+    dh = dh if dh.stride(-1) == 1 else dh.contiguous()
+    gradients = mlstm_chunkwise_backward(
+        dh, dC.contiguous(), dn.contiguous(), h, normaliser, *tensors, resets, ctx.eps
+    )
+    return *gradients, None, None, None
+
+
+mlstm_chunkwise.register_autograd(_backward, setup_context=_setup)
+
+
+def triton_sequence(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *,
+    state: MLSTMState, resets: Tensor | None = None, eps: float = 1e-6,
+) -> tuple[Tensor, MLSTMState]:  # fmt: skip
+    """The chunkwise form in Triton kernels."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    C, n, m = (part.float().contiguous() for part in state)
+    if resets is not None:
+        resets = resets.contiguous()
+    h, C, n, m, _ = mlstm_chunkwise(q, k, v, i, f, C, n, m.detach(), resets, eps)
+    return h, MLSTMState(C, n, m)

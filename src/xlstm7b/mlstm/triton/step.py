@@ -1,0 +1,138 @@
+"""`mlstm_step` in one launch: cell, norm and gate (paper, "Fused Generation Kernels").
+
+A head's state is cut into tiles along d_hv, one program each. Whoever finishes a head last knows
+that all have read n and m: it writes those, and normalises the head.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from xlstm7b.mlstm.state import MLSTMState
+from xlstm7b.mlstm.triton.gates import log_sigmoid
+from xlstm7b.mlstm.triton.launch import padded, step_tile
+
+
+@triton.jit
+def step_kernel(
+    q, k, v, i, f, gate, norm_weight, C, n, m, h, raw, arrived,
+    q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h,
+    i_stride_b, i_stride_h, f_stride_b, f_stride_h, gate_stride_b, gate_stride_h,
+    scale, eps, norm_eps, NH, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PADDED_K: tl.constexpr, PADDED_V: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_GATE: tl.constexpr,
+):  # fmt: skip
+    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = row // NH, row % NH
+    m_old = tl.load(m + row).to(tl.float32)
+    i_t = tl.load(i + batch * i_stride_b + head * i_stride_h)
+    decayed = log_sigmoid(tl.load(f + batch * f_stride_b + head * f_stride_h)) + m_old
+    m_new = tl.maximum(decayed, i_t)
+    f_act, i_act = tl.exp(decayed - m_new), tl.exp(i_t - m_new)
+
+    d_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_v = d_v < DV
+    v_t = tl.load(v + batch * v_stride_b + head * v_stride_h + d_v, mask=in_v, other=0.0)
+    v_t = v_t.to(tl.float32) * i_act
+    q_head = q + batch * q_stride_b + head * q_stride_h
+    k_head = k + batch * k_stride_b + head * k_stride_h
+    numerator = tl.zeros([BLOCK_V], tl.float32)
+    for start in tl.static_range(0, DK, BLOCK_K):
+        d_k = start + tl.arange(0, BLOCK_K)
+        in_k = d_k < DK
+        k_t = tl.load(k_head + d_k, mask=in_k, other=0.0).to(tl.float32)
+        q_t = tl.load(q_head + d_k, mask=in_k, other=0.0).to(tl.float32)
+        at = C + row * DK * DV + d_k[:, None] * DV + d_v[None, :]
+        mask = in_k[:, None] & in_v[None, :]
+        C_t = tl.load(at, mask=mask, other=0.0).to(tl.float32) * f_act
+        C_t += k_t[:, None] * v_t[None, :]
+        tl.store(at, C_t, mask=mask)
+        numerator += tl.sum(q_t[:, None] * C_t, 0)
+
+    d_k = tl.arange(0, PADDED_K)
+    in_k = d_k < DK
+    n_t = tl.load(n + row * DK + d_k, mask=in_k, other=0.0).to(tl.float32) * f_act
+    n_t += i_act * tl.load(k_head + d_k, mask=in_k, other=0.0).to(tl.float32)
+    n_q = scale * tl.sum(n_t * tl.load(q_head + d_k, mask=in_k, other=0.0).to(tl.float32), 0)
+    h_t = scale * numerator / (tl.maximum(tl.abs(n_q), tl.exp(-m_new)) + eps)
+    if HAS_NORM:
+        tl.store(raw + row * DV + d_v, h_t, mask=in_v)
+    else:
+        if HAS_GATE:
+            gate_at = gate + batch * gate_stride_b + head * gate_stride_h + d_v
+            h_t *= tl.sigmoid(tl.load(gate_at, mask=in_v, other=0.0).to(tl.float32))
+        tl.store(h + row * DV + d_v, h_t, mask=in_v)
+
+    tl.debug_barrier()  # every thread's part is read and written before the head counts as done
+    if tl.atomic_add(arrived + row, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(arrived + row, 0)
+        tl.store(n + row * DK + d_k, n_t, mask=in_k)
+        tl.store(m + row, m_new)
+        if HAS_NORM:
+            d = tl.arange(0, PADDED_V)
+            in_d = d < DV
+            # Past the first-level cache, which need not know what other programs wrote.
+            x = tl.load(raw + row * DV + d, mask=in_d, other=0.0, cache_modifier=".cg")
+            centred = tl.where(in_d, x - tl.sum(x, 0) / DV, 0.0)
+            x = centred * tl.rsqrt(tl.sum(centred * centred, 0) / DV + norm_eps)
+            x *= tl.load(norm_weight + head * DV + d, mask=in_d, other=0.0).to(tl.float32)
+            if HAS_GATE:
+                gate_at = gate + batch * gate_stride_b + head * gate_stride_h + d
+                x *= tl.sigmoid(tl.load(gate_at, mask=in_d, other=0.0).to(tl.float32))
+            tl.store(h + row * DV + d, x, mask=in_d)
+
+
+_arrived: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def _counters(rows: int, device: torch.device) -> Tensor:
+    """Zeros, one a head, that every launch leaves as zeros: one buffer a stream, never shared."""
+    stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
+    held = _arrived.get((device, stream))
+    if held is None or len(held) < rows:
+        held = torch.zeros(max(rows, 4096), dtype=torch.int32, device=device)
+        _arrived[device, stream] = held
+    return held
+
+
+@torch.library.custom_op("xlstm7b::mlstm_step", mutates_args=("C", "n", "m"))
+def mlstm_fused_step(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, C: Tensor, n: Tensor, m: Tensor,
+    gate: Tensor | None, norm_weight: Tensor | None, norm_eps: float, eps: float,
+) -> Tensor:  # fmt: skip
+    """h of one token, [B, NH, d_hv]; the state is updated in place."""
+    batch, heads, d_k = q.shape
+    d_v = v.shape[-1]
+    h = torch.empty(batch, heads, d_v, dtype=v.dtype, device=v.device)
+    raw = torch.empty(batch, heads, d_v, dtype=torch.float32, device=v.device)
+    tile = step_tile(batch * heads, d_k, d_v)
+    step_kernel[(triton.cdiv(d_v, tile.d_out), batch * heads)](
+        q, k, v, i, f, v if gate is None else gate, v if norm_weight is None else norm_weight,
+        C, n, m, h, raw, _counters(batch * heads, q.device),
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *i.stride(), *f.stride(),
+        *(v if gate is None else gate).stride()[:2], d_k**-0.5, eps, norm_eps, heads,
+        DK=d_k, DV=d_v, BLOCK_K=tile.d_in, BLOCK_V=tile.d_out,
+        PADDED_K=padded(d_k), PADDED_V=padded(d_v),
+        HAS_NORM=norm_weight is not None, HAS_GATE=gate is not None, **tile.options(),
+    )  # fmt: skip
+    return h
+
+
+@mlstm_fused_step.register_fake
+def _(q, k, v, i, f, C, n, m, gate, norm_weight, norm_eps, eps):  # type: ignore[no-untyped-def]
+    return v.new_empty(v.shape)
+
+
+def triton_step(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: MLSTMState, *,
+    gate: Tensor | None, norm_weight: Tensor | None, norm_eps: float, eps: float, inplace: bool,
+) -> tuple[Tensor, MLSTMState]:  # fmt: skip
+    """The fused step, on the given state or on a copy of it."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    if gate is not None and gate.stride(-1) != 1:
+        gate = gate.contiguous()
+    if not inplace:
+        state = MLSTMState(*(part.clone(memory_format=torch.contiguous_format) for part in state))
+    h = mlstm_fused_step(q, k, v, i, f, *state, gate, norm_weight, norm_eps, eps)
+    return h, state

@@ -1,0 +1,190 @@
+"""XLSTM through checkpoint folders: the same bits back, and no more memory than the model's own."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import CONFIG, INDEX, names_in, run
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from xlstm7b.config import ModelConfig
+from xlstm7b.model import XLSTM
+from xlstm7b.weights import save_checkpoint
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@torch.no_grad()
+def random_model(dtype: torch.dtype = torch.float32) -> XLSTM:
+    model = XLSTM(CONFIG).to(dtype)
+    for parameter in model.parameters():
+        parameter.normal_()
+    return model
+
+
+def assert_holds(model: XLSTM, want: dict[str, Tensor], dtype: torch.dtype) -> None:
+    got = dict(model.named_parameters())
+    assert got.keys() == want.keys()
+    for name, parameter in got.items():
+        assert parameter.dtype == dtype, name
+        assert torch.equal(parameter, want[name].to(dtype)), name
+        assert parameter.requires_grad
+        assert parameter.is_contiguous()
+        assert parameter.data_ptr() % 64 == 0  # as PyTorch's own: vector loads count on it
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_round_trip_in_the_stored_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    model, tokens = random_model(dtype), torch.randint(0, 7, (2, 9))
+    model.save_pretrained(tmp_path / "model")
+    assert names_in(tmp_path / "model") == {"model.safetensors", "config.json", "SHA256SUMS"}
+    again = XLSTM.from_pretrained(tmp_path / "model")
+    assert again.config == CONFIG
+    assert_holds(again, model.state_dict(), dtype)
+    assert torch.equal(again(tokens)[0], model(tokens)[0])
+    again.save_pretrained(str(tmp_path / "again"))
+    for name in names_in(tmp_path / "model"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
+
+
+@pytest.mark.parametrize("stored", DTYPES)
+@pytest.mark.parametrize("wanted", [*DTYPES, torch.float16, torch.float64])
+def test_casts_on_the_way(stored: torch.dtype, wanted: torch.dtype, tmp_path: Path) -> None:
+    model = random_model(stored)
+    model.save_pretrained(tmp_path)
+    loaded = XLSTM.from_pretrained(str(tmp_path), dtype=wanted, device="cpu")
+    assert_holds(loaded, model.state_dict(), wanted)
+
+
+def test_shards(tmp_path: Path) -> None:
+    model = random_model()
+    save_checkpoint(tmp_path, CONFIG, model.named_parameters(), max_shard_bytes=40_000)
+    assert len(set(json.loads((tmp_path / INDEX).read_text())["weight_map"].values())) > 5
+    assert_holds(XLSTM.from_pretrained(tmp_path), model.state_dict(), torch.float32)
+    assert_holds(
+        XLSTM.from_pretrained(tmp_path, dtype=torch.bfloat16), model.state_dict(), torch.bfloat16
+    )
+
+
+def test_a_loaded_model_owns_its_weights(tmp_path: Path) -> None:
+    model = random_model()
+    model.save_pretrained(tmp_path)
+    loaded = XLSTM.from_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    with file.open("r+b") as opened:  # in place: a mapping of the file would see it
+        opened.write(bytes(file.stat().st_size))
+    assert_holds(loaded, model.state_dict(), torch.float32)
+    with torch.no_grad():  # nor do parameters overlap
+        for number, parameter in enumerate(loaded.parameters()):
+            parameter.fill_(number)
+    assert all((p == number).all() for number, p in enumerate(loaded.parameters()))
+
+
+def test_parameters_train_after_loading(tmp_path: Path) -> None:
+    random_model().save_pretrained(tmp_path)
+    loaded = XLSTM.from_pretrained(tmp_path)
+    loaded.token_logprobs(torch.tensor([[0, 3, 5]]), torch.tensor([[3, 5, 0]]))[0].sum().backward()
+    assert all(p.grad is not None and p.is_leaf for p in loaded.parameters())
+
+
+# Mistakes
+
+
+def test_wrong_folders(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^there is no folder '/no/such/folder', nor is that"):
+        XLSTM.from_pretrained("/no/such/folder")
+    with pytest.raises(ValueError, match=r"holds neither config\.json nor config\.yaml: not a ch"):
+        XLSTM.from_pretrained(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"file is a file; a checkpoint is a folder$"):
+        XLSTM.from_pretrained(tmp_path / "file")
+    with pytest.raises(ValueError, match=r"file is a file; a checkpoint is a folder$"):
+        random_model().save_pretrained(tmp_path / "file")
+    with pytest.raises(ValueError, match=r"holds other files and no config\.json: save to a new"):
+        random_model().save_pretrained(tmp_path)
+    assert names_in(tmp_path) == {"file"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("missing", r"model\.safetensors: lm_head\.weight is missing$"),
+        ("extra", r"model\.safetensors: the config has no place for 'lm_head\.bias'$"),
+        ("misshapen", r"lm_head\.weight has the shape \(64, 7\), the config says \(7, 64\)$"),
+        ("type", r"model\.safetensors: 'lm_head\.weight' is stored as I32, not as one of F64, "),
+    ],
+)
+def test_wrong_tensors(fault: str, message: str, tmp_path: Path) -> None:
+    random_model().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors["lm_head.weight"]
+    match fault:
+        case "missing":
+            del tensors["lm_head.weight"]
+        case "extra":
+            tensors["lm_head.bias"] = torch.zeros(7)
+        case "misshapen":
+            tensors["lm_head.weight"] = head.T.contiguous()
+        case _:
+            tensors["lm_head.weight"] = head.int()
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=message):
+        XLSTM.from_pretrained(tmp_path)
+
+
+# Memory
+
+LOAD = """if True:
+    import sys, threading, time
+    import torch
+    from xlstm7b.model import XLSTM
+
+    def anonymous():
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) for line in status if "RssAnon" in line) * 1024
+
+    def watch():
+        while not done:
+            samples.append(anonymous())
+            time.sleep(0.001)
+
+    large, small, name = sys.argv[1:]
+    dtype, done, samples = getattr(torch, name), False, []
+    XLSTM.from_pretrained(small, dtype=dtype)  # whatever the first load imports and sets up
+    thread = threading.Thread(target=watch)
+    thread.start()
+    before = anonymous()
+    model = XLSTM.from_pretrained(large, dtype=dtype)
+    done = True
+    thread.join()
+    peak = max(*samples, anonymous()) - before
+    print(peak / sum(p.nbytes for p in model.parameters()), len(samples))
+"""
+
+
+@pytest.fixture(scope="module")
+def large_folder(tmp_path_factory: pytest.TempPathFactory):
+    """440 MB in tensors of 0.5 to 66 MB, many of them a little more than a power of two."""
+    folder = tmp_path_factory.mktemp("large")
+    config = ModelConfig(embedding_dim=512, num_blocks=24, num_heads=4, vocab_size=32_000)
+    numbers = torch.randn(config.vocab_size * config.embedding_dim)
+    sizes = {name: torch.Size(shape) for name, shape in config.parameter_shapes().items()}
+    save_checkpoint(
+        folder, config, ((name, numbers[: s.numel()].view(s)) for name, s in sizes.items())
+    )
+    assert (folder / "model.safetensors").stat().st_size > 400_000_000
+    yield folder
+    shutil.rmtree(folder)  # pytest keeps the folders of its last runs
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is Linux's")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_peak_memory_is_the_models_own(dtype: str, large_folder: Path, tmp_path: Path) -> None:
+    random_model().save_pretrained(tmp_path)
+    ratio, samples = map(float, run(LOAD, large_folder, tmp_path, dtype).split())
+    assert samples > 20
+    assert 0.95 < ratio < 1.15

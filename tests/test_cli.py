@@ -1,0 +1,507 @@
+"""The command line: what it prints, what it writes, and one sentence for every mistake."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import yaml
+from checkpoints import CONFIG, INDEX, assert_same, draw, names_in, run, save_small
+from safetensors.torch import load_file, save_file
+
+import xlstm7b
+from xlstm7b.cli import main
+from xlstm7b.config import ModelConfig
+from xlstm7b.generate import stream_tokens
+from xlstm7b.model import XLSTM
+from xlstm7b.tokenizer import ByteTokenizer
+from xlstm7b.weights import open_checkpoint, read_config, verify
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Cli = Callable[..., Outcome]
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Calls `main` as the console script does."""
+
+    def call(*arguments: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["xlstm7b", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Outcome(ended.value.code or 0, *capsys.readouterr())
+
+    return call
+
+
+def succeeded(outcome: Outcome) -> str:
+    assert (outcome.code, outcome.err) == (0, "")
+    return outcome.out
+
+
+def refused(outcome: Outcome) -> str:
+    """The one sentence that a mistake is answered with."""
+    assert (outcome.code, outcome.out) == (2, "")
+    first, *others = outcome.err.splitlines()
+    assert not others
+    assert first.startswith("xlstm7b: ")
+    return first.removeprefix("xlstm7b: ")
+
+
+def write_config(folder: Path, config: ModelConfig) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    return folder
+
+
+# The program
+
+
+def test_module_exit_codes_and_streams() -> None:
+    def call(*arguments: str) -> Outcome:
+        done = subprocess.run(
+            [sys.executable, "-m", "xlstm7b", *arguments],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return Outcome(done.returncode, done.stdout, done.stderr)
+
+    sentence = "'8b' is neither a checkpoint folder nor a size; sizes: tiny, 160m, 400m, 1.4b, "
+    assert refused(call("info", "8b")) == sentence + "2.7b, 7b"
+    assert "6,865,424,896" in succeeded(call("info", "7b"))
+
+
+def test_neither_the_package_nor_info_loads_torch() -> None:
+    script = """if True:
+        import sys
+        import xlstm7b
+        heavy = {"torch", "numpy", "transformers", "tokenizers", "safetensors"}
+        assert not heavy & set(sys.modules)
+        assert xlstm7b.ModelConfig.named("7b").d_qk == 256
+        from xlstm7b.cli import main
+        sys.argv = ["xlstm7b", "info", "7b", "--json"]
+        try:
+            main()
+        except SystemExit as ended:
+            assert not ended.code
+        assert not heavy & set(sys.modules), heavy & set(sys.modules)
+    """
+    assert json.loads(run(script))["parameters"]["total"] == 6_865_424_896
+
+
+def test_public_names() -> None:
+    assert xlstm7b.XLSTM is XLSTM
+    assert all(getattr(xlstm7b, name).__name__ == name for name in xlstm7b.__all__)
+    with pytest.raises(AttributeError, match=r"^module 'xlstm7b' has no attribute 'LSTM'$"):
+        _ = xlstm7b.LSTM
+
+
+# info
+
+
+def test_info_table(cli: Cli) -> None:
+    lines = succeeded(cli("info", "7B")).splitlines()
+    cells = {
+        line.split("│")[1].strip(): line.split("│")[2].strip() for line in lines if "│" in line
+    }
+    assert lines[0].strip() == "xLSTM 7B"
+    assert cells["total"] == "6,865,424,896"
+    assert cells["C bytes float32"] == "134.2 MB"
+    assert cells["kv cache equivalent tokens"] == "128"
+    assert cells["cell forward per layer"] == "4.130e+10"
+    assert cells["weight bytes float32"] == "27.5 GB"
+
+
+@pytest.mark.parametrize(
+    ("heads", "megabytes", "tokens", "flops"),
+    [
+        (4, "268.4", 256, "7.6e+10"),
+        (8, "134.2", 128, "4.1e+10"),
+        (16, "67.1", 64, "2.4e+10"),
+        (32, "33.6", 32, "1.5e+10"),
+    ],
+)
+def test_info_reproduces_the_papers_table_from_folders(
+    cli: Cli, tmp_path: Path, heads: int, megabytes: str, tokens: int, flops: str
+) -> None:
+    folder = write_config(tmp_path / "heads", ModelConfig(4096, 32, heads))
+    got = json.loads(succeeded(cli("info", folder, "--json")))
+    assert got["model"] == str(folder)
+    assert got["shape"]["num_heads"] == heads
+    assert f"{got['state']['C_bytes_float32'] / 1e6:.1f}" == megabytes
+    assert got["state"]["kv_cache_equivalent_tokens"] == tokens
+    assert (got["flops"]["context_length"], got["flops"]["chunk_size"]) == (8192, 64)
+    assert f"{got['flops']['cell_forward_per_layer']:.1e}" == flops
+    assert f"{megabytes} MB" in succeeded(cli("info", folder))
+
+
+def test_info_json_of_sizes_and_lengths(cli: Cli) -> None:
+    seven = json.loads(succeeded(cli("info", "7b", "--json")))
+    assert seven["parameters"]["total"] == 6_865_424_896
+    assert seven["state"]["C_bytes_float32"] == 134_217_728
+    assert seven["memory"]["weight_bytes_float32"] == 4 * 6_865_424_896
+    small = json.loads(succeeded(cli("info", "160m", "--json")))
+    assert small["parameters"]["total"] == 162_303_840
+    long = json.loads(succeeded(cli("info", "7b", "--json", "--context-length", 16384)))
+    for key in ("cell_forward_per_layer", "forward_per_sequence"):
+        assert long["flops"][key] == 2 * seven["flops"][key]
+    chunk = json.loads(succeeded(cli("info", "7b", "--json", "--chunk-size", 256)))
+    assert chunk["flops"]["cell_forward_per_layer"] > seven["flops"]["cell_forward_per_layer"]
+
+
+def test_info_of_a_folder_whose_name_looks_like_markup(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "[").mkdir()
+    folder = write_config(tmp_path / "[" / "b]", CONFIG)
+    out = succeeded(cli("info", folder))
+    assert "".join(out.partition("┌")[0].split()) == f"xLSTM{folder}"
+
+
+def test_info_mistakes(cli: Cli, tmp_path: Path) -> None:
+    assert refused(cli("info", "8b")).startswith("'8b' is neither a checkpoint folder nor a size")
+    assert refused(cli("info", tmp_path / "none")).endswith(
+        "none' is neither a checkpoint folder nor a size; sizes: tiny, 160m, 400m, 1.4b, 2.7b, 7b"
+    )
+    want = f"{tmp_path} holds neither config.json nor config.yaml: not a checkpoint"
+    assert refused(cli("info", tmp_path)) == want
+    for option in ("context", "chunk"):
+        name = "context_length" if option == "context" else "chunk_size"
+        assert refused(cli("info", "7b", "--" + name.replace("_", "-"), 0)) == (
+            f"{name} must be at least 1, not 0"
+        )
+    (tmp_path / "config.json").write_text('{"hidden_size": 64, "add_qk_norm": true}')
+    want = f"{tmp_path / 'config.json'}: add_qk_norm = True is not supported, "
+    assert refused(cli("info", tmp_path)) == want + "only add_qk_norm = False"
+
+
+def test_misspelt_options_exit_with_2_as_well(cli: Cli) -> None:
+    for arguments in (["infos"], ["info"], ["info", "7b", "--yaml"], ["generate", "x", "y", "--k"]):
+        outcome = cli(*arguments)
+        assert (outcome.code, outcome.out) == (2, "")
+        assert "Usage: " in outcome.err
+
+
+# verify
+
+
+def test_verify(cli: Cli, tmp_path: Path) -> None:
+    folder, _ = save_small(tmp_path)
+    assert succeeded(cli("verify", folder)) == f"{folder}: 2 files are as they were saved\n"
+    file = folder / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1000] ^= 1  # in a tensor: it would load in silence
+    file.write_bytes(content)
+    open_checkpoint(folder)
+    want = f"{file} is damaged: its sha256 is not the one in SHA256SUMS"
+    assert refused(cli("verify", folder)) == want
+    file.unlink()
+    assert refused(cli("verify", folder)) == f"{file} is missing, though SHA256SUMS lists it"
+    (folder / "SHA256SUMS").unlink()
+    want = f"{folder} has no SHA256SUMS to verify it by; a save writes one"
+    assert refused(cli("verify", folder)) == want
+    assert refused(cli("verify", file)) == f"there is no folder '{file}'"
+
+
+# convert
+
+
+def test_convert_to_bfloat16_and_back(cli: Cli, tmp_path: Path) -> None:
+    source, tensors = save_small(tmp_path)
+    target = tmp_path / "deeper" / "bfloat16"
+    out = succeeded(cli("convert", source, target, "--dtype", "bfloat16"))
+    assert out == f"wrote {target}\n"
+    narrow = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    assert_same(load_file(target / "model.safetensors"), narrow)
+    written = json.loads((target / "config.json").read_text())
+    assert written == CONFIG.to_dict("bfloat16")
+    assert written["dtype"] == "bfloat16"
+    succeeded(cli("convert", target, tmp_path / "wide", "--dtype", "float32"))
+    wide = {name: tensor.float() for name, tensor in narrow.items()}
+    assert_same(load_file(tmp_path / "wide" / "model.safetensors"), wide)
+    assert read_config(tmp_path / "wide") == CONFIG
+
+
+def test_convert_shards(cli: Cli, tmp_path: Path) -> None:
+    source, tensors = save_small(tmp_path)
+    target = tmp_path / "shards"
+    succeeded(cli("convert", source, target, "--max-shard-size", 40e-6))
+    shards = sorted(target.glob("model-*.safetensors"))
+    assert len(shards) > 5
+    assert names_in(target) == {p.name for p in shards} | {INDEX, "config.json", "SHA256SUMS"}
+    for shard in shards:
+        held = load_file(shard)
+        assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= 40_000
+    assert_same(dict(open_checkpoint(target).tensors()), tensors)
+    assert verify(target) == len(shards) + 2
+
+
+def standalone(folder: Path) -> dict[str, torch.Tensor]:
+    """The authors' own format, with fused layers; returns what it holds by our names."""
+    tensors = draw()
+    theirs = dict(tensors)
+    theirs["embedding.weight"] = theirs.pop("backbone.embeddings.weight")
+    for i in range(CONFIG.num_blocks):
+        for new, (layer, *parts) in {
+            "qkv_opreact.weight": ("mlstm_layer", "q", "k", "v", "ogate_preact"),
+            "ifgate_preact.weight": ("mlstm_layer", "igate_preact", "fgate_preact"),
+            "ifgate_preact.bias": ("mlstm_layer", "igate_preact", "fgate_preact"),
+            "proj_up_gate_z.weight": ("ffn", "proj_up_gate", "proj_up"),
+        }.items():
+            path, kind = f"backbone.blocks.{i}.{layer}.", new.partition(".")[2]
+            stacked = [theirs.pop(f"{path}{part}.{kind}") for part in parts]
+            theirs[path + new] = torch.cat(stacked)
+    folder.mkdir()
+    save_file(theirs, folder / "model_0.safetensors")
+    fields = ("embedding_dim", "num_blocks", "num_heads", "vocab_size", "ffn_proj_factor",
+              "ffn_round_up_to_multiple_of", "mlstm_round_up_to_multiple_of")  # fmt: skip
+    values = {name: getattr(CONFIG, name) for name in fields}
+    (folder / "config.yaml").write_text(yaml.dump({**values, "weight_mode": "fused"}))
+    return tensors
+
+
+def test_convert_a_standalone_folder_with_its_companions(cli: Cli, tmp_path: Path) -> None:
+    source, target = tmp_path / "theirs", tmp_path / "ours"
+    tensors = standalone(source)
+    companions = {"tokenizer.json": "{}", "tokenizer_config.json": "[1]", "LICENSE": "NXAI\n"}
+    for name, text in {**companions, "notes.txt": "stay"}.items():
+        (source / name).write_text(text)
+    succeeded(cli("convert", source, target))
+    assert names_in(target) == {"model.safetensors", "config.json", "SHA256SUMS", *companions}
+    assert_same(load_file(target / "model.safetensors"), tensors)
+    assert json.loads((target / "config.json").read_text()) == CONFIG.to_dict("float32")
+    assert {name: (target / name).read_text() for name in companions} == companions
+    assert succeeded(cli("verify", target)) == f"{target}: 5 files are as they were saved\n"
+
+
+def test_convert_replaces_only_with_overwrite(cli: Cli, tmp_path: Path) -> None:
+    source, tensors = save_small(tmp_path)
+    target = tmp_path / "taken"
+    succeeded(cli("convert", source, target))
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    again = ("convert", source, target, "--dtype", "bfloat16", "--max-shard-size", 20e-6)
+    want = f"{target} exists already; --overwrite replaces the checkpoint in it"
+    assert refused(cli(*again)) == want
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    succeeded(cli(*again, "--overwrite"))
+    narrow = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    assert_same(dict(open_checkpoint(target).tensors()), narrow)
+    assert not (target / "model.safetensors").exists()
+    # Onto itself, from the files that it replaces.
+    succeeded(cli("convert", source, source, "--dtype", "bfloat16", "--overwrite"))
+    assert_same(load_file(source / "model.safetensors"), narrow)
+
+
+def test_convert_mistakes(cli: Cli, tmp_path: Path) -> None:
+    source, _ = save_small(tmp_path)
+    target = tmp_path / "target"
+    want = "there is no dtype 'int8' here; there are: float32, bfloat16, float16"
+    assert refused(cli("convert", source, target, "--dtype", "int8")) == want
+    for size in ("0", "-1", "nan", "inf"):
+        sentence = refused(cli("convert", source, target, "--max-shard-size", size))
+        assert sentence == f"max_shard_size must be a positive number of GB, not {float(size)}"
+    sentence = refused(cli("convert", tmp_path / "no" / "such" / "folder", target))
+    assert sentence.startswith("there is no folder")
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for options in ([], ["--overwrite"]):
+        want = f"{file} is a file; a checkpoint is a folder"
+        assert refused(cli("convert", source, file, *options)) == want
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("mine")
+    sentence = refused(cli("convert", source, folder, "--overwrite"))
+    assert sentence.startswith(f"{folder} holds other files and no config.json")
+    assert names_in(tmp_path) == {"model", "file", "folder"}
+    assert file.read_text() == (folder / "thesis.tex").read_text() == "mine"
+
+
+# generate
+
+LETTERS = torch.tensor(ByteTokenizer().encode("abcdefghijklmnopqrstuvwxyzäöü"))
+
+
+@pytest.fixture(scope="module")
+def speller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level model that spells letters: all other tokens have logit 0."""
+    torch.manual_seed(0)
+    model = XLSTM(ModelConfig(128, 2, 2, vocab_size=320))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "gate_preact" in name:
+                parameter.normal_(std=0.5)
+        letters = 20 * model.lm_head.weight[LETTERS]
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[LETTERS] = letters
+    folder = tmp_path_factory.mktemp("speller")
+    model.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def greedy_text(folder: Path, prompt: str, steps: int) -> str:
+    """Every token from the whole text before it, with no state."""
+    model, tokenizer = XLSTM.from_pretrained(folder), ByteTokenizer()
+    tokens = [0, *tokenizer.encode(prompt)]
+    for _ in range(steps):
+        logits, _ = model(torch.tensor([tokens]))
+        tokens.append(int(logits[0, -1].argmax()))
+        assert tokens[-1] != 0
+    return tokenizer.decode(tokens)
+
+
+def test_generate_greedily(cli: Cli, speller: Path) -> None:
+    arguments = ("generate", speller, "Once upon ä", "--max-new-tokens", 40, "--temperature", 0)
+    want = greedy_text(speller, "Once upon ä", 40)
+    assert len(set(want)) > 12
+    assert succeeded(cli(*arguments)) == want + "\n"
+    assert succeeded(cli(*arguments, "--seed", 5, "--top-p", 0.5, "--device", "cpu")) == want + "\n"
+
+
+def test_generate_with_seeds(cli: Cli, speller: Path) -> None:
+    def text(seed: int, *options: object) -> str:
+        return succeeded(cli("generate", speller, "The ", "--seed", seed, *options))
+
+    short = ("--max-new-tokens", 30, "--temperature", 1.5)
+    assert text(1, *short) == text(1, *short) != text(2, *short)
+    assert text(1, *short, "--top-k", 1) == greedy_text(speller, "The ", 30) + "\n"
+    assert text(1, *short, "--top-p", 1e-9) == greedy_text(speller, "The ", 30) + "\n"
+    model, tokenizer = XLSTM.from_pretrained(speller), ByteTokenizer()
+
+    def streamed(**settings: float) -> str:
+        return tokenizer.decode([*stream_tokens(model, tokenizer.encode("The "), **settings)])
+
+    hot = {"max_new_tokens": 30, "temperature": 9.0, "top_k": 7, "top_p": 0.8, "seed": 4}
+    pairs = (("--" + name.replace("_", "-"), value) for name, value in hot.items())
+    want = streamed(**hot)
+    assert succeeded(cli("generate", speller, "The ", *chain(*pairs))) == f"The {want}\n"
+    for name, other in {**hot, "temperature": 1.0, "top_k": 2, "top_p": 0.2, "seed": 5}.items():
+        assert (streamed(**{**hot, name: other}) == want) == (other == hot[name])
+
+
+def test_generate_max_new_tokens(cli: Cli, speller: Path) -> None:
+    for count in (1, 17):
+        out = succeeded(
+            cli("generate", speller, "é", "--max-new-tokens", count, "--top-k", 3, "--seed", 0)
+        )
+        assert out.startswith("é")
+        tokens = ByteTokenizer().encode(out.removesuffix("\n"))
+        # Half characters that were never completed are shown as U+FFFD, three bytes for one.
+        assert len(tokens) - 2 * (1 + out.count("\ufffd")) == count
+
+
+def test_generate_in_bfloat16_and_from_an_empty_prompt(cli: Cli, speller: Path) -> None:
+    out = succeeded(cli("generate", speller, "", "--max-new-tokens", 5, "--temperature", 0))
+    assert out == greedy_text(speller, "", 5) + "\n"
+    narrow = cli(
+        "generate", speller, "a", "--max-new-tokens", 3, "--temperature", 0, "--dtype", "bfloat16"
+    )
+    assert succeeded(narrow).startswith("a")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--top-p", 0], "top_p must be above 0 and at most 1, not 0.0"),
+        (["--top-p", 1.5], "top_p must be above 0 and at most 1, not 1.5"),
+        (["--top-k", -1], "top_k must be 0 (all tokens) or a positive number, not -1"),
+        (["--temperature", -1], "temperature must be 0 or a positive number, not -1.0"),
+        (["--temperature", "nan"], "temperature must be 0 or a positive number, not nan"),
+        (["--max-new-tokens", 0], "max_new_tokens must be at least 1, not 0"),
+        (["--seed", -1], "seed must be between 0 and 2^64 - 1, not -1"),
+        (["--dtype", "int4"], "there is no dtype 'int4' here; there are: float32, bfloat16, float"),
+        (["--device", "cuda:99"], "the device 'cuda:99' cannot be used here: "),
+        (["--device", "toaster"], "the device 'toaster' cannot be used here: "),
+        (["--device", "meta"], "the device 'meta' cannot be used here: it holds no numbers"),
+    ],
+)
+def test_generate_checks_options_before_it_looks_for_the_model(
+    cli: Cli, options: list[object], sentence: str
+) -> None:
+    got = refused(cli("generate", "/no/such/model", "x", *options))
+    assert got.startswith(sentence)
+
+
+def test_generate_mistakes(cli: Cli, speller: Path, tmp_path: Path) -> None:
+    sentence = refused(cli("generate", "7b", "x"))
+    assert sentence == "there is no folder '7b', nor is that the name of a hub repository"
+    folder, _ = save_small(tmp_path)  # a vocabulary of 7
+    assert refused(cli("generate", folder, "x")) == (
+        f"{folder} has no tokenizer.json, which a vocabulary of 7 needs "
+        "(only one of 320 ids, bytes, needs none)"
+    )
+    missing = tmp_path / "tokenizer.json"
+    sentence = refused(cli("generate", speller, "x", "--tokenizer", missing))
+    assert sentence == f"there is no tokenizer at {missing}"
+    missing.write_text("{")
+    sentence = refused(cli("generate", speller, "x", "--tokenizer", missing))
+    assert sentence.startswith(f"{missing} is not a readable tokenizer.json: ")
+
+
+# compare
+
+
+@pytest.fixture
+def quiet_transformers() -> Iterator[None]:
+    """It reports its loading on stderr."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    yield
+    transformers.logging.set_verbosity(before)
+    transformers.logging.enable_progress_bar()
+
+
+@pytest.mark.usefixtures("quiet_transformers")
+def test_compare(cli: Cli, speller: Path) -> None:
+    short = ("--max-new-tokens", 6, "--speed-length", 8)
+    got = json.loads(succeeded(cli("compare", speller, *short, "--device", "cpu", "--json")))
+    assert (got["dtype"], got["device"], got["speed_length"]) == ("float32", "cpu", 8)
+    assert len(got["prompts"]) == 4
+    for row in got["prompts"]:
+        assert row["tokens"] == 1 + len(row["prompt"].encode())
+        assert row["relative_difference"] < 1e-4
+        assert row["largest_difference"] < 1e-2
+        assert row["same_greedy_tokens"] == row["greedy_tokens"] == 6
+    for name in ("ours", "theirs"):
+        assert got[name]["prefill"] > 0
+        assert got[name]["decode"] > 0
+
+
+@pytest.mark.usefixtures("quiet_transformers")
+def test_compare_without_a_tokenizer_prints_a_table(cli: Cli, tmp_path: Path) -> None:
+    XLSTM(ModelConfig(128, 1, 2, vocab_size=50)).save_pretrained(tmp_path)
+    out = succeeded(cli("compare", tmp_path, "--max-new-tokens", 2, "--speed-length", 4))
+    assert out.count("2/2") == 3
+    assert "ours against transformers, float32 on " in out
+    assert "prefill of 4" in out
+
+
+@pytest.mark.usefixtures("quiet_transformers")
+def test_compare_with_what_transformers_cannot_load(cli: Cli, tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    standalone(folder)
+    sentence = refused(cli("compare", folder))
+    assert sentence.startswith(f"transformers does not load {folder}: ")
+
+
+def test_compare_mistakes(cli: Cli, speller: Path) -> None:
+    for options in (["--max-new-tokens", 0], ["--speed-length", 0]):
+        sentence = refused(cli("compare", speller, *options))
+        assert sentence == "max_new_tokens and the length for speeds must be at least 1"
+    assert refused(cli("compare", "7b")).startswith("there is no folder '7b'")
+    assert refused(cli("compare", speller, "--dtype", "x")).startswith("there is no dtype 'x'")
