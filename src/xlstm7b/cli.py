@@ -172,6 +172,52 @@ def compare(
     Console().print(table, speeds)
 
 
+bench = typer.Typer(
+    help="Measure this package, beside its peers where asked.", no_args_is_help=True
+)
+app.add_typer(bench, name="bench")
+
+
+@bench.command()
+def kernels(
+    sizes: Annotated[str, typer.Option(help="Head sizes to time, by model.")] = "7b,1.4b,160m",
+    tokens: Annotated[int, typer.Option(help="Tokens in every timing.")] = 65536,
+    lengths: Annotated[
+        str, typer.Option(help="Sequence lengths.")
+    ] = "2048,4096,8192,16384,32768,65536",
+    batches: Annotated[str, typer.Option(help="Batch sizes of single steps.")] = "1,8,64",
+    peak_tflops: Annotated[float, typer.Option(help="The GPU's bf16 peak (an H200's).")] = 768,
+    peak_tbs: Annotated[float, typer.Option(help="Its copy speed in TB/s (an H200's).")] = 4.2,
+    peers: Annotated[
+        str, typer.Option(help="Libraries to time too: mlstm_kernels, fla, sdpa.")
+    ] = "",
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the results.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the results, as PNG.")] = None,
+) -> None:
+    """Check and time the cell's GPU kernels over sequence lengths, and single steps."""
+    from xlstm7b.bench import kernels as bench_kernels
+
+    others = _listed(peers)
+    for peer in others:
+        if peer not in bench_kernels.PEERS:
+            raise ValueError(
+                f"there is no peer {peer!r}; there are: {', '.join(bench_kernels.PEERS)}"
+            )
+    results = bench_kernels.run(
+        _listed(sizes),
+        tokens,
+        [int(length) for length in _listed(lengths)],
+        [int(batch) for batch in _listed(batches)],
+        bench_kernels.Peaks(peak_tflops * 1e12, peak_tbs * 1e12),
+        others,
+    )
+    bench_kernels.write(results, json_path, plot)
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 @app.command()
 def generate(
     model: Model,

@@ -3,6 +3,8 @@
 The oracle sees the same rounded inputs, so that the errors are the kernels' own.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import Case, random_case, results_and_gradients
@@ -14,6 +16,7 @@ from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
 from xlstm7b.mlstm.chunkwise import chunkwise_sequence
 
 pytest.importorskip("triton", reason="Triton is not installed")
+from xlstm7b.mlstm.triton import launch
 from xlstm7b.mlstm.triton.sequence import mlstm_chunkwise, triton_sequence
 from xlstm7b.mlstm.triton.step import mlstm_fused_step
 
@@ -23,6 +26,13 @@ NAMES = ("h", "C", "n", "m", "dq", "dk", "dv", "di", "df", "dC", "dn")
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 LARGEST = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 gpu = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _several_chunks_in_a_short_text(monkeypatch):
+    """The interpreter is slow: texts are short there, and so are chunks."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(launch, "_WIDE", replace(launch._WIDE, chunk=64))
 
 
 def trained(seed, *shape, dtype=torch.float64, **options) -> Case:

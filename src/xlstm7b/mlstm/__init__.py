@@ -59,7 +59,7 @@ def mlstm_sequence(
         raise ValueError(f"resets must be bool of shape {(batch, length)}, not {_describe(resets)}")
     if state is None:
         state = MLSTMState.zeros(batch, heads, d_qk, v.shape[-1], dtype=i.dtype, device=i.device)
-    reason = _why_not_triton(q, v, i)
+    reason = _why_not_triton(q, k, v, i, f)
     form = _pick(backend, q.device.type != "cpu", reason, "chunkwise", _SEQUENCE_FORMS)
     if form == "triton":
         from xlstm7b.mlstm.triton.sequence import triton_sequence
@@ -90,7 +90,7 @@ def mlstm_step(
     gradient: where one is wanted, PyTorch's form runs.
     """
     _check_inputs(q, k, v, i, f)
-    reason = _why_not_triton(q, v, i)
+    reason = _why_not_triton(q, k, v, i, f)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, i, f, *state)):
         reason = "its single step has no gradient"
     if _pick(backend, q.device.type != "cpu", reason, "recurrent", ("recurrent",)) == "triton":
@@ -125,14 +125,18 @@ def _pick(
     return backend
 
 
-def _why_not_triton(q: Tensor, v: Tensor, i: Tensor) -> str | None:
+def _why_not_triton(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> str | None:
     """None where the Triton forms apply."""
     if not (_HAS_TRITON and (q.device.type in ("cuda", "xpu") or _INTERPRETED)):
         return f"it needs a GPU and Triton, and the tensors are on {q.device.type}"
-    if not q.dtype == v.dtype != torch.float64 or i.dtype != torch.float32:
-        return f"it needs q, k, v of one dtype up to float32, not {q.dtype} and {v.dtype}"
+    if not q.dtype == k.dtype == v.dtype != torch.float64 or i.dtype != f.dtype:
+        return f"q, k, v must have one dtype up to float32, not {q.dtype}, {k.dtype}, {v.dtype}"
+    if i.dtype != torch.float32:
+        return f"it needs gates in float32, not {i.dtype}"
     if not (16 <= q.shape[-1] <= 1024 and 16 <= v.shape[-1] <= 1024):
         return f"heads must have 16 to 1024 elements, not {q.shape[-1]} and {v.shape[-1]}"
+    if q.shape[0] * q.shape[-2] > 65535:
+        return f"batch × heads must be at most 65535, not {q.shape[0] * q.shape[-2]}"
     return None
 
 

@@ -187,7 +187,7 @@ def row_gradients_kernel(
 def gate_gradients_kernel(
     f, resets, q_dq, k_dk, c_dc, di, df,
     f_stride_b, f_stride_t, f_stride_h,
-    T, NH, NC, ROWS, Q_PARTS, C_PARTS, C_BLOCK: tl.constexpr,
+    T, NH, NC, ROWS, Q_PARTS, K_PARTS,
     CHUNK: tl.constexpr, HAS_RESETS: tl.constexpr,
 ):  # fmt: skip
     """dĩ and df̃ [B, T, NH] of one chunk and head.
@@ -204,12 +204,10 @@ def gate_gradients_kernel(
     q_sum = tl.zeros([CHUNK], tl.float32)
     k_sum = tl.zeros([CHUNK], tl.float32)
     for part in range(Q_PARTS):
-        at = (part * ROWS + row) * T + t
-        q_sum += tl.load(q_dq + at, mask=inside, other=0.0)
-        k_sum += tl.load(k_dk + at, mask=inside, other=0.0)
-    parts = tl.arange(0, C_BLOCK)
-    at = (row * NC + chunk) * C_PARTS + parts
-    behind = tl.sum(tl.load(c_dc + at, mask=parts < C_PARTS, other=0.0), 0)
+        q_sum += tl.load(q_dq + (part * ROWS + row) * T + t, mask=inside, other=0.0)
+    for part in range(K_PARTS):
+        k_sum += tl.load(k_dk + (part * ROWS + row) * T + t, mask=inside, other=0.0)
+    behind = tl.load(c_dc + row * NC + chunk)
     db = q_sum - k_sum + tl.where(t == last, behind, 0.0)
     border = tl.zeros([CHUNK], tl.int32)
     cut = border

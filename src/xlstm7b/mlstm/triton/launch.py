@@ -60,7 +60,7 @@ _FEW_ROWS = replace(
 )
 _ROWS_TO_FILL = 32
 # float32 and float16: wider operands, hence smaller tiles.
-_WIDE = Plan(64, *[Tile(32, 32, 32, 4, 2)] * 2, *[Tile(32, 32, 64, 4, 2)] * 4)
+_WIDE = Plan(256, *[Tile(32, 32, 32, 4, 2)] * 2, *[Tile(32, 32, 64, 4, 2)] * 4)
 
 
 def plan(rows: int, d_qk: int, d_hv: int, dtype: torch.dtype) -> Plan:

@@ -8,8 +8,12 @@ from torch import Tensor
 
 from xlstm7b.mlstm.state import MLSTMState
 from xlstm7b.mlstm.triton import gates
-from xlstm7b.mlstm.triton.launch import Tile, arithmetic, plan, state_dtype
-from xlstm7b.mlstm.triton.states import scan_states_kernel
+from xlstm7b.mlstm.triton.launch import Tile, arithmetic, padded, plan, state_dtype
+from xlstm7b.mlstm.triton.states import (
+    scan_states_kernel,
+    state_normaliser_kernel,
+    state_products_kernel,
+)
 from xlstm7b.mlstm.triton.tiles import tile_kernel
 
 
@@ -51,24 +55,22 @@ def _weights(
 
 def _scan(
     x: Tensor, y: Tensor, x_weight: Tensor, n_weight: Tensor, decay: Tensor,
-    first: tuple[Tensor, Tensor], tile: Tile, chunk: int,
-    other: tuple[Tensor, Tensor] | None = None,
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:  # fmt: skip
-    """States at all borders, the last state, and, in reverse (`other`), the products."""
+    first: tuple[Tensor, Tensor], tile: Tile, chunk: int, *, reverse: bool = False,
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:  # fmt: skip
+    """States at all borders, and the last state."""
     batch, length, heads, d_k = x.shape
     d_v, chunks = y.shape[-1], decay.shape[-1]
     C = x.new_empty(batch, heads, chunks + 1, d_k, d_v, dtype=state_dtype(x.dtype))
     n = decay.new_empty(batch, heads, chunks + 1, d_k)
     last = decay.new_empty(batch, heads, d_k, d_v), decay.new_empty(batch, heads, d_k)
     tiles = triton.cdiv(d_k, tile.d_in), triton.cdiv(d_v, tile.d_out)
-    products = decay.new_empty(batch, heads, chunks, tiles[0] * tiles[1])
     scan_states_kernel[(*tiles, batch * heads)](
-        x, y, x_weight, n_weight, decay, *first, C, n, *last, *(other or (C, n)), products,
-        *x.stride()[:3], *y.stride()[:3], length, heads, chunks, DK=d_k, DV=d_v, CHUNK=chunk,
-        BLOCK_T=tile.t, BLOCK_K=tile.d_in, BLOCK_V=tile.d_out, REVERSE=other is not None,
+        x, y, x_weight, n_weight, decay, *first, C, n, *last, *x.stride()[:3], *y.stride()[:3],
+        length, heads, chunks, DK=d_k, DV=d_v, CHUNK=chunk, BLOCK_T=tile.t, BLOCK_K=tile.d_in,
+        BLOCK_V=tile.d_out, REVERSE=reverse, EVEN_T=length % chunk == 0,
         **arithmetic(x.dtype), **tile.options(),
     )  # fmt: skip
-    return (C, n), last, products
+    return (C, n), last
 
 
 def _tiles(
@@ -77,14 +79,14 @@ def _tiles(
     of_scores: bool, row_weight: Tensor, vector_weight: Tensor, inverse: Tensor, slope: Tensor,
     own: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One of h, dv, dq, dk, and its row results."""
+    """One of h, dv, dq, dk, and its row results. `state` is C and what goes by `vector`."""
     batch, length, heads, d_in = x.shape
     d_out, rows = z.shape[-1], batch * heads
     out = torch.empty(batch, length, heads, d_out, dtype=z.dtype, device=z.device)
     tiles_out = triton.cdiv(d_out, tile.d_out)
     results = weights.b.new_empty(tiles_out if of_scores else 1, batch, heads, length)
     C, n = state
-    tile_kernel[(tiles_out, triton.cdiv(length, tile.t), rows)](
+    tile_kernel[(tiles_out * triton.cdiv(length, tile.t), rows)](
         x, x_other, z, C, n, row_weight, vector_weight, own,
         weights.b, i, weights.m, weights.document, inverse, slope, out, results,
         *x.stride()[:3], *x_other.stride()[:3], *z.stride()[:3], *i.stride(), *own.stride()[:3],
@@ -106,13 +108,20 @@ def mlstm_chunkwise(
     """h, the last state's C, n, m, and the normaliser n·q of every row [B, NH, T]."""
     chosen = plan(q.shape[0] * q.shape[2], q.shape[-1], v.shape[-1], q.dtype)
     weights, m_last = _weights(i, f, m_first, resets, chosen.chunk)
-    states, last, _ = _scan(
+    (C, n), last = _scan(
         k, v, weights.to_state, weights.to_state, weights.decay, (C_first, n_first),
         chosen.states, chosen.chunk,
     )  # fmt: skip
+    batch, length, heads, d_qk = q.shape
+    scale, block = d_qk**-0.5, 32
+    state_share = torch.empty_like(weights.b)
+    state_normaliser_kernel[(triton.cdiv(length, block), batch * heads)](
+        q, n, weights.from_state, state_share, *q.stride()[:3], scale, length, heads,
+        n.shape[2] - 1, DK=d_qk, CHUNK=chosen.chunk, BLOCK_T=block, PADDED_K=padded(d_qk),
+    )  # fmt: skip
     unused = weights.b
     h, normaliser = _tiles(
-        q, k, v, states, weights, i, chosen.h, chosen.chunk, q.shape[-1] ** -0.5, eps,
+        q, k, v, (C, state_share), weights, i, chosen.h, chosen.chunk, scale, eps,
         query_rows=True, of_scores=False, row_weight=weights.from_state, vector_weight=unused,
         inverse=unused, slope=unused, own=q,
     )  # fmt: skip
@@ -120,7 +129,7 @@ def mlstm_chunkwise(
 
 
 @mlstm_chunkwise.register_fake
-def _(q, k, v, i, f, C_first, n_first, m_first, resets, eps):  # type: ignore[no-untyped-def]
+def _(q, k, v, i, f, C_first, n_first, m_first, resets, eps):
     batch, length, heads, _ = q.shape
     return (
         v.new_empty(v.shape), C_first.new_empty(C_first.shape), n_first.new_empty(n_first.shape),
@@ -146,13 +155,20 @@ def mlstm_chunkwise_backward(
         *h.stride()[:3], *dh.stride()[:3], scale, eps, length, heads, v.shape[-1],
         BLOCK_T=32, BLOCK_D=min(128, triton.next_power_of_2(v.shape[-1])),
     )  # fmt: skip
-    states, _, _ = _scan(
+    states, _ = _scan(
         k, v, weights.to_state, weights.to_state, weights.decay, (C_first, n_first),
         chosen.states, chunk,
     )  # fmt: skip
-    gradients, first, products = _scan(
-        q, dh, q_weight, n_weight, weights.decay, (dC, dn), chosen.state_gradients, chunk, states
-    )
+    gradients, first = _scan(
+        q, dh, q_weight, n_weight, weights.decay, (dC, dn), chosen.state_gradients, chunk,
+        reverse=True,
+    )  # fmt: skip
+    d_qk, d_hv = q.shape[-1], v.shape[-1]
+    products = torch.empty_like(weights.decay)
+    state_products_kernel[(chunks, rows)](
+        *states, *gradients, products, chunks, DK=d_qk, DV=d_hv, BLOCK=4096, PADDED_K=padded(d_qk),
+        num_warps=8,
+    )  # fmt: skip
 
     def tiles(
         x: Tensor, x_other: Tensor, z: Tensor, own: Tensor, state: tuple[Tensor, Tensor],
@@ -176,15 +192,14 @@ def mlstm_chunkwise_backward(
     di, df = (torch.empty(i.shape, dtype=i.dtype, device=i.device) for _ in range(2))
     gates.gate_gradients_kernel[(chunks, rows)](
         f, weights.document if resets is None else resets, q_dq, k_dk, products, di, df,
-        *f.stride(), length, heads, chunks, rows, len(q_dq), products.shape[-1],
-        C_BLOCK=triton.next_power_of_2(products.shape[-1]), CHUNK=chunk,
+        *f.stride(), length, heads, chunks, rows, len(q_dq), len(k_dk), CHUNK=chunk,
         HAS_RESETS=resets is not None,
     )  # fmt: skip
     return dq, dk, dv, di, df, *first
 
 
 @mlstm_chunkwise_backward.register_fake
-def _(dh, dC, dn, h, normaliser, q, k, v, i, f, C_first, n_first, m_first, resets, eps):  # type: ignore[no-untyped-def]
+def _(dh, dC, dn, h, normaliser, q, k, v, i, f, C_first, n_first, m_first, resets, eps):
     return tuple(x.new_empty(x.shape) for x in (q, k, v, i, f, C_first, n_first))
 
 

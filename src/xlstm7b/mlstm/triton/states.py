@@ -11,23 +11,22 @@ import triton.language as tl
 @triton.jit
 def scan_states_kernel(
     x, y, x_weight, n_weight, decay, C_first, n_first, C_chunk, n_chunk, C_last, n_last,
-    other_C, other_n, products,
     x_stride_b, x_stride_t, x_stride_h, y_stride_b, y_stride_t, y_stride_h,
     T, NH, NC, DK: tl.constexpr, DV: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    REVERSE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    REVERSE: tl.constexpr, EVEN_T: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile [BLOCK_K, BLOCK_V] of one head's state through all its chunks.
 
     C_chunk and n_chunk [B, NH, NC + 1, …] get the state before chunk c (in the direction of time
-    taken) at c, so the forward direction's end lies at NC. In reverse, `products` gets this tile's
-    share of ⟨C, dC⟩ + ⟨n, dn⟩ of the state behind each chunk, for the gates' gradients.
+    taken) at c, so the forward direction's end lies at NC.
     """
     tile_k, tile_v, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     batch, head = row // NH, row % NH
     k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_k, in_v = k < DK, v < DV
+    in_k, in_v = (k < DK) | (DK % BLOCK_K == 0), (v < DV) | (DV % BLOCK_V == 0)
     in_tile = in_k[:, None] & in_v[None, :]
     tile = k[:, None] * DV + v[None, :]
     x_head = x + batch * x_stride_b + head * x_stride_h + k[:, None]
@@ -41,23 +40,14 @@ def scan_states_kernel(
             chunk = NC - 1 - chunk
         if step % tiles_a_chunk == 0:
             slot = row * (NC + 1) + chunk
+            shrink = tl.load(decay + row * NC + chunk)
             tl.store(C_chunk + slot * DK * DV + tile, C, mask=in_tile)
+            C *= shrink
             if tile_v == 0:
                 tl.store(n_chunk + slot * DK + k, n, mask=in_k)
-            if REVERSE:
-                other = tl.load(other_C + (slot + 1) * DK * DV + tile, mask=in_tile, other=0.0)
-                product = tl.sum(tl.sum(C * other.to(tl.float32), 1), 0)
-                if tile_v == 0:
-                    other_vector = tl.load(other_n + (slot + 1) * DK + k, mask=in_k, other=0.0)
-                    product += tl.sum(n * other_vector, 0)
-                part = tile_k * tl.num_programs(1) + tile_v
-                parts = tl.num_programs(0) * tl.num_programs(1)
-                tl.store(products + (row * NC + chunk) * parts + part, product)
-            shrink = tl.load(decay + row * NC + chunk)
-            C *= shrink
-            n *= shrink
+                n *= shrink
         t = chunk * CHUNK + (step % tiles_a_chunk) * BLOCK_T + tl.arange(0, BLOCK_T)
-        inside = t < T
+        inside = (t < T) | EVEN_T
         wide_t = t.to(tl.int64)
         x_t = tl.load(
             x_head + wide_t[None, :] * x_stride_t, mask=in_k[:, None] & inside[None, :], other=0.0
@@ -66,14 +56,63 @@ def scan_states_kernel(
             y_head + wide_t[:, None] * y_stride_t, mask=inside[:, None] & in_v[None, :], other=0.0
         ).to(OPERAND)
         weight = tl.load(x_weight + row * T + t, mask=inside, other=0.0)
-        weight_n = tl.load(n_weight + row * T + t, mask=inside, other=0.0)
         C = tl.dot((x_t * weight[None, :]).to(OPERAND), y_t, C, input_precision=PRECISION)
-        n += tl.sum(x_t * weight_n[None, :], 1)
+        if tile_v == 0:
+            weight_n = tl.load(n_weight + row * T + t, mask=inside, other=0.0)
+            n += tl.sum(x_t * weight_n[None, :], 1)
     tl.store(C_last + row * DK * DV + tile, C, mask=in_tile)
+    end = row * (NC + 1) + NC
+    if not REVERSE:
+        tl.store(C_chunk + end * DK * DV + tile, C, mask=in_tile)
     if tile_v == 0:
         tl.store(n_last + row * DK + k, n, mask=in_k)
-    if not REVERSE:
-        slot = row * (NC + 1) + NC
-        tl.store(C_chunk + slot * DK * DV + tile, C, mask=in_tile)
-        if tile_v == 0:
-            tl.store(n_chunk + slot * DK + k, n, mask=in_k)
+        if not REVERSE:
+            tl.store(n_chunk + end * DK + k, n, mask=in_k)
+
+
+@triton.jit
+def state_products_kernel(
+    C, n, dC, dn, products, NC, DK: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
+    PADDED_K: tl.constexpr,
+):  # fmt: skip
+    """⟨C, dC⟩ + ⟨n, dn⟩ of the state behind each chunk [B, NH, NC], for the gates' gradients."""
+    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    # What the reverse direction keeps at c is the gradient of the state at c + 1.
+    gradient = row * (NC + 1) + chunk
+    k = tl.arange(0, PADDED_K)
+    n_c = tl.load(n + (gradient + 1) * DK + k, mask=k < DK, other=0.0)
+    dn_c = tl.load(dn + gradient * DK + k, mask=k < DK, other=0.0)
+    product = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, DK * DV, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = (at < DK * DV) | (DK * DV % BLOCK == 0)
+        C_c = tl.load(C + (gradient + 1) * DK * DV + at, mask=inside, other=0.0)
+        dC_c = tl.load(dC + gradient * DK * DV + at, mask=inside, other=0.0)
+        product += C_c.to(tl.float32) * dC_c.to(tl.float32)
+    total = tl.sum(product, 0) + tl.sum(n_c * dn_c, 0)
+    tl.store(products + row * NC + chunk, total)
+
+
+@triton.jit
+def state_normaliser_kernel(
+    q, n_chunk, from_state, normaliser, q_stride_b, q_stride_t, q_stride_h,
+    scale, T, NH, NC, DK: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, PADDED_K: tl.constexpr,
+):  # fmt: skip
+    """The share of n·q that the state before the chunk has, [B, NH, T].
+
+    A launch of its own: with q both in a product and in registers, Triton 3.6 reuses its buffer too
+    early on Hopper, and a few rows in a thousand come out wrong.
+    """
+    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = row // NH, row % NH
+    t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
+    inside = t < T
+    k = tl.arange(0, PADDED_K)
+    slot = row * (NC + 1) + tile * BLOCK_T // CHUNK
+    n = tl.load(n_chunk + slot * DK + k, mask=k < DK, other=0.0)
+    q_rows = q + batch * q_stride_b + head * q_stride_h + t.to(tl.int64)[:, None] * q_stride_t
+    q_t = tl.load(q_rows + k[None, :], mask=inside[:, None] & (k < DK)[None, :], other=0.0)
+    weight = scale * tl.load(from_state + row * T + t, mask=inside, other=0.0)
+    n_q = weight * tl.sum(q_t.to(tl.float32) * n[None, :], 1)
+    tl.store(normaliser + row * T + t, n_q, mask=inside)

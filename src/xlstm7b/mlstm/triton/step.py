@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xlstm7b.mlstm.state import MLSTMState
 from xlstm7b.mlstm.triton.gates import log_sigmoid
-from xlstm7b.mlstm.triton.launch import padded, step_tile
+from xlstm7b.mlstm.triton.launch import Tile, padded, step_tile
 
 
 @triton.jit
@@ -25,36 +25,42 @@ def step_kernel(
 ):  # fmt: skip
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row // NH, row % NH
+    d_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_v = d_v < DV
+    C_head = C + row * DK * DV + d_v[None, :]
+    q_head = q + batch * q_stride_b + head * q_stride_h
+    k_head = k + batch * k_stride_b + head * k_stride_h
+    # Nearly all bytes are C's: its first block is asked for before anything is waited for.
+    d_k = tl.arange(0, BLOCK_K)
+    mask = (d_k < DK)[:, None] & in_v[None, :]
+    C_t = tl.load(C_head + d_k[:, None] * DV, mask=mask, other=0.0)
+    all_k = tl.arange(0, PADDED_K)
+    in_all = all_k < DK
+    n_t = tl.load(n + row * DK + all_k, mask=in_all, other=0.0).to(tl.float32)
+    k_all = tl.load(k_head + all_k, mask=in_all, other=0.0).to(tl.float32)
+    q_all = tl.load(q_head + all_k, mask=in_all, other=0.0).to(tl.float32)
+    v_t = tl.load(v + batch * v_stride_b + head * v_stride_h + d_v, mask=in_v, other=0.0)
+
     m_old = tl.load(m + row).to(tl.float32)
     i_t = tl.load(i + batch * i_stride_b + head * i_stride_h)
     decayed = log_sigmoid(tl.load(f + batch * f_stride_b + head * f_stride_h)) + m_old
     m_new = tl.maximum(decayed, i_t)
     f_act, i_act = tl.exp(decayed - m_new), tl.exp(i_t - m_new)
-
-    d_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_v = d_v < DV
-    v_t = tl.load(v + batch * v_stride_b + head * v_stride_h + d_v, mask=in_v, other=0.0)
     v_t = v_t.to(tl.float32) * i_act
-    q_head = q + batch * q_stride_b + head * q_stride_h
-    k_head = k + batch * k_stride_b + head * k_stride_h
     numerator = tl.zeros([BLOCK_V], tl.float32)
     for start in tl.static_range(0, DK, BLOCK_K):
         d_k = start + tl.arange(0, BLOCK_K)
-        in_k = d_k < DK
-        k_t = tl.load(k_head + d_k, mask=in_k, other=0.0).to(tl.float32)
-        q_t = tl.load(q_head + d_k, mask=in_k, other=0.0).to(tl.float32)
-        at = C + row * DK * DV + d_k[:, None] * DV + d_v[None, :]
-        mask = in_k[:, None] & in_v[None, :]
-        C_t = tl.load(at, mask=mask, other=0.0).to(tl.float32) * f_act
-        C_t += k_t[:, None] * v_t[None, :]
-        tl.store(at, C_t, mask=mask)
-        numerator += tl.sum(q_t[:, None] * C_t, 0)
-
-    d_k = tl.arange(0, PADDED_K)
-    in_k = d_k < DK
-    n_t = tl.load(n + row * DK + d_k, mask=in_k, other=0.0).to(tl.float32) * f_act
-    n_t += i_act * tl.load(k_head + d_k, mask=in_k, other=0.0).to(tl.float32)
-    n_q = scale * tl.sum(n_t * tl.load(q_head + d_k, mask=in_k, other=0.0).to(tl.float32), 0)
+        mask = (d_k < DK)[:, None] & in_v[None, :]
+        at = C_head + d_k[:, None] * DV
+        if start > 0:
+            C_t = tl.load(at, mask=mask, other=0.0)
+        k_t = tl.load(k_head + d_k, mask=d_k < DK, other=0.0).to(tl.float32)
+        q_t = tl.load(q_head + d_k, mask=d_k < DK, other=0.0).to(tl.float32)
+        C_new = C_t.to(tl.float32) * f_act + k_t[:, None] * v_t[None, :]
+        tl.store(at, C_new, mask=mask)
+        numerator += tl.sum(q_t[:, None] * C_new, 0)
+    n_t = n_t * f_act + i_act * k_all
+    n_q = scale * tl.sum(n_t * q_all, 0)
     h_t = scale * numerator / (tl.maximum(tl.abs(n_q), tl.exp(-m_new)) + eps)
     if HAS_NORM:
         tl.store(raw + row * DV + d_v, h_t, mask=in_v)
@@ -67,7 +73,7 @@ def step_kernel(
     tl.debug_barrier()  # every thread's part is read and written before the head counts as done
     if tl.atomic_add(arrived + row, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(arrived + row, 0)
-        tl.store(n + row * DK + d_k, n_t, mask=in_k)
+        tl.store(n + row * DK + all_k, n_t, mask=in_all)
         tl.store(m + row, m_new)
         if HAS_NORM:
             d = tl.arange(0, PADDED_V)
@@ -83,33 +89,43 @@ def step_kernel(
             tl.store(h + row * DV + d, x, mask=in_d)
 
 
-_arrived: dict[tuple[torch.device, int], Tensor] = {}
+class _Counters:
+    """Zeros on a device, one a head, handed out in turn; every launch leaves its own as zeros.
+
+    Launches on other streams, and graphs replayed beside them, thus have counters of their own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("take one step before a CUDA graph is captured, as a warm-up")
+        self.zeros = torch.zeros(1 << 20, dtype=torch.int32, device=device)
+        self.next = 0
+
+    def take(self, rows: int) -> Tensor:
+        rows = -(-rows // 4) * 4  # so that every share is aligned as Triton assumes
+        if self.next + rows > len(self.zeros):
+            self.next = 0
+        self.next += rows
+        return self.zeros[self.next - rows : self.next]
 
 
-def _counters(rows: int, device: torch.device) -> Tensor:
-    """Zeros, one a head, that every launch leaves as zeros: one buffer a stream, never shared."""
-    stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
-    held = _arrived.get((device, stream))
-    if held is None or len(held) < rows:
-        held = torch.zeros(max(rows, 4096), dtype=torch.int32, device=device)
-        _arrived[device, stream] = held
-    return held
+_counters: dict[torch.device, _Counters] = {}
 
 
-@torch.library.custom_op("xlstm7b::mlstm_step", mutates_args=("C", "n", "m"))
-def mlstm_fused_step(
+def launch_step(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, C: Tensor, n: Tensor, m: Tensor,
-    gate: Tensor | None, norm_weight: Tensor | None, norm_eps: float, eps: float,
+    gate: Tensor | None, norm_weight: Tensor | None, norm_eps: float, eps: float, tile: Tile,
 ) -> Tensor:  # fmt: skip
     """h of one token, [B, NH, d_hv]; the state is updated in place."""
     batch, heads, d_k = q.shape
     d_v = v.shape[-1]
     h = torch.empty(batch, heads, d_v, dtype=v.dtype, device=v.device)
     raw = torch.empty(batch, heads, d_v, dtype=torch.float32, device=v.device)
-    tile = step_tile(batch * heads, d_k, d_v)
+    if q.device not in _counters:
+        _counters[q.device] = _Counters(q.device)
     step_kernel[(triton.cdiv(d_v, tile.d_out), batch * heads)](
         q, k, v, i, f, v if gate is None else gate, v if norm_weight is None else norm_weight,
-        C, n, m, h, raw, _counters(batch * heads, q.device),
+        C, n, m, h, raw, _counters[q.device].take(batch * heads),
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *i.stride(), *f.stride(),
         *(v if gate is None else gate).stride()[:2], d_k**-0.5, eps, norm_eps, heads,
         DK=d_k, DV=d_v, BLOCK_K=tile.d_in, BLOCK_V=tile.d_out,
@@ -119,8 +135,17 @@ def mlstm_fused_step(
     return h
 
 
+@torch.library.custom_op("xlstm7b::mlstm_step", mutates_args=("C", "n", "m"))
+def mlstm_fused_step(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, C: Tensor, n: Tensor, m: Tensor,
+    gate: Tensor | None, norm_weight: Tensor | None, norm_eps: float, eps: float,
+) -> Tensor:  # fmt: skip
+    tile = step_tile(q.shape[0] * q.shape[1], q.shape[-1], v.shape[-1])
+    return launch_step(q, k, v, i, f, C, n, m, gate, norm_weight, norm_eps, eps, tile)
+
+
 @mlstm_fused_step.register_fake
-def _(q, k, v, i, f, C, n, m, gate, norm_weight, norm_eps, eps):  # type: ignore[no-untyped-def]
+def _(q, k, v, i, f, C, n, m, gate, norm_weight, norm_eps, eps):
     return v.new_empty(v.shape)
 
 
@@ -132,6 +157,8 @@ def triton_step(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     if gate is not None and gate.stride(-1) != 1:
         gate = gate.contiguous()
+    if inplace and not all(part.is_contiguous() for part in state):
+        raise ValueError("a state that is updated in place must be contiguous")
     if not inplace:
         state = MLSTMState(*(part.clone(memory_format=torch.contiguous_format) for part in state))
     h = mlstm_fused_step(q, k, v, i, f, *state, gate, norm_weight, norm_eps, eps)

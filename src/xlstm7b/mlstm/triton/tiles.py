@@ -35,10 +35,13 @@ def tile_kernel(
 ):  # fmt: skip
     """One tile [BLOCK_T, BLOCK_OUT] of h (QUERY_ROWS), dv, dq (QUERY_ROWS, OF_SCORES) or dk.
 
-    `row_result` gets the normaliser n·q of each row for h, and row · d(row) for dq and dk, summed
-    in float32 before rounding, from which the gates' gradients are made.
+    `vector` is n or dn at the borders; for h, the state's share of n·q, row by row. `row_result`
+    gets all of n·q for h, and row · d(row) for dq and dk, summed in float32 before rounding, from
+    which the gates' gradients are made.
     """
-    tile_out, tile_a, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    tiles_out: tl.constexpr = (D_OUT + BLOCK_OUT - 1) // BLOCK_OUT
+    tile_out, tile_a = tl.program_id(0) % tiles_out, tl.program_id(0) // tiles_out
+    row = tl.program_id(1).to(tl.int64)
     batch, head = row // NH, row % NH
     IS_H: tl.constexpr = QUERY_ROWS and not OF_SCORES
     chunk = tile_a * BLOCK_T // CHUNK
@@ -52,7 +55,6 @@ def tile_kernel(
     slot = row * (NC + 1) + chunk
 
     acc = tl.zeros([BLOCK_T, BLOCK_OUT], tl.float32)
-    normaliser = tl.zeros([BLOCK_T], tl.float32)
     for start in range(0, D_IN, BLOCK_IN):
         d = start + d_in
         in_in = (d < D_IN) | (D_IN % BLOCK_IN == 0)
@@ -63,19 +65,10 @@ def tile_kernel(
             mask=in_in[:, None] & in_out[None, :], other=0.0,
         )  # fmt: skip
         acc = tl.dot(x_a.to(OPERAND), part.to(OPERAND), acc, input_precision=PRECISION)
-    if IS_H:
-        # A loop of its own: with x_a both in a product and in registers, Triton 3.6 reuses its
-        # buffer too early on Hopper, and a few rows in a thousand come out wrong.
-        for start in range(0, D_IN, BLOCK_IN):
-            d = start + d_in
-            in_in = (d < D_IN) | (D_IN % BLOCK_IN == 0)
-            x_a = tl.load(x_rows + d[None, :], mask=inside_a[:, None] & in_in[None, :], other=0.0)
-            n = tl.load(vector + slot * D_IN + d, mask=in_in, other=0.0)
-            normaliser += tl.sum(x_a.to(tl.float32) * n[None, :], 1)
     weight_a = tl.load(row_weight + at_a, mask=inside_a, other=0.0)
     if IS_H:
         weight_a *= scale
-        normaliser *= weight_a
+        normaliser = tl.load(vector + at_a, mask=inside_a, other=0.0)
     acc *= weight_a[:, None]
     if OF_SCORES:
         n_out = tl.load(vector + slot * D_OUT + d_out, mask=in_out, other=0.0)
