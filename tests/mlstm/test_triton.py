@@ -252,9 +252,24 @@ def test_more_elements_than_32_bits_count():
     h, state = mlstm_sequence(*parts)
     _, middle = mlstm_sequence(*(x[:, : length // 2] for x in parts))
     want, want_state = mlstm_sequence(*(x[:, length // 2 :] for x in parts), state=middle)
-    assert torch.equal(h[:, length // 2 :], want)
+    assert (h[:, length // 2 :] - want).norm() < 1e-3 * want.norm()
     for part, want_part in zip(state, want_state, strict=True):
-        assert torch.equal(part, want_part)
+        assert error(part, want_part) < 1e-5
+
+
+@gpu
+@pytest.mark.parametrize("heads", [(8, 256, 512), (4, 96, 192), (5, 160, 320), (2, 64, 64)])
+def test_no_row_is_wrong_and_no_bit_moves_on_the_gpu(heads):
+    """A race in a kernel's pipeline spoils a few rows in a thousand, others in every run."""
+    case = rounded(trained(1, 2, 4096, *heads, resets=0.001), torch.bfloat16)
+    want = results_and_gradients(case.to(torch.float32), triton_sequence, 1e-6)
+    runs = [results_and_gradients(case.to(torch.bfloat16), triton_sequence, 1e-6) for _ in "ab"]
+    for name, first, second, exact in zip(NAMES, *runs, want, strict=True):
+        assert torch.equal(first, second), name
+        if name in ("h", "dq", "dk", "dv"):
+            rows = exact.norm(dim=-1)
+            off = (first.float() - exact).norm(dim=-1) / (rows + rows.mean())
+            assert off.max() < 3e-2, (name, float(off.max()))
 
 
 @gpu

@@ -121,7 +121,7 @@ def time_sequences(size: str, tokens: int, lengths: list[int], peaks: Peaks) -> 
     heads, d_qk, d_hv = config.num_heads, config.d_qk, config.d_hv
     for length in lengths:
         batch = tokens // length
-        chunk = plan(batch * heads, d_qk, d_hv, torch.bfloat16).chunk
+        chunk = plan(d_qk, d_hv, torch.bfloat16).chunk
         floors = cell_floor(tokens, chunk, heads, d_qk, d_hv, causal=0.5)
         for work, call in sequence_calls(batch, length, config).items():
             directions = ("forward",) if work == "forward" else ("forward", "backward")

@@ -56,8 +56,9 @@ def candidates(shape: Shape, chunks: list[int], kernels: list[str]) -> Iterator[
             inner, outer = shape.d_qk, shape.d_hv
             if kernel in ("dq", "dk"):
                 inner, outer = outer, inner
-            too_small = t * d_out < 64 * 64 * (warps // 4)
-            too_large = t * d_out > 64 * 256 * (warps // 4)
+            kept = (d_in if kernel.startswith("state") else t) * d_out
+            too_small = kept < 64 * 64 * (warps // 4)
+            too_large = kept > 64 * 256 * (warps // 4)
             fits = t <= chunk and d_in <= padded(inner) and d_out <= padded(outer)
             if fits and not (too_small or too_large):
                 yield Task(kernel, chunk, Tile(t, d_in, d_out, warps, stages))
@@ -87,8 +88,7 @@ def _launches(
         borders, last = sequence._scan(
             x, y, weight, weights.from_state, weights.decay, first, tile, chunk, reverse=reverse
         )
-        used = slice(-1) if reverse else slice(None)  # in reverse the last slot is not
-        return [borders[0][:, :, used], borders[1][:, :, used], *last]
+        return [*borders, *last]
 
     def tiles(x: Tensor, other: Tensor, z: Tensor, own: Tensor, tile: Tile, **kind: bool) -> Any:
         out, results = sequence._tiles(

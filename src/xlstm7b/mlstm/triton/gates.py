@@ -192,8 +192,11 @@ def gate_gradients_kernel(
 ):  # fmt: skip
     """dĩ and df̃ [B, T, NH] of one chunk and head.
 
-    dĩ_s = k_s·dk_s; db_t = q_t·dq_t − k_t·dk_t, and at the chunk's end ⟨C, dC⟩ + ⟨n, dn⟩ of the
-    state behind it. b_t sums logσ(f̃) up to t, so each log-gate gets the sum of db behind it.
+    dĩ_s = k_s·dk_s; db_t = q_t·dq_t − k_t·dk_t. A log-gate gets the sum of db behind it within the
+    document, and ⟨C, dC⟩ + ⟨n, dn⟩ of the border that the document crosses at the chunk's end, or
+    what is the same, the product at the border before the chunk less the sum of db before it.
+    Where both hold, they are mixed: each has summed the rounding of the terms it counts, the one
+    from the end, the other from the start, and shares by position leave the least of it.
     """
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row // NH, row % NH
@@ -207,8 +210,12 @@ def gate_gradients_kernel(
         q_sum += tl.load(q_dq + (part * ROWS + row) * T + t, mask=inside, other=0.0)
     for part in range(K_PARTS):
         k_sum += tl.load(k_dk + (part * ROWS + row) * T + t, mask=inside, other=0.0)
-    behind = tl.load(c_dc + row * NC + chunk)
-    db = q_sum - k_sum + tl.where(t == last, behind, 0.0)
+    db = q_sum - k_sum
+    front = tl.load(c_dc + row * (NC + 1) + chunk)
+    behind = tl.load(c_dc + row * (NC + 1) + chunk + 1)
+    share = (t - chunk * CHUNK).to(tl.float32) / (last + 1 - chunk * CHUNK).to(tl.float32)
+    mixed = share * behind + (1 - share) * (front - tl.sum(db, 0))
+    crossing = mixed
     border = tl.zeros([CHUNK], tl.int32)
     cut = border
     if HAS_RESETS:
@@ -216,7 +223,11 @@ def gate_gradients_kernel(
         border = tl.load(resets + batch * T + t, mask=inside, other=0).to(tl.int32)
         follows = inside & (t < last)
         cut = tl.load(resets + batch * T + t + 1, mask=follows, other=0).to(tl.int32)
+        borders_behind = tl.cumsum(cut, 0)
+        crossing = tl.where(borders_behind > 0, 0.0, behind)
+        crossing = tl.where(tl.sum(border, 0) > 0, crossing, mixed)
     d_log, _ = tl.associative_scan((db, cut), 0, _add_in_document)
+    d_log += crossing
     # A document's first forget gate has nothing to forget.
     d_log = tl.where(border > 0, 0.0, d_log)
     wide_t = t.to(tl.int64)

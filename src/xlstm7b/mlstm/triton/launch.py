@@ -44,30 +44,23 @@ class Plan:
     dk: Tile
 
 
-# bf16: products on tensor cores. Few rows (batch × heads) leave multiprocessors idle in the
-# recurrence over chunks, which only its tiles and rows run in parallel: smaller tiles there.
-_MANY_ROWS = Plan(
+_FAST = Plan(
     chunk=256,
-    states=Tile(64, 64, 256, 4, 2),
-    state_gradients=Tile(64, 64, 256, 4, 2),
+    states=Tile(64, 128, 128, 4, 3),
+    state_gradients=Tile(64, 128, 128, 4, 3),
     h=Tile(64, 32, 256, 4, 4),
     dv=Tile(64, 32, 256, 4, 4),
     dq=Tile(64, 64, 128, 4, 4),
     dk=Tile(64, 64, 128, 4, 4),
 )
-_FEW_ROWS = replace(
-    _MANY_ROWS, states=Tile(64, 64, 64, 4, 3), state_gradients=Tile(64, 64, 64, 4, 3)
-)
-_ROWS_TO_FILL = 32
-# float32 and float16: wider operands, hence smaller tiles.
+# Operands of float32 need smaller tiles.
 _WIDE = Plan(256, *[Tile(32, 32, 32, 4, 2)] * 2, *[Tile(32, 32, 64, 4, 2)] * 4)
+CARRY = Tile(1, 1, 1024, 4, 1)
 
 
-def plan(rows: int, d_qk: int, d_hv: int, dtype: torch.dtype) -> Plan:
-    """The parameters for this many rows (batch × heads) of this head size."""
-    chosen = _WIDE
-    if dtype == torch.bfloat16:
-        chosen = _FEW_ROWS if rows < _ROWS_TO_FILL else _MANY_ROWS
+def plan(d_qk: int, d_hv: int, dtype: torch.dtype) -> Plan:
+    """The parameters for one head size."""
+    chosen = _FAST if _is_fast(dtype, d_qk, d_hv) else _WIDE
     return Plan(
         chosen.chunk,
         chosen.states.within(d_qk, d_hv),
@@ -81,7 +74,8 @@ def plan(rows: int, d_qk: int, d_hv: int, dtype: torch.dtype) -> Plan:
 
 def step_tile(rows: int, d_qk: int, d_hv: int) -> Tile:
     """The single step: few heads are cut finely, to occupy every multiprocessor."""
-    return Tile(1, 64, 32 if rows <= 32 else 64, 4, 1).within(d_qk, d_hv)
+    tile = Tile(1, 256, 16, 2, 1) if rows <= 16 else Tile(1, 64, 64, 4, 1)
+    return (tile if rows <= 128 else Tile(1, 128, 64, 4, 1)).within(d_qk, d_hv)
 
 
 def padded(d: int) -> int:
@@ -89,17 +83,26 @@ def padded(d: int) -> int:
     return max(16, int(triton.next_power_of_2(d)))
 
 
-def arithmetic(dtype: torch.dtype) -> dict[str, Any]:
+def _is_fast(dtype: torch.dtype, d_qk: int, d_hv: int) -> bool:
+    """Whether products run on bf16 tiles as they lie in memory.
+
+    Heads below 64, or not of whole 32s, came out wrong so on Hopper with Triton 3.6: races in its
+    pipelines, which numbers show and the compiler does not. Widened operands are right everywhere.
+    """
+    return dtype == torch.bfloat16 and all(d >= 64 and d % 32 == 0 for d in (d_qk, d_hv))
+
+
+def arithmetic(dtype: torch.dtype, d_qk: int, d_hv: int) -> dict[str, Any]:
     """What products are computed in: every one is accumulated in float32.
 
     float16 has the digits of TF32 but not the range: 1/denominator or C overflow it, so it is
     widened. float32 stays exact.
     """
-    if dtype == torch.bfloat16:
+    if _is_fast(dtype, d_qk, d_hv):
         return {"OPERAND": tl.bfloat16, "PRECISION": "tf32"}
-    return {"OPERAND": tl.float32, "PRECISION": "tf32" if dtype == torch.float16 else "ieee"}
+    return {"OPERAND": tl.float32, "PRECISION": "ieee" if dtype == torch.float32 else "tf32"}
 
 
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
+def state_dtype(dtype: torch.dtype, d_qk: int, d_hv: int) -> torch.dtype:
     """What states between chunks are kept in: the dtype they enter the products in."""
-    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    return torch.bfloat16 if _is_fast(dtype, d_qk, d_hv) else torch.float32

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from xlstm7b.mlstm.state import MLSTMState
 from xlstm7b.mlstm.triton import gates
-from xlstm7b.mlstm.triton.launch import Tile, arithmetic, padded, plan, state_dtype
+from xlstm7b.mlstm.triton.launch import CARRY, Tile, arithmetic, padded, plan, state_dtype
 from xlstm7b.mlstm.triton.states import (
-    scan_states_kernel,
+    carry_states_kernel,
+    chunk_sums_kernel,
     state_normaliser_kernel,
     state_products_kernel,
 )
@@ -57,18 +58,23 @@ def _scan(
     x: Tensor, y: Tensor, x_weight: Tensor, n_weight: Tensor, decay: Tensor,
     first: tuple[Tensor, Tensor], tile: Tile, chunk: int, *, reverse: bool = False,
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:  # fmt: skip
-    """States at all borders, and the last state."""
+    """States at all borders [B, NH, NC + 1, …], and the last one in float32."""
     batch, length, heads, d_k = x.shape
-    d_v, chunks = y.shape[-1], decay.shape[-1]
-    C = x.new_empty(batch, heads, chunks + 1, d_k, d_v, dtype=state_dtype(x.dtype))
+    d_v, chunks, rows = y.shape[-1], decay.shape[-1], batch * heads
+    C = x.new_empty(batch, heads, chunks + 1, d_k, d_v, dtype=state_dtype(x.dtype, d_k, d_v))
     n = decay.new_empty(batch, heads, chunks + 1, d_k)
     last = decay.new_empty(batch, heads, d_k, d_v), decay.new_empty(batch, heads, d_k)
-    tiles = triton.cdiv(d_k, tile.d_in), triton.cdiv(d_v, tile.d_out)
-    scan_states_kernel[(*tiles, batch * heads)](
-        x, y, x_weight, n_weight, decay, *first, C, n, *last, *x.stride()[:3], *y.stride()[:3],
+    tiles = triton.cdiv(d_k, tile.d_in) * triton.cdiv(d_v, tile.d_out)
+    chunk_sums_kernel[(tiles, chunks, rows)](
+        x, y, x_weight, n_weight, C, n, *x.stride()[:3], *y.stride()[:3],
         length, heads, chunks, DK=d_k, DV=d_v, CHUNK=chunk, BLOCK_T=tile.t, BLOCK_K=tile.d_in,
         BLOCK_V=tile.d_out, REVERSE=reverse, EVEN_T=length % chunk == 0,
-        **arithmetic(x.dtype), **tile.options(),
+        **arithmetic(x.dtype, d_k, d_v), **tile.options(),
+    )  # fmt: skip
+    block = min(CARRY.d_out, padded(d_k * d_v))
+    carry_states_kernel[(triton.cdiv(d_k * d_v, block) + 1, rows)](
+        decay, *first, C, n, *last, chunks, DK=d_k, DV=d_v, BLOCK=block, REVERSE=reverse,
+        **CARRY.options(),
     )  # fmt: skip
     return (C, n), last
 
@@ -95,7 +101,7 @@ def _tiles(
         STATE_STRIDE_IN=1 if of_scores else d_out, STATE_STRIDE_OUT=d_in if of_scores else 1,
         CHUNK=chunk, BLOCK_T=tile.t, BLOCK_IN=tile.d_in, BLOCK_OUT=tile.d_out,
         QUERY_ROWS=query_rows, OF_SCORES=of_scores, HAS_RESETS=weights.document.numel() > 0,
-        EVEN_T=length % tile.t == 0, **arithmetic(x.dtype), **tile.options(),
+        EVEN_T=length % tile.t == 0, **arithmetic(x.dtype, d_in, d_out), **tile.options(),
     )  # fmt: skip
     return out, results
 
@@ -106,7 +112,7 @@ def mlstm_chunkwise(
     C_first: Tensor, n_first: Tensor, m_first: Tensor, resets: Tensor | None, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """h, the last state's C, n, m, and the normaliser n·q of every row [B, NH, T]."""
-    chosen = plan(q.shape[0] * q.shape[2], q.shape[-1], v.shape[-1], q.dtype)
+    chosen = plan(q.shape[-1], v.shape[-1], q.dtype)
     weights, m_last = _weights(i, f, m_first, resets, chosen.chunk)
     (C, n), last = _scan(
         k, v, weights.to_state, weights.to_state, weights.decay, (C_first, n_first),
@@ -144,7 +150,7 @@ def mlstm_chunkwise_backward(
     C_first: Tensor, n_first: Tensor, m_first: Tensor, resets: Tensor | None, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, i, f, C_first, n_first. States are computed again, not kept."""
-    chosen = plan(q.shape[0] * q.shape[2], q.shape[-1], v.shape[-1], q.dtype)
+    chosen = plan(q.shape[-1], v.shape[-1], q.dtype)
     chunk, scale = chosen.chunk, q.shape[-1] ** -0.5
     batch, length, heads, _ = q.shape
     rows, chunks = batch * heads, triton.cdiv(length, chunk)
@@ -164,9 +170,9 @@ def mlstm_chunkwise_backward(
         reverse=True,
     )  # fmt: skip
     d_qk, d_hv = q.shape[-1], v.shape[-1]
-    products = torch.empty_like(weights.decay)
-    state_products_kernel[(chunks, rows)](
-        *states, *gradients, products, chunks, DK=d_qk, DV=d_hv, BLOCK=4096, PADDED_K=padded(d_qk),
+    products = i.new_empty(batch, heads, chunks + 1)
+    state_products_kernel[(chunks + 1, rows)](
+        *states, *gradients, products, DK=d_qk, DV=d_hv, BLOCK=4096, PADDED_K=padded(d_qk),
         num_warps=8,
     )  # fmt: skip
 

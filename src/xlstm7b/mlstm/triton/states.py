@@ -1,7 +1,9 @@
-"""The recurrence over chunks: the state before every chunk, in either direction of time.
+"""States at the chunks' borders, in either direction of time.
 
-Forward, C ← decay · C + Σ_s to_state_s k_s v_sᵀ gives the states. Backward, with q for k and dh for
-v, the same recurrence from the last chunk to the first gives their gradients.
+Forward, C ← decay · C + Σ_s to_state_s k_s v_sᵀ over the chunks gives the state at every border.
+Backward, with q for k and dh for v, the same recurrence from the last chunk to the first gives the
+states' gradients. The sums of all chunks are taken at once; then one pass carries them along, in
+place, so that a single long sequence keeps the whole chip busy too. Border c lies before chunk c.
 """
 
 import triton
@@ -9,44 +11,28 @@ import triton.language as tl
 
 
 @triton.jit
-def scan_states_kernel(
-    x, y, x_weight, n_weight, decay, C_first, n_first, C_chunk, n_chunk, C_last, n_last,
+def chunk_sums_kernel(
+    x, y, x_weight, n_weight, C_border, n_border,
     x_stride_b, x_stride_t, x_stride_h, y_stride_b, y_stride_t, y_stride_h,
     T, NH, NC, DK: tl.constexpr, DV: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     REVERSE: tl.constexpr, EVEN_T: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BLOCK_K, BLOCK_V] of one head's state through all its chunks.
-
-    C_chunk and n_chunk [B, NH, NC + 1, …] get the state before chunk c (in the direction of time
-    taken) at c, so the forward direction's end lies at NC.
-    """
-    tile_k, tile_v, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """One tile of Σ_t weight_t x_t y_tᵀ over one chunk, left at the border the sum flows into."""
+    tiles_v: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
+    tile_k, tile_v = tl.program_id(0) // tiles_v, tl.program_id(0) % tiles_v
+    chunk, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     batch, head = row // NH, row % NH
     k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
     in_k, in_v = (k < DK) | (DK % BLOCK_K == 0), (v < DV) | (DV % BLOCK_V == 0)
-    in_tile = in_k[:, None] & in_v[None, :]
-    tile = k[:, None] * DV + v[None, :]
     x_head = x + batch * x_stride_b + head * x_stride_h + k[:, None]
     y_head = y + batch * y_stride_b + head * y_stride_h + v[None, :]
-    C = tl.load(C_first + row * DK * DV + tile, mask=in_tile, other=0.0).to(tl.float32)
-    n = tl.load(n_first + row * DK + k, mask=in_k, other=0.0).to(tl.float32)
-    tiles_a_chunk: tl.constexpr = CHUNK // BLOCK_T
-    for step in range(NC * tiles_a_chunk):
-        chunk = step // tiles_a_chunk
-        if REVERSE:
-            chunk = NC - 1 - chunk
-        if step % tiles_a_chunk == 0:
-            slot = row * (NC + 1) + chunk
-            shrink = tl.load(decay + row * NC + chunk)
-            tl.store(C_chunk + slot * DK * DV + tile, C, mask=in_tile)
-            C *= shrink
-            if tile_v == 0:
-                tl.store(n_chunk + slot * DK + k, n, mask=in_k)
-                n *= shrink
-        t = chunk * CHUNK + (step % tiles_a_chunk) * BLOCK_T + tl.arange(0, BLOCK_T)
+    C = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    n = tl.zeros([BLOCK_K], tl.float32)
+    for start in range(0, CHUNK, BLOCK_T):
+        t = chunk * CHUNK + start + tl.arange(0, BLOCK_T)
         inside = (t < T) | EVEN_T
         wide_t = t.to(tl.int64)
         x_t = tl.load(
@@ -60,37 +46,73 @@ def scan_states_kernel(
         if tile_v == 0:
             weight_n = tl.load(n_weight + row * T + t, mask=inside, other=0.0)
             n += tl.sum(x_t * weight_n[None, :], 1)
-    tl.store(C_last + row * DK * DV + tile, C, mask=in_tile)
-    end = row * (NC + 1) + NC
+    border = row * (NC + 1) + chunk
     if not REVERSE:
-        tl.store(C_chunk + end * DK * DV + tile, C, mask=in_tile)
+        border += 1
+    tile = k[:, None] * DV + v[None, :]
+    tl.store(C_border + border * DK * DV + tile, C, mask=in_k[:, None] & in_v[None, :])
     if tile_v == 0:
-        tl.store(n_last + row * DK + k, n, mask=in_k)
-        if not REVERSE:
-            tl.store(n_chunk + end * DK + k, n, mask=in_k)
+        tl.store(n_border + border * DK + k, n, mask=in_k)
+
+
+@triton.jit
+def carry_states_kernel(
+    decay, C_first, n_first, C_border, n_border, C_last, n_last,
+    NC, DK: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Turns the chunks' sums into states, a block of elements a program; the last program is n's."""
+    row = tl.program_id(1).to(tl.int64)
+    if tl.program_id(0) < tl.num_programs(0) - 1:
+        start = tl.program_id(0) * BLOCK
+        _carry(decay, C_first, C_border, C_last, row, start, NC, DK * DV, BLOCK, REVERSE)
+    else:
+        for start in range(0, DK, BLOCK):
+            _carry(decay, n_first, n_border, n_last, row, start, NC, DK, BLOCK, REVERSE)
+
+
+@triton.jit
+def _carry(
+    decay, first, border, last, row, start,
+    NC, SIZE: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    at = start + tl.arange(0, BLOCK)
+    inside = (at < SIZE) | (SIZE % BLOCK == 0)
+    state = tl.load(first + row * SIZE + at, mask=inside, other=0.0).to(tl.float32)
+    borders = border + row * (NC + 1) * SIZE + at
+    origin = borders
+    if REVERSE:
+        origin += NC * tl.full((), SIZE, tl.int64)
+    tl.store(origin, state, mask=inside)
+    for step in range(NC):
+        chunk = step
+        place = borders + (step + 1) * tl.full((), SIZE, tl.int64)
+        if REVERSE:
+            chunk = NC - 1 - step
+            place = borders + chunk * tl.full((), SIZE, tl.int64)
+        added = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        state = state * tl.load(decay + row * NC + chunk) + added
+        tl.store(place, state, mask=inside)
+    tl.store(last + row * SIZE + at, state, mask=inside)
 
 
 @triton.jit
 def state_products_kernel(
-    C, n, dC, dn, products, NC, DK: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
+    C, n, dC, dn, products, DK: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
     PADDED_K: tl.constexpr,
 ):  # fmt: skip
-    """⟨C, dC⟩ + ⟨n, dn⟩ of the state behind each chunk [B, NH, NC], for the gates' gradients."""
-    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    # What the reverse direction keeps at c is the gradient of the state at c + 1.
-    gradient = row * (NC + 1) + chunk
+    """⟨C, dC⟩ + ⟨n, dn⟩ at every border [B, NH, NC + 1], for the gates' gradients."""
+    border = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     k = tl.arange(0, PADDED_K)
-    n_c = tl.load(n + (gradient + 1) * DK + k, mask=k < DK, other=0.0)
-    dn_c = tl.load(dn + gradient * DK + k, mask=k < DK, other=0.0)
+    n_c = tl.load(n + border * DK + k, mask=k < DK, other=0.0)
+    dn_c = tl.load(dn + border * DK + k, mask=k < DK, other=0.0)
     product = tl.zeros([BLOCK], tl.float32)
     for start in range(0, DK * DV, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = (at < DK * DV) | (DK * DV % BLOCK == 0)
-        C_c = tl.load(C + (gradient + 1) * DK * DV + at, mask=inside, other=0.0)
-        dC_c = tl.load(dC + gradient * DK * DV + at, mask=inside, other=0.0)
+        C_c = tl.load(C + border * DK * DV + at, mask=inside, other=0.0)
+        dC_c = tl.load(dC + border * DK * DV + at, mask=inside, other=0.0)
         product += C_c.to(tl.float32) * dC_c.to(tl.float32)
-    total = tl.sum(product, 0) + tl.sum(n_c * dn_c, 0)
-    tl.store(products + row * NC + chunk, total)
+    tl.store(products + border, tl.sum(product, 0) + tl.sum(n_c * dn_c, 0))
 
 
 @triton.jit

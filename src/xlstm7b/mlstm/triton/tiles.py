@@ -52,7 +52,9 @@ def tile_kernel(
     wide_a = t_a.to(tl.int64)
     x_rows = x + batch * x_stride_b + head * x_stride_h + wide_a[:, None] * x_stride_t
     at_a = row * T + t_a
-    slot = row * (NC + 1) + chunk
+    slot = row * (NC + 1) + chunk  # the border that the chunk's queries read from
+    if not QUERY_ROWS:
+        slot += 1  # and the one that its keys write to
 
     acc = tl.zeros([BLOCK_T, BLOCK_OUT], tl.float32)
     for start in range(0, D_IN, BLOCK_IN):
