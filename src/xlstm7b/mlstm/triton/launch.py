@@ -46,8 +46,8 @@ class Plan:
 
 _FAST = Plan(
     chunk=256,
-    states=Tile(64, 128, 128, 4, 3),
-    state_gradients=Tile(64, 128, 128, 4, 3),
+    states=Tile(64, 64, 256, 4, 2),
+    state_gradients=Tile(64, 64, 256, 4, 2),
     h=Tile(64, 32, 256, 4, 4),
     dv=Tile(64, 32, 256, 4, 4),
     dq=Tile(64, 64, 128, 4, 4),
@@ -56,6 +56,7 @@ _FAST = Plan(
 # Operands of float32 need smaller tiles.
 _WIDE = Plan(256, *[Tile(32, 32, 32, 4, 2)] * 2, *[Tile(32, 32, 64, 4, 2)] * 4)
 CARRY = Tile(1, 1, 1024, 4, 1)
+ROWS_TO_FILL = 32  # batch × heads from which the recurrence over chunks fills an H200 in one pass
 
 
 def plan(d_qk: int, d_hv: int, dtype: torch.dtype) -> Plan:

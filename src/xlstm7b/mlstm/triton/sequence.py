@@ -8,10 +8,19 @@ from torch import Tensor
 
 from xlstm7b.mlstm.state import MLSTMState
 from xlstm7b.mlstm.triton import gates
-from xlstm7b.mlstm.triton.launch import CARRY, Tile, arithmetic, padded, plan, state_dtype
+from xlstm7b.mlstm.triton.launch import (
+    CARRY,
+    ROWS_TO_FILL,
+    Tile,
+    arithmetic,
+    padded,
+    plan,
+    state_dtype,
+)
 from xlstm7b.mlstm.triton.states import (
     carry_states_kernel,
     chunk_sums_kernel,
+    scan_states_kernel,
     state_normaliser_kernel,
     state_products_kernel,
 )
@@ -64,13 +73,22 @@ def _scan(
     C = x.new_empty(batch, heads, chunks + 1, d_k, d_v, dtype=state_dtype(x.dtype, d_k, d_v))
     n = decay.new_empty(batch, heads, chunks + 1, d_k)
     last = decay.new_empty(batch, heads, d_k, d_v), decay.new_empty(batch, heads, d_k)
-    tiles = triton.cdiv(d_k, tile.d_in) * triton.cdiv(d_v, tile.d_out)
-    chunk_sums_kernel[(tiles, chunks, rows)](
-        x, y, x_weight, n_weight, C, n, *x.stride()[:3], *y.stride()[:3],
-        length, heads, chunks, DK=d_k, DV=d_v, CHUNK=chunk, BLOCK_T=tile.t, BLOCK_K=tile.d_in,
-        BLOCK_V=tile.d_out, REVERSE=reverse, EVEN_T=length % chunk == 0,
+    tiles = triton.cdiv(d_k, tile.d_in), triton.cdiv(d_v, tile.d_out)
+    options = {
+        "DK": d_k, "DV": d_v, "CHUNK": chunk, "BLOCK_T": tile.t, "BLOCK_K": tile.d_in,
+        "BLOCK_V": tile.d_out, "REVERSE": reverse, "EVEN_T": length % chunk == 0,
         **arithmetic(x.dtype, d_k, d_v), **tile.options(),
-    )  # fmt: skip
+    }  # fmt: skip
+    strides = *x.stride()[:3], *y.stride()[:3]
+    if rows >= ROWS_TO_FILL:
+        scan_states_kernel[(*tiles, rows)](
+            x, y, x_weight, n_weight, decay, *first, C, n, *last, *strides, length, heads, chunks,
+            **options,
+        )  # fmt: skip
+        return (C, n), last
+    chunk_sums_kernel[(tiles[0] * tiles[1], chunks, rows)](
+        x, y, x_weight, n_weight, C, n, *strides, length, heads, chunks, **options
+    )
     block = min(CARRY.d_out, padded(d_k * d_v))
     carry_states_kernel[(triton.cdiv(d_k * d_v, block) + 1, rows)](
         decay, *first, C, n, *last, chunks, DK=d_k, DV=d_v, BLOCK=block, REVERSE=reverse,

@@ -2,12 +2,74 @@
 
 Forward, C ← decay · C + Σ_s to_state_s k_s v_sᵀ over the chunks gives the state at every border.
 Backward, with q for k and dh for v, the same recurrence from the last chunk to the first gives the
-states' gradients. The sums of all chunks are taken at once; then one pass carries them along, in
-place, so that a single long sequence keeps the whole chip busy too. Border c lies before chunk c.
+states' gradients. Border c lies before chunk c.
+
+Many rows (batch × heads) fill the chip: each runs through its chunks in one pass. Few do not: then
+the sums of all chunks are taken at once, and a second pass carries them along, in place.
 """
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def scan_states_kernel(
+    x, y, x_weight, n_weight, decay, C_first, n_first, C_border, n_border, C_last, n_last,
+    x_stride_b, x_stride_t, x_stride_h, y_stride_b, y_stride_t, y_stride_h,
+    T, NH, NC, DK: tl.constexpr, DV: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    REVERSE: tl.constexpr, EVEN_T: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile [BLOCK_K, BLOCK_V] of one head's state through all its chunks, in one pass."""
+    tile_k, tile_v, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    batch, head = row // NH, row % NH
+    k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_k, in_v = (k < DK) | (DK % BLOCK_K == 0), (v < DV) | (DV % BLOCK_V == 0)
+    in_tile = in_k[:, None] & in_v[None, :]
+    tile = k[:, None] * DV + v[None, :]
+    x_head = x + batch * x_stride_b + head * x_stride_h + k[:, None]
+    y_head = y + batch * y_stride_b + head * y_stride_h + v[None, :]
+    C = tl.load(C_first + row * DK * DV + tile, mask=in_tile, other=0.0).to(tl.float32)
+    n = tl.load(n_first + row * DK + k, mask=in_k, other=0.0).to(tl.float32)
+    tiles_a_chunk: tl.constexpr = CHUNK // BLOCK_T
+    for step in range(NC * tiles_a_chunk):
+        chunk = step // tiles_a_chunk
+        if REVERSE:
+            chunk = NC - 1 - chunk
+        if step % tiles_a_chunk == 0:
+            slot = row * (NC + 1) + chunk
+            if REVERSE:
+                slot += 1
+            shrink = tl.load(decay + row * NC + chunk)
+            tl.store(C_border + slot * DK * DV + tile, C, mask=in_tile)
+            C *= shrink
+            if tile_v == 0:
+                tl.store(n_border + slot * DK + k, n, mask=in_k)
+                n *= shrink
+        t = chunk * CHUNK + (step % tiles_a_chunk) * BLOCK_T + tl.arange(0, BLOCK_T)
+        inside = (t < T) | EVEN_T
+        wide_t = t.to(tl.int64)
+        x_t = tl.load(
+            x_head + wide_t[None, :] * x_stride_t, mask=in_k[:, None] & inside[None, :], other=0.0
+        ).to(tl.float32)
+        y_t = tl.load(
+            y_head + wide_t[:, None] * y_stride_t, mask=inside[:, None] & in_v[None, :], other=0.0
+        ).to(OPERAND)
+        weight = tl.load(x_weight + row * T + t, mask=inside, other=0.0)
+        C = tl.dot((x_t * weight[None, :]).to(OPERAND), y_t, C, input_precision=PRECISION)
+        if tile_v == 0:
+            weight_n = tl.load(n_weight + row * T + t, mask=inside, other=0.0)
+            n += tl.sum(x_t * weight_n[None, :], 1)
+    tl.store(C_last + row * DK * DV + tile, C, mask=in_tile)
+    end = row * (NC + 1)
+    if not REVERSE:
+        end += NC
+    tl.store(C_border + end * DK * DV + tile, C, mask=in_tile)
+    if tile_v == 0:
+        tl.store(n_last + row * DK + k, n, mask=in_k)
+        tl.store(n_border + end * DK + k, n, mask=in_k)
 
 
 @triton.jit
@@ -60,7 +122,7 @@ def carry_states_kernel(
     decay, C_first, n_first, C_border, n_border, C_last, n_last,
     NC, DK: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Turns the chunks' sums into states, a block of elements a program; the last program is n's."""
+    """Turns the chunks' sums into states, a block of elements a program; the last one is n's."""
     row = tl.program_id(1).to(tl.int64)
     if tl.program_id(0) < tl.num_programs(0) - 1:
         start = tl.program_id(0) * BLOCK
