@@ -273,7 +273,7 @@ def test_more_elements_than_32_bits_count():
 @pytest.mark.parametrize("rows", [2, 64])
 def test_no_row_is_wrong_and_no_bit_moves_on_the_gpu(heads, rows):
     """A race in a kernel's pipeline spoils a few rows in a thousand, others in every run."""
-    case = trained(1, -(-rows // heads[0]), 2048, *heads, resets=0.001)
+    case = trained(1, -(-rows // heads[0]), 2048, *heads, resets=0.001, fresh=True)
     case = rounded(case, torch.bfloat16)
     want = results_and_gradients(case.to(torch.float32), triton_sequence, 1e-6)
     runs = [results_and_gradients(case.to(torch.bfloat16), triton_sequence, 1e-6) for _ in "ab"]
@@ -282,8 +282,8 @@ def test_no_row_is_wrong_and_no_bit_moves_on_the_gpu(heads, rows):
         if name in ("h", "dq", "dk", "dv"):
             rows = exact.norm(dim=-1)
             off = (first.float() - exact).norm(dim=-1) / (rows + rows.mean())
-            # Rounding stays under 5e-2 of a row; a wrong row is off by 0.1 to 1.
-            assert off.max() < 8e-2, (name, float(off.max()))
+            # Rounding alone stays under 1e-2 of a row; a wrong row was off by 0.1 to 1.
+            assert off.max() < 3e-2, (name, float(off.max()))
 
 
 @gpu
