@@ -505,3 +505,16 @@ def test_compare_mistakes(cli: Cli, speller: Path) -> None:
         assert sentence == "max_new_tokens and the length for speeds must be at least 1"
     assert refused(cli("compare", "7b")).startswith("there is no folder '7b'")
     assert refused(cli("compare", speller, "--dtype", "x")).startswith("there is no dtype 'x'")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_bench_kernels_without_a_gpu(cli: Cli) -> None:
+    assert refused(cli("bench", "kernels")).startswith("the kernels are timed on a CUDA GPU")
+    assert refused(cli("bench", "kernels", "--peers", "x")).startswith("there is no peer 'x'")
+
+
+def test_a_package_that_is_missing(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "xlstm7b.bench.kernels", raising=False)
+    monkeypatch.delattr("xlstm7b.bench.kernels", raising=False)
+    assert refused(cli("bench", "kernels")) == "this needs triton, which is not installed here"

@@ -44,6 +44,9 @@ def main() -> None:
     except (ValueError, OSError) as error:
         print(f"xlstm7b: {error}", file=sys.stderr)
         sys.exit(2)
+    except ModuleNotFoundError as error:
+        print(f"xlstm7b: this needs {error.name}, which is not installed here", file=sys.stderr)
+        sys.exit(2)
 
 
 @app.command()

@@ -38,13 +38,9 @@ def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     """x Wᵀ + b, accumulated and returned in float32 (float64 stays) whatever the weights' dtype."""
     if weight.dtype.itemsize >= 4:
         return F.linear(x, weight, bias)
-    if x.is_cuda and not torch.is_grad_enabled():
-        y = torch.mm(x.flatten(0, -2), weight.mT, out_dtype=torch.float32)
-        y = y.view(*x.shape[:-1], -1)
-    else:
-        # Widened by pieces: a vocabulary's whole head in float32 would be a second copy of it.
-        x = x.float()
-        y = torch.cat([F.linear(x, rows.float()) for rows in weight.split(8192)], dim=-1)
+    # Widened by pieces: a vocabulary's whole head in float32 would be a second copy of it.
+    x = x.float()
+    y = torch.cat([F.linear(x, rows.float()) for rows in weight.split(8192)], dim=-1)
     return y if bias is None else y + bias.float()
 
 
