@@ -180,7 +180,7 @@ def test_transformers_reads_what_we_write(tmp_path: Path) -> None:
         ({"embedding_dim": None}, "neither embedding_dim nor hidden_size is given"),
         ({"num_blocks": None}, "neither num_blocks nor num_hidden_layers is given"),
         ({"head_dim": 64}, "head_dim is 64, but the other fields give 32"),
-        ({"num_heads": 3}, r"num_heads \(3\) does not divide the qk width \(64\)"),
+        ({"num_heads": 3}, r"num_heads \(3\) does not divide the qk width \(32\)"),
         ({"igate_bias_init_range": [-10, -5]}, "igate_bias_init_range must be of type float"),
         # Wrong types.
         ({"vocab_size": "320"}, "vocab_size must be of type int, not '320'"),
@@ -225,3 +225,12 @@ def test_a_bad_file_is_named(tmp_path: Path, content: bytes, message: str) -> No
     with pytest.raises(ValueError, match=message) as error:
         ModelConfig.from_file(file)
     assert str(file) in str(error.value)
+
+
+def test_a_rounding_that_changes_a_width_is_kept() -> None:
+    fields = {"embedding_dim": 96, "num_blocks": 1, "num_heads": 2}
+    plain = ModelConfig.from_dict(fields)
+    rounded = ModelConfig.from_dict({**fields, "mlstm_round_up_to_multiple_of": 64})
+    assert (plain.qk_dim, plain.v_dim) == (48, 96)
+    assert (rounded.qk_dim, rounded.v_dim) == (64, 128)
+    assert ModelConfig.from_dict(rounded.to_dict()) == rounded

@@ -34,7 +34,7 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "deeper": (lambda t: t.update({BLOCK.replace("1", "2") + "norm_ffn.weight": torch.ones(64)}),
                "no place for 'backbone.blocks.2.norm_ffn.weight'"),
     "misshapen": (lambda t: t.update({LAYER + "q.weight": torch.ones(64, 63)}),
-                  LAYER + "q.weight has the shape (64, 63), the config says (64, 64)"),
+                  LAYER + "q.weight has the shape (64, 63), the config says (32, 64)"),
     "twice": (lambda t: t.update({"embedding.weight": torch.ones(7, 64)}),
               "embedding.weight holds backbone.embeddings.weight, and so does"),
     "integers": (lambda t: t.update({"lm_head.weight": torch.ones(7, 64, dtype=torch.int32)}),

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -193,6 +193,10 @@ class ModelConfig:
             # The released config says 2, which is the token "!": documents end with id 0.
             read["eos_token_id"] = 0
         config = cls(**read)
+        # A rounding that changes no width says nothing of the model: equal models compare equal.
+        d, factors = config.embedding_dim, (config.qk_dim_factor, config.v_dim_factor)
+        if [math.floor(d * factor) for factor in factors] == [config.qk_dim, config.v_dim]:
+            config = replace(config, mlstm_round_up_to_multiple_of=1)
         head_dim = values.get("head_dim", config.d_hv)
         if head_dim != config.d_hv:
             raise ValueError(f"head_dim is {head_dim!r}, but the other fields give {config.d_hv}")
