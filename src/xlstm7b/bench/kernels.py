@@ -230,7 +230,10 @@ def plot(results: list[Result], path: Path) -> None:
             lines.setdefault(label, []).append((result.length, result.milliseconds))
     for label, points in lines.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
-    axes.set(xscale="log", yscale="log", xlabel="sequence length", ylabel="milliseconds")
+    lengths = sorted({length for points in lines.values() for length, _ in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.set(xlabel="sequence length", ylabel="milliseconds", ylim=(0, None))
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=150)
 
