@@ -232,6 +232,15 @@ def test_compiles_as_one_graph(length):
             assert grad is None or error(grad, want_grad) < 1e-11
 
 
+@torch.no_grad()
+def test_compiles_as_one_graph_in_bfloat16():
+    torch.compiler.reset()
+    model, tokens = random_model(replace(CONFIG, num_blocks=1), torch.bfloat16), random_tokens(2, 5)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
+    for part in (tokens, tokens[:1, :1]):
+        assert torch.equal(compiled(part)[0], model(part)[0])
+
+
 def test_token_logprobs_compiles_as_one_graph():
     torch.compiler.reset()
     model = random_model(replace(CONFIG, num_blocks=1))

@@ -1,7 +1,5 @@
 """The small parts: soft-cap, RMSNorm, linear layers with a stated output precision, SwiGLU."""
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,15 +10,14 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(x / cap)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-@functools.cache
-def _cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Whether this CPU has matrix instructions for a 16-bit dtype; PyTorch crawls without."""
-    supported = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }
-    return bool(supported[dtype]())
+# Whether this CPU has matrix instructions for a 16-bit dtype; PyTorch crawls without. Asked once,
+# and not within a function: torch.compile could not see through it.
+_CPU_MULTIPLIES = {
+    torch.bfloat16: torch.backends.mkldnn.is_available()
+    and torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    torch.float16: torch.backends.mkldnn.is_available()
+    and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+}
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -29,7 +26,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         if weight.dtype == torch.bfloat16 and x.numel() == weight.shape[1]:
             # One row is bound by reading W, which `mv` does several times faster than `F.linear`.
             return torch.mv(weight, x.flatten()).view(*x.shape[:-1], -1)
-        if not _cpu_multiplies(weight.dtype):
+        if not _CPU_MULTIPLIES[weight.dtype]:
             return F.linear(x.float(), weight.float()).to(x.dtype)
     return F.linear(x, weight)
 
