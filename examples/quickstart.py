@@ -29,12 +29,13 @@ def main() -> None:
     show("info", folder)
     show("verify", folder)
     show("generate", folder, "Once upon a time", "--max-new-tokens", "64", "--seed", "0")
-    print(
-        f"\nNext: source .venv/bin/activate\n"
-        f"      xlstm7b compare {folder}          # our numbers beside transformers'\n"
-        f"      xlstm7b info 7b                        # the released model's sizes and FLOPs\n"
-        f"      xlstm7b generate NX-AI/xLSTM-7b 'The sea' # 27 GB of weights, their own licence"
-    )
+    print("\nNext: source .venv/bin/activate")
+    for command, purpose in (
+        (f"compare {folder}", "our numbers beside transformers'"),
+        ("info 7b", "the released model's sizes and FLOPs"),
+        ("generate NX-AI/xLSTM-7b 'The sea'", "27 GB of weights, under a licence of their own"),
+    ):
+        print(f"      xlstm7b {command:36}# {purpose}")
 
 
 if __name__ == "__main__":
