@@ -157,11 +157,11 @@ def compare(
         print(json.dumps(result.to_dict(), indent=2))
         return
     table = Table(title=f"ours against transformers, {result.dtype} on {result.device}")
-    for heading in ("prompt", "tokens", "relative diff.", "largest diff.", "same greedy tokens"):
-        table.add_column(heading, overflow="ellipsis", no_wrap=True)
+    for heading in ("prompt", "tokens", "relative diff.", "largest diff.", "same greedy"):
+        table.add_column(heading, justify="left" if heading == "prompt" else "right", no_wrap=True)
     for row in result.prompts:
         table.add_row(
-            repr(row.prompt)[:48],
+            repr(row.prompt)[:20],
             str(row.tokens),
             f"{row.relative_difference:.1e}",
             f"{row.largest_difference:.1e}",
