@@ -185,8 +185,8 @@ def state_normaliser_kernel(
 ):  # fmt: skip
     """The share of n·q that the state before the chunk has, [B, NH, T].
 
-    A launch of its own: with q both in a product and in registers, Triton 3.6 reuses its buffer too
-    early on Hopper, and a few rows in a thousand come out wrong.
+    A launch of its own: with q both in a pipelined product and in registers, Triton 3.6 on Hopper
+    gave a few wrong rows in a thousand, others in every run.
     """
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row // NH, row % NH
