@@ -1,7 +1,7 @@
 """Launch parameters: a table of measured choices, and the arithmetic each dtype is given.
 
 `_FAST` and the step were measured by `python -m xlstm7b.bench.tune` on an H200 (Triton 3.6) at
-heads of 256/512, 65,536 tokens; other head sizes use the same. `_WIDE` and `CARRY` are plain choices.
+heads of 256/512, 65,536 tokens; other head sizes use the same. `_WIDE` and `CARRY` were not tuned.
 """
 
 from dataclasses import dataclass, replace
