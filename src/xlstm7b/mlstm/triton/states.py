@@ -13,6 +13,28 @@ import triton.language as tl
 
 
 @triton.jit
+def _add_tile(
+    C, n, x_head, y_head, x_weight, n_weight, t, in_k, in_v, x_stride_t, y_stride_t, T, with_n,
+    EVEN_T: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """C + Σ_t weight_t x_t y_tᵀ and, in one tile of columns, n + Σ_t weight'_t x_t."""
+    inside = (t < T) | EVEN_T
+    wide_t = t.to(tl.int64)
+    x_t = tl.load(
+        x_head + wide_t[None, :] * x_stride_t, mask=in_k[:, None] & inside[None, :], other=0.0
+    ).to(tl.float32)
+    y_t = tl.load(
+        y_head + wide_t[:, None] * y_stride_t, mask=inside[:, None] & in_v[None, :], other=0.0
+    ).to(OPERAND)
+    weight = tl.load(x_weight + t, mask=inside, other=0.0)
+    C = tl.dot((x_t * weight[None, :]).to(OPERAND), y_t, C, input_precision=PRECISION)
+    if with_n:
+        weight_n = tl.load(n_weight + t, mask=inside, other=0.0)
+        n += tl.sum(x_t * weight_n[None, :], 1)
+    return C, n
+
+
+@triton.jit
 def scan_states_kernel(
     x, y, x_weight, n_weight, decay, C_first, n_first, C_border, n_border, C_last, n_last,
     x_stride_b, x_stride_t, x_stride_h, y_stride_b, y_stride_t, y_stride_h,
@@ -49,19 +71,10 @@ def scan_states_kernel(
                 tl.store(n_border + slot * DK + k, n, mask=in_k)
                 n *= shrink
         t = chunk * CHUNK + (step % tiles_a_chunk) * BLOCK_T + tl.arange(0, BLOCK_T)
-        inside = (t < T) | EVEN_T
-        wide_t = t.to(tl.int64)
-        x_t = tl.load(
-            x_head + wide_t[None, :] * x_stride_t, mask=in_k[:, None] & inside[None, :], other=0.0
-        ).to(tl.float32)
-        y_t = tl.load(
-            y_head + wide_t[:, None] * y_stride_t, mask=inside[:, None] & in_v[None, :], other=0.0
-        ).to(OPERAND)
-        weight = tl.load(x_weight + row * T + t, mask=inside, other=0.0)
-        C = tl.dot((x_t * weight[None, :]).to(OPERAND), y_t, C, input_precision=PRECISION)
-        if tile_v == 0:
-            weight_n = tl.load(n_weight + row * T + t, mask=inside, other=0.0)
-            n += tl.sum(x_t * weight_n[None, :], 1)
+        C, n = _add_tile(
+            C, n, x_head, y_head, x_weight + row * T, n_weight + row * T, t, in_k, in_v,
+            x_stride_t, y_stride_t, T, tile_v == 0, EVEN_T, OPERAND, PRECISION,
+        )  # fmt: skip
     tl.store(C_last + row * DK * DV + tile, C, mask=in_tile)
     end = row * (NC + 1)
     if not REVERSE:
@@ -95,19 +108,10 @@ def chunk_sums_kernel(
     n = tl.zeros([BLOCK_K], tl.float32)
     for start in range(0, CHUNK, BLOCK_T):
         t = chunk * CHUNK + start + tl.arange(0, BLOCK_T)
-        inside = (t < T) | EVEN_T
-        wide_t = t.to(tl.int64)
-        x_t = tl.load(
-            x_head + wide_t[None, :] * x_stride_t, mask=in_k[:, None] & inside[None, :], other=0.0
-        ).to(tl.float32)
-        y_t = tl.load(
-            y_head + wide_t[:, None] * y_stride_t, mask=inside[:, None] & in_v[None, :], other=0.0
-        ).to(OPERAND)
-        weight = tl.load(x_weight + row * T + t, mask=inside, other=0.0)
-        C = tl.dot((x_t * weight[None, :]).to(OPERAND), y_t, C, input_precision=PRECISION)
-        if tile_v == 0:
-            weight_n = tl.load(n_weight + row * T + t, mask=inside, other=0.0)
-            n += tl.sum(x_t * weight_n[None, :], 1)
+        C, n = _add_tile(
+            C, n, x_head, y_head, x_weight + row * T, n_weight + row * T, t, in_k, in_v,
+            x_stride_t, y_stride_t, T, tile_v == 0, EVEN_T, OPERAND, PRECISION,
+        )  # fmt: skip
     border = row * (NC + 1) + chunk
     if not REVERSE:
         border += 1

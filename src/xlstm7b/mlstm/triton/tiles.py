@@ -79,9 +79,10 @@ def tile_kernel(
     i_head = i + batch * i_stride_b + head * i_stride_h
     b_a = tl.load(b + at_a, mask=inside_a, other=0.0)
     if QUERY_ROWS:
-        log_a = b_a - tl.load(m + at_a, mask=inside_a, other=0.0)
+        gate_a = -tl.load(m + at_a, mask=inside_a, other=0.0)
     else:
-        log_a = tl.load(i_head + wide_a * i_stride_t, mask=inside_a, other=float("-inf")) - b_a
+        b_a = -b_a
+        gate_a = tl.load(i_head + wide_a * i_stride_t, mask=inside_a, other=float("-inf"))
     if HAS_RESETS:
         document_a = tl.load(document + batch * T + t_a, mask=inside_a, other=-1)
     if OF_SCORES and QUERY_ROWS:
@@ -107,16 +108,20 @@ def tile_kernel(
         at_b = row * T + t_b
         b_b = tl.load(b + at_b, mask=inside_b, other=0.0)
         if QUERY_ROWS:
-            i_b = tl.load(i_head + wide_b * i_stride_t, mask=inside_b, other=float("-inf"))
-            log_b = i_b - b_b
+            b_b = -b_b
+            gate_b = tl.load(i_head + wide_b * i_stride_t, mask=inside_b, other=float("-inf"))
             visible = t_b[None, :] <= t_a[:, None]
         else:
-            log_b = b_b - tl.load(m + at_b, mask=inside_b, other=0.0)
+            gate_b = -tl.load(m + at_b, mask=inside_b, other=0.0)
             visible = (t_b[None, :] >= t_a[:, None]) & inside_b[None, :]
         if HAS_RESETS:
             document_b = tl.load(document + batch * T + t_b, mask=inside_b, other=-1)
             visible = visible & (document_b[None, :] == document_a[:, None])
-        W = tl.exp(tl.where(visible, log_a[:, None] + log_b[None, :], float("-inf")))
+        if PRECISION == "ieee":  # large sums cancel first, and small ones keep their digits
+            log_W = (b_a[:, None] + b_b[None, :]) + (gate_a[:, None] + gate_b[None, :])
+        else:
+            log_W = (b_a + gate_a)[:, None] + (b_b + gate_b)[None, :]
+        W = tl.exp(tl.where(visible, log_W, float("-inf")))
         if IS_H:
             M = A * W * scale
             normaliser += tl.sum(M, 1)
