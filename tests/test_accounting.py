@@ -149,6 +149,26 @@ def test_decode_limit_of_one_h200() -> None:
     assert accounting.decode_limit(SEVEN, 4.27e12, 64) == 64 * 4.27e12 / (moved + 63 * row)
 
 
+def test_no_step_is_faster_than_its_bytes_or_its_flops() -> None:
+    moved, flops = accounting.decode_bytes(SEVEN, 64), accounting.step_flops(SEVEN)["total"]
+    assert accounting.least_decode_seconds(SEVEN, 768e12, 4.27e12, 64) == moved / 4.27e12
+    assert accounting.least_decode_seconds(SEVEN, 1e12, 4.27e12, 64) == 64 * flops / 1e12
+    both = {"weight_itemsize": 4, "state_itemsize": 2}
+    wide = accounting.decode_bytes(SEVEN, **both)
+    assert accounting.least_decode_seconds(SEVEN, 768e12, 1e12, **both) == wide / 1e12
+
+
+def test_prompts_need_the_head_once_and_write_a_state_each() -> None:
+    forward = accounting.forward_flops(SEVEN, 8192, 64, causal=0.5)
+    head = 2 * 4096 * 50304
+    flops = 8 * (forward["total"] - 8192 * head + head)
+    assert accounting.least_prefill_seconds(SEVEN, 768e12, 4.27e12, 8192, 8) == flops / 768e12
+    # A short prompt waits for the weights.
+    weights = 6_865_424_896 - 50304 * 4096 + 4096
+    moved = 2 * weights + accounting.state_bytes(SEVEN)["total"]
+    assert accounting.least_prefill_seconds(SEVEN, 768e12, 4.27e12, 1) == moved / 4.27e12
+
+
 def test_cell_floor_counts_every_tensor_once() -> None:
     rows = 65536 * 8
     floor = accounting.cell_floor(65536, 64, 8, 256, 512)
@@ -182,6 +202,9 @@ def test_summary_is_json_with_its_sections(size: str) -> None:
         (lambda: accounting.summary(SEVEN, context_length=-1), "context_length"),
         (lambda: accounting.transformer_forward_flops(SEVEN, 1, head_dim=0), "head_dim"),
         (lambda: accounting.decode_bytes(SEVEN, 0), "batch_size"),
+        (lambda: accounting.least_decode_seconds(SEVEN, 1, 1, 0), "batch_size"),
+        (lambda: accounting.least_prefill_seconds(SEVEN, 1, 1, 0), "context_length"),
+        (lambda: accounting.least_prefill_seconds(SEVEN, 1, 1, 1, 0), "batch_size"),
     ],
 )
 def test_counts_below_one_are_refused(call: Any, name: str) -> None:

@@ -1,7 +1,7 @@
 """xLSTM 7B: a recurrent large language model with constant memory and constant cost per token.
 
-    from xlstm7b import XLSTM
-    model = XLSTM.from_pretrained("NX-AI/xLSTM-7b", dtype=torch.bfloat16)
+    from xlstm7b import Generator
+    print(Generator.from_pretrained("NX-AI/xLSTM-7b").generate("The sea was")[0].text)
 
 Names are looked up when used: `import xlstm7b` loads no torch.
 """
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xlstm7b.config import ModelConfig
+    from xlstm7b.generate import Generator, Request, SamplingSettings, TextState
     from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
     from xlstm7b.model import XLSTM, ModelState
     from xlstm7b.tokenizer import load_tokenizer
@@ -18,9 +19,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "XLSTM",
+    "Generator",
     "MLSTMState",
     "ModelConfig",
     "ModelState",
+    "Request",
+    "SamplingSettings",
+    "TextState",
     "load_tokenizer",
     "mlstm_sequence",
     "mlstm_step",
@@ -34,6 +39,10 @@ _HOMES = {
     "mlstm_sequence": "mlstm",
     "mlstm_step": "mlstm",
     "load_tokenizer": "tokenizer",
+    "Generator": "generate",
+    "Request": "generate",
+    "SamplingSettings": "generate",
+    "TextState": "generate",
 }
 
 

@@ -208,6 +208,35 @@ def decode_limit(
     return batch_size * bytes_per_second / moved
 
 
+def least_decode_seconds(
+    config: ModelConfig, flops_per_second: float, bytes_per_second: float, batch_size: int = 1,
+    *, weight_itemsize: int = 2, state_itemsize: int = 4,
+) -> float:  # fmt: skip
+    """No step is faster: all its bytes at this bandwidth, or all its FLOPs, whichever is longer."""
+    moved = decode_bytes(
+        config, batch_size, weight_itemsize=weight_itemsize, state_itemsize=state_itemsize
+    )
+    flops = batch_size * step_flops(config)["total"]
+    return max(moved / bytes_per_second, flops / flops_per_second)
+
+
+def least_prefill_seconds(
+    config: ModelConfig, flops_per_second: float, bytes_per_second: float, context_length: int,
+    batch_size: int = 1, *, weight_itemsize: int = 2, state_itemsize: int = 4,
+) -> float:  # fmt: skip
+    """The same for prompts read from nothing, each for its state and its last token's logits.
+
+    Cells in chunks of 64, of each the triangle; weights are read and states are written once.
+    """
+    _check_positive(batch_size=batch_size)
+    forward, counts = forward_flops(config, context_length, causal=0.5), parameter_counts(config)
+    flops = forward["total"] - forward["head"] + forward["head"] // context_length
+    vectors = batch_size * context_length * config.embedding_dim
+    weights = counts["total"] - counts["embedding"] + vectors
+    moved = weight_itemsize * weights + batch_size * state_bytes(config, state_itemsize)["total"]
+    return max(moved / bytes_per_second, batch_size * flops / flops_per_second)
+
+
 def cell_floor(
     tokens: int,
     chunk_size: int,

@@ -94,7 +94,9 @@ def shards(
 
 
 def safetensors_pieces(
-    tensors: dict[str, torch.Tensor], progress: Progress | None
+    tensors: dict[str, torch.Tensor],
+    progress: Progress | None = None,
+    described: Mapping[str, str] | None = None,
 ) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file, piece by piece; empties `tensors` on the way.
 
@@ -103,7 +105,7 @@ def safetensors_pieces(
     codes = {dtype: code for code, dtype in DTYPES.items()}
     # Wide types first: then every tensor is aligned to its own size, as readers expect.
     keys = sorted(tensors, key=lambda key: -tensors[key].itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": dict(described or {"format": "pt"})}
     end = 0
     for key in keys:
         tensor = tensors[key]
@@ -133,6 +135,19 @@ def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
+
+
+def write_safetensors(
+    path: Path, tensors: dict[str, torch.Tensor], described: Mapping[str, str]
+) -> None:
+    """Writes a file of tensors aside, then renames it; empties `tensors` on the way."""
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        write_hashed(aside, safetensors_pieces(tensors, described=described))
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    _sync(path.parent)
 
 
 def write_manifest(folder: Path, sums: Mapping[str, str]) -> None:

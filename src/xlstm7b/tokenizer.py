@@ -1,9 +1,11 @@
-"""Text ↔ ids: a `tokenizer.json`, or bytes with no file needed, and text as it streams."""
+"""Text ↔ ids: a `tokenizer.json`, or bytes with no file needed, text as it streams, and chats."""
 
 import codecs
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
 
 _BYTE_VOCABULARY = 320  # 0 end of text, 1 padding, 256 bytes, and room up to a multiple of 64
 _FIRST_BYTE = 2
@@ -142,3 +144,81 @@ def load_tokenizer(path: str | Path | None, vocab_size: int) -> Tokenizer:
             f"but the model's vocabulary ends at {vocab_size - 1}"
         )
     return tokenizer
+
+
+class ChatTemplate:
+    """How a model was taught to write a conversation down: a Jinja template.
+
+    It comes with the weights and not from the user: it runs in Jinja's sandbox.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        # As transformers sets it up, for which templates are written.
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise ValueError(f"the chat template cannot be read: {error}") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = False
+    ) -> str:
+        """The text of messages, which have a "role" and a "content"; and of an answer's start."""
+        try:
+            return self._template.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except Exception as error:  # a template is a program: there is no telling
+            raise ValueError(f"the chat template fails: {error}") from error
+
+
+def load_chat_template(folder: Path) -> ChatTemplate | None:
+    """The chat template that is in a checkpoint's folder, if one is."""
+    path = folder / "tokenizer_config.json"
+    described: Any = {}
+    if path.is_file():
+        try:
+            described = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is not a readable JSON file: {error}") from error
+        if not isinstance(described, dict):
+            raise ValueError(f"{path} is not a JSON object")
+    source = described.get("chat_template")
+    if (folder / "chat_template.jinja").is_file():
+        path = folder / "chat_template.jinja"
+        source = path.read_text(encoding="utf-8")
+    if isinstance(source, list):  # several, by name
+        named = {str(part.get("name")): part for part in source if isinstance(part, dict)}
+        source = named.get("default", {}).get("template")
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise ValueError(f"{path}: chat_template is not a text")
+    tokens = {}
+    for name, token in described.items():
+        content = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(content, str):
+            tokens[name] = content
+    try:
+        return ChatTemplate(source, tokens)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ValueError(message)

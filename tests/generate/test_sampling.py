@@ -1,135 +1,649 @@
-"""Tokens are drawn from exactly the distribution that the settings name."""
+"""Tokens are drawn from exactly the distribution that each row's settings name."""
 
 import math
+import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from xlstm7b.generate import sample
+from xlstm7b.generate import sampling
+from xlstm7b.generate.sampling import Needs, Sampler, SamplingSettings
 
-DRAWS = 100_000
-
-
-def reference(logits: Tensor, temperature: float, top_k: int, top_p: float) -> list[float]:
-    """The distribution, token by token in plain Python."""
-    weights = [math.exp(x / temperature) for x in logits.double().tolist()]
-    likeliest = sorted(range(len(weights)), key=lambda token: -weights[token])
-    kept = likeliest[: top_k or None]
-    total = sum(weights[token] for token in kept)
-    reached, nucleus = 0.0, []
-    for token in kept:
-        if reached >= top_p * total:
-            break
-        nucleus.append(token)
-        reached += weights[token]
-    return [weights[token] / reached if token in nucleus else 0.0 for token in range(len(weights))]
+EVERYTHING = Needs(True, True, True, True, True, 5)
+MASK = 2**64 - 1
 
 
-def frequencies(logits: Tensor, seed: int = 0, **settings: float) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    drawn = sample(logits.expand(DRAWS, -1), generator=generator, **settings)
-    return drawn.bincount(minlength=len(logits)) / DRAWS
+def set_rows(*rows: SamplingSettings, vocab: int, device="cpu", prompts=None) -> Sampler:
+    """A sampler whose rows have these settings; row r's seed is r where the settings have none."""
+    sampler = Sampler(len(rows), vocab, device)
+    for row, row_settings in enumerate(rows):
+        seed = row if row_settings.seed is None else row_settings.seed
+        row_settings.check(vocab)
+        sampler.set_row(row, row_settings, seed=seed, prompt=prompts[row] if prompts else ())
+    return sampler
 
 
-def assert_drawn_from(got: Tensor, want: list[float]) -> None:
-    """Frequencies within five standard deviations, and nothing drawn outside the support."""
-    for frequency, p in zip(got.tolist(), want, strict=True):
-        assert abs(frequency - p) <= 5 * math.sqrt(p * (1 - p) / DRAWS)
-        assert (frequency > 0) == (p > 0)
+def step(sampler: Sampler, logits: Tensor, needs: Needs | None = None) -> list[int]:
+    sampler(logits, sampler.needs if needs is None else needs)
+    return sampler.tokens.tolist()
+
+
+def weights(sampler: Sampler, logits: Tensor, needs: Needs | None = None) -> Tensor:
+    needs = sampler.needs if needs is None else needs
+    scores = sampler._scores(logits, needs)
+    return sampler._weights(scores, scores.amax(-1, keepdim=True), needs)
+
+
+def probabilities(logits: Tensor, **changes) -> list[float]:
+    """Those of one row's first token."""
+    w = weights(set_rows(SamplingSettings(**changes), vocab=len(logits)), logits[None])[0]
+    return (w / w.sum()).tolist()
+
+
+def random_logits(seed: int, *shape: int, scale: float = 3.0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+# The reference: one row, one setting after the other, in float64 and Python's integers.
+
+
+def reference_scores(logits: Tensor, row: SamplingSettings, prompt, generated) -> np.ndarray:
+    biased = logits.numpy().copy()
+    for token, bias in row.logit_bias.items():
+        biased[token] += np.float32(bias)
+    scores = biased.astype(np.float64)
+    for token in {*prompt, *generated}:
+        s, penalty = scores[token], row.repetition_penalty
+        scores[token] = s / penalty if s > 0 else s * penalty
+    for token in set(generated):
+        scores[token] -= row.presence_penalty
+        scores[token] -= row.frequency_penalty * generated.count(token)
+    if len(generated) < row.min_new_tokens:
+        scores[list(row.eos_token_ids)] = -np.inf
+    return scores
+
+
+def reference_probabilities(scores: np.ndarray, row: SamplingSettings) -> np.ndarray:
+    w = np.exp((scores - scores.max()) / row.temperature)
+    likeliest = np.argsort(-scores, kind="stable")[: row.top_k or None]
+    reached, kept = 0.0, []
+    for token in likeliest:
+        if reached < row.top_p * w[likeliest].sum() and w[token] >= row.min_p * w.max():
+            kept.append(token)
+        reached += w[token]
+    p = np.zeros_like(w)
+    p[kept] = w[kept] / w[kept].sum()
+    return p
+
+
+def splitmix64(state: int, count: int) -> list[int]:
+    """Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014."""
+    out = []
+    for _ in range(count):
+        state = (state + 0x9E3779B97F4A7C15) & MASK
+        out.append(mix(state))
+    return out
+
+
+def mix(z: int) -> int:
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & MASK
+    return z ^ (z >> 31)
+
+
+def reference_token(scores: np.ndarray, row: SamplingSettings, index: int) -> int:
+    if row.temperature == 0:
+        return int(scores.argmax())
+    uniform = (splitmix64(mix(row.seed), index + 1)[-1] >> 11) / 2**53
+    return int(np.argmax(reference_probabilities(scores, row).cumsum() > uniform))
+
+
+VOCAB = 37
+tokens = st.integers(0, VOCAB - 1)
+row_settings = st.builds(
+    SamplingSettings,
+    max_new_tokens=st.integers(3, 5),
+    min_new_tokens=st.integers(0, 3),
+    temperature=st.sampled_from([0.0, 0.05, 0.7, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 0, 1, 2, 5, 36, 37, 99]),
+    top_p=st.sampled_from([1.0, 1.0, 1e-9, 0.3, 0.5, 0.9, 0.999]),
+    min_p=st.sampled_from([0.0, 0.0, 1e-9, 0.05, 0.5, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 0.7, 1.3, 5.0]),
+    presence_penalty=st.sampled_from([0.0, 0.0, -1.0, 0.6, 2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, -0.5, 1.5]),
+    logit_bias=st.dictionaries(tokens, st.sampled_from([-math.inf, -100.0, 4.0, 9.5]), max_size=4),
+    seed=st.integers(0, MASK),
+    eos_token_id=st.none() | tokens | st.lists(tokens, max_size=3),
+    logprobs=st.none() | st.integers(0, 20),
+)
+
+
+@given(
+    rows=st.lists(st.tuples(row_settings, st.lists(tokens, max_size=9)), min_size=1, max_size=6),
+    seed=st.integers(0, 2**32),
+    grid=st.sampled_from([0.0, 0.5]),
+    needs=st.sampled_from([Needs(), EVERYTHING]),
+)
+def test_every_setting_against_the_reference(rows, seed, grid, needs):
+    """Texts of five tokens: scores, distributions, tokens and ends; with many equal logits, too."""
+    sampler = set_rows(*[s for s, _ in rows], vocab=VOCAB, prompts=[prompt for _, prompt in rows])
+    texts, over = [[] for _ in rows], [False for _ in rows]
+    for index in range(6):
+        logits = random_logits(seed + index, len(rows), VOCAB)
+        logits = (logits / grid).round() * grid if grid else logits
+        logits[:, 11] = -torch.inf
+        asked = Needs.union([sampler.needs, needs])
+        got_scores, got_weights = sampler._scores(logits, asked), weights(sampler, logits, asked)
+        drawn = step(sampler, logits, asked)
+        for r, (row, prompt) in enumerate(rows):
+            if over[r] or len(texts[r]) == row.max_new_tokens:
+                assert drawn[r] == sampler.pending[r] == -1
+                continue
+            scores = reference_scores(logits[r], row, prompt, texts[r])
+            np.testing.assert_allclose(got_scores[r], scores, rtol=1e-12)
+            if row.temperature:
+                p = reference_probabilities(scores, row)
+                got = got_weights[r] / got_weights[r].sum()
+                np.testing.assert_allclose(got, p, atol=1e-13)
+                # A weight of less than 2^-47 of the largest is none.
+                assert ((p > 0) >= (got.numpy() > 0)).all()
+                assert (p[got == 0] < 2**-46).all()
+            assert drawn[r] == reference_token(scores, row, len(texts[r]))
+            texts[r].append(drawn[r])
+            over[r] = drawn[r] in row.eos_token_ids
+            assert sampler.pending[r] == (-1 if over[r] else drawn[r])
+        assert sampler.index.tolist() == [len(text) for text in texts]
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
+    "changes",
     [
-        (1.0, 0, 1.0),
-        (0.5, 0, 1.0),
-        (2.5, 0, 1.0),
-        (1.0, 1, 1.0),
-        (1.0, 4, 1.0),
-        (1.3, 12, 1.0),
-        (1.0, 99, 1.0),
-        (1.0, 0, 0.3),
-        (1.0, 0, 0.8),
-        (0.7, 0, 0.95),
-        # p is reached within the k likeliest, not within all: the order of the two matters.
-        (1.0, 5, 0.6),
-        (1.7, 3, 0.9),
+        {"top_k": 1},
+        {"top_k": 40},
+        {"top_p": 0.3},
+        {"top_p": 0.95},
+        {"min_p": 0.1},
+        {"temperature": 0.6, "top_k": 50, "top_p": 0.9},
+        {"temperature": 1.7, "top_p": 0.8, "min_p": 0.02},
+        {"repetition_penalty": 1.3},
+        {"repetition_penalty": 0.8, "temperature": 0.8, "top_k": 90, "top_p": 0.97, "min_p": 0.01},
     ],
 )
-def test_distribution(temperature, top_k, top_p):
-    for seed in range(3):
-        logits = torch.randn(12, generator=torch.Generator().manual_seed(seed))
-        want = reference(logits, temperature, top_k, top_p)
-        got = frequencies(logits, seed, temperature=temperature, top_k=top_k, top_p=top_p)
-        assert_drawn_from(got, want)
+def test_hugging_face_agrees(changes):
+    transformers = pytest.importorskip("transformers")
+    row = SamplingSettings(**changes)
+    processors = [
+        transformers.RepetitionPenaltyLogitsProcessor(row.repetition_penalty),
+        transformers.TemperatureLogitsWarper(row.temperature),
+        *([transformers.TopKLogitsWarper(row.top_k)] if row.top_k else []),
+        transformers.TopPLogitsWarper(row.top_p),
+        transformers.MinPLogitsWarper(row.min_p),
+    ]
+    for seed in range(20):
+        logits = random_logits(seed, 1, 300, scale=2.0)
+        prompt = torch.randint(300, (1, 40), generator=torch.Generator().manual_seed(seed))
+        want = logits.double()
+        for processor in processors:
+            want = processor(prompt, want)
+        got = weights(set_rows(row, vocab=300, prompts=prompt.tolist()), logits)
+        torch.testing.assert_close(got / got.sum(), want.softmax(-1), rtol=1e-9, atol=1e-12)
+        assert torch.equal(got > 0, want > -torch.inf)
 
 
 def test_top_p_is_reached_within_top_k():
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     # 0.4 / 0.7 reaches 0.5; 0.4 alone does not.
-    assert frequencies(logits, top_k=2, top_p=0.5).tolist() == [1, 0, 0, 0]
-    assert_drawn_from(frequencies(logits, top_p=0.5), [4 / 7, 3 / 7, 0, 0])
+    assert probabilities(logits, top_k=2, top_p=0.5) == [1, 0, 0, 0]
+    assert probabilities(logits, top_p=0.5) == pytest.approx([4 / 7, 3 / 7, 0, 0])
 
 
-def test_top_p_stops_where_it_is_reached_exactly():
-    logits = torch.tensor([0.125, 0.5, 0.25, 0.125]).log()
-    assert frequencies(logits, top_p=0.5).tolist() == [0, 1, 0, 0]
-    assert_drawn_from(frequencies(logits, top_p=0.75), [0, 2 / 3, 1 / 3, 0])
+def test_equals_are_kept_in_order():
+    logits = torch.tensor([0.0, 2.0, 2.0, 1.0, 2.0, 2.0])
+    assert probabilities(logits, top_k=1) == [0, 1, 0, 0, 0, 0]
+    assert probabilities(logits, top_k=3) == pytest.approx([0, 1 / 3, 1 / 3, 0, 1 / 3, 0])
+    assert probabilities(torch.zeros(4), top_p=0.5) == [0.5, 0.5, 0, 0]
+    assert probabilities(torch.zeros(5), top_p=0.5) == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0, 0])
+    assert probabilities(logits, min_p=1.0) == [0, 0.25, 0.25, 0, 0.25, 0.25]
+    sampler = set_rows(SamplingSettings(temperature=0), vocab=6)
+    assert step(sampler, logits[None]) == [1]
 
 
-@pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.89])
+@pytest.mark.parametrize("top_p", [5e-324, 0.3, 0.89])
 def test_top_p_keeps_the_likeliest_whatever_p_is(top_p):
-    logits = torch.tensor([0.05, 0.9, 0.05]).log()
-    assert frequencies(logits, top_p=top_p).tolist() == [0, 1, 0]
+    assert probabilities(torch.tensor([0.05, 0.9, 0.05]).log(), top_p=top_p) == [0, 1, 0]
 
 
-@pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.999999}, {"temperature": 9.0}])
-def test_minus_infinity_is_never_drawn(settings):
-    logits = torch.tensor([-torch.inf, 1.0, -torch.inf, 1.0])
-    assert_drawn_from(frequencies(logits, **settings), [0, 0.5, 0, 0.5])
+@pytest.mark.parametrize("temperature", [0, 5e-324, 1e-300, 1e-30, 1e-5])
+@pytest.mark.parametrize("changes", [{}, {"top_k": 7, "top_p": 0.9, "min_p": 0.1}])
+def test_no_temperature_takes_the_likeliest(temperature, changes):
+    logits = random_logits(0, 200, 50, scale=30)
+    logits[:, 3] = -torch.inf
+    row = SamplingSettings(temperature=temperature, **changes)
+    sampler = set_rows(*[row] * 200, vocab=50)
+    assert step(sampler, logits) == logits.argmax(-1).tolist()
 
 
-def test_rows_have_their_own_distributions():
-    logits = torch.tensor([[9.0, -torch.inf, -torch.inf], [-torch.inf, 0.0, 0.0]])
-    drawn = sample(logits.repeat(500, 1)).view(500, 2)
-    assert drawn[:, 0].unique().tolist() == [0]
-    assert drawn[:, 1].unique().tolist() == [1, 2]
-
-
-@pytest.mark.parametrize("temperature", [0, 1e-300, 1e-40, 1e-5])
-def test_no_temperature_takes_the_likeliest(temperature):
-    logits = torch.randn(200, 50) * 30
-    assert torch.equal(sample(logits, temperature=temperature), logits.argmax(-1))
-
-
-def test_a_generator_alone_decides_and_the_logits_stay():
-    logits = torch.randn(64, 100)
-    copy, global_state = logits.clone(), torch.get_rng_state()
-
-    def draw(seed: int) -> list[int]:
-        generator = torch.Generator().manual_seed(seed)
-        return sample(logits, top_k=50, top_p=0.9, generator=generator).tolist()
-
-    assert draw(1) == draw(1) != draw(2)
-    assert torch.equal(torch.get_rng_state(), global_state)
-    assert torch.equal(logits, copy)
-    sample(logits)
-    assert not torch.equal(torch.get_rng_state(), global_state)
+def test_great_temperature_makes_all_equal():
+    logits = torch.tensor([-30.0, -torch.inf, 30.0, 0.0])
+    assert probabilities(logits, temperature=1e300) == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3])
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    "changes", [{}, {"temperature": 0.6}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1}]
+)
+def test_frequencies(changes):
+    """Pearson's chi-square over 32 × 1024 draws: seeds 0 to 1023, tokens 0 to 31 of each text."""
+    logits = random_logits(1, 23, scale=1.5)
+    row = SamplingSettings(**changes)
+    p = reference_probabilities(logits.double().numpy(), row)
+    sampler = set_rows(*[row] * 1024, vocab=23)
+    drawn = [step(sampler, logits.expand(1024, -1)) for _ in range(32)]
+    counts, expected = np.bincount(np.ravel(drawn), minlength=23), p * 32 * 1024
+    assert (counts[p == 0] == 0).all()
+    kept = p > 0
+    degrees = kept.sum() - 1
+    chi_square = ((counts - expected)[kept] ** 2 / expected[kept]).sum()
+    # Five standard deviations above the mean.
+    assert chi_square < degrees + 5 * math.sqrt(2 * degrees)
+    # And one after the other is no likelier than chance.
+    repeated = (np.array(drawn[1:]) == np.array(drawn[:-1])).mean()
+    chance = (p**2).sum()
+    assert abs(repeated - chance) < 5 * math.sqrt(chance * (1 - chance) / (31 * 1024))
+
+
+def test_uniform_numbers():
+    # splitmix64's published first numbers from the state 1234567.
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert splitmix64(1234567, 3) == published
+    got = sampling._uniform(torch.tensor(1234567), torch.arange(3))
+    assert got[:, 0].tolist() == [(bits >> 11) / 2**53 for bits in published]
+    n = 50_000
+    keys, steps, zeros = torch.arange(n), torch.arange(n), torch.zeros(n, dtype=torch.int64)
+    scrambled = sampling._scramble(keys)
+    assert scrambled.unique().numel() == n
+    for uniform in sampling._uniform(scrambled, zeros), sampling._uniform(scrambled[7], steps):
+        ordered = uniform[:, 0].sort().values
+        assert 0 <= ordered[0] < ordered[-1] < 1
+        # Kolmogorov and Smirnov's bound at a chance of 1e-6.
+        assert (ordered - (steps + 0.5) / n).abs().max() < 2.7 / math.sqrt(n)
+
+
+@pytest.mark.parametrize("vocab", [3, 320, 50304, 65537])
+def test_draws_at_both_ends(vocab):
+    """No token of weight 0 is drawn: not by the first number, not by the last."""
+    logits = torch.full((1, vocab), -torch.inf)
+    inner = torch.arange(vocab // 3, vocab - vocab // 3)
+    logits[:, inner] = random_logits(2, len(inner))
+    w = weights(set_rows(SamplingSettings(), vocab=vocab), logits)
+    assert w.sum() < 2**53
+    first, last = w[0].nonzero()[[0, -1], 0].tolist()
+    for uniform, want in (0.0, first), (5e-324, first), (1 - 2**-53, last):
+        got = sampling._draw(w, torch.tensor([[uniform]], dtype=torch.float64))
+        assert got.tolist() == [[want]]
+
+
+def test_draws_just_at_a_border():
+    w = torch.tensor([[0.0, 1.0, 0.0, 2.0, 0.0, 1.0, 0.0]], dtype=torch.float64).expand(6, -1)
+    below = [math.nextafter(0.25, 0), math.nextafter(0.75, 0)]
+    uniform = torch.tensor([0.0, below[0], 0.25, below[1], 0.75, 1 - 2**-53], dtype=torch.float64)
+    assert sampling._draw(w.contiguous(), uniform[:, None])[:, 0].tolist() == [1, 1, 3, 3, 5, 5]
+
+
+@settings(max_examples=30)
+@given(
+    rows=st.lists(row_settings, min_size=2, max_size=9), seed=st.integers(0, 2**32), data=st.data()
+)
+def test_neighbours_do_not_matter(rows, seed, data):
+    """A row in company, alone, and with all work done for the sake of others: the same text."""
+    row = data.draw(st.integers(0, len(rows) - 1))
+    together = set_rows(*rows, vocab=VOCAB)
+    alone = set_rows(rows[row], vocab=VOCAB)
+    for index in range(5):
+        logits = random_logits(seed + index, len(rows), VOCAB)
+        step(together, logits)
+        step(alone, logits[row : row + 1], EVERYTHING)
+        for name in ("tokens", "pending", "index"):
+            assert getattr(together, name)[row] == getattr(alone, name)[0]
+
+
+@pytest.mark.parametrize("vocab", [37, 50304])
+def test_work_for_others_changes_no_bit(vocab):
+    sampler = set_rows(*[SamplingSettings(eos_token_id=0)] * 8, vocab=vocab)
+    for index in range(3):
+        logits = random_logits(index, 8, vocab)
+        logits[:, 5], logits[:, 6] = -torch.inf, -0.0
+        before = logits.clone()
+        plain, all_work = sampler._scores(logits, Needs(True)), sampler._scores(logits, EVERYTHING)
+        assert torch.equal(plain.double(), all_work.double())
+        assert torch.equal(
+            weights(sampler, logits, Needs(True)), weights(sampler, logits, EVERYTHING)
+        )
+        step(sampler, logits, EVERYTHING)
+        assert torch.equal(logits, before)
+
+
+def test_batch_size_does_not_matter():
+    """At the full vocabulary, with and without filters."""
+    rows = [SamplingSettings(top_p=1.0 if r % 2 else 0.9, temperature=0.9) for r in range(5)]
+    logits = random_logits(0, 5, 50304)
+    drawn = step(set_rows(*rows, vocab=50304), logits)
+    for row in range(5):
+        alone = set_rows(replace(rows[row], seed=row), vocab=50304)
+        assert step(alone, logits[row : row + 1]) == [drawn[row]]
+
+
+def test_seeds():
+    logits = random_logits(0, 1, 1000, scale=1.0).expand(4, -1)
+    rows = [SamplingSettings(seed=seed) for seed in (3, 4, 3, MASK)]
+    sampler = set_rows(*rows, vocab=1000)
+    first, other, same, last = zip(*[step(sampler, logits) for _ in range(9)], strict=True)
+    assert first == same != other != last != first
+    # A text's numbers are its own: not those of the next seed, one token later.
+    assert first[1:] != other[:-1]
+    assert len(set(first)) > 5
+
+
+def test_end_of_text():
+    a, b, c = torch.eye(5)[[2, 3, 4]] * 100
+    ends = [None, 3, [3, 4], (), [4]]
+    rows = [SamplingSettings(temperature=0, max_new_tokens=3, eos_token_id=end) for end in ends]
+    sampler = set_rows(*rows, vocab=5)
+    assert sampler.pending.tolist() == [0] * 5
+    assert sampler.tokens.tolist() == [-1] * 5
+    seen = []
+    for logits in (a, b, c, a, b):
+        step(sampler, logits.expand(5, -1))
+        seen.append([sampler.tokens.tolist(), sampler.pending.tolist(), sampler.index.tolist()])
+    assert seen == [
+        [[2, 2, 2, 2, 2], [2, 2, 2, 2, 2], [1, 1, 1, 1, 1]],
+        [[3, 3, 3, 3, 3], [3, -1, -1, 3, 3], [2, 2, 2, 2, 2]],
+        # The last of three tokens is still to be read, unless it ends the text.
+        [[4, -1, -1, 4, 4], [4, -1, -1, 4, -1], [3, 2, 2, 3, 3]],
+        [[-1] * 5, [-1] * 5, [3, 2, 2, 3, 3]],
+        [[-1] * 5, [-1] * 5, [3, 2, 2, 3, 3]],
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_no_end_before_min_new_tokens(temperature):
+    logits = torch.tensor([[0.0, 50.0, 90.0, 1.0]]).expand(2, -1)
+    row = SamplingSettings(temperature=temperature, min_new_tokens=2, eos_token_id=[1, 2])
+    sampler = set_rows(row, replace(row, min_new_tokens=0), vocab=4)
+    drawn = [step(sampler, logits) for _ in range(4)]
+    assert [second for _, second in drawn] == [2, -1, -1, -1]
+    first = [token for token, _ in drawn]
+    assert {*first[:2]} <= {0, 3}
+    assert first[2:] == [2, -1]
+
+
+def test_penalties_follow_the_text():
+    logits = torch.tensor([[5.0, 4.6, 4.2, -1.0]]).expand(3, -1)
+    rows = [
+        SamplingSettings(temperature=0, presence_penalty=0.5),
+        SamplingSettings(temperature=0, frequency_penalty=0.5),
+        SamplingSettings(temperature=0, repetition_penalty=1.2),
+    ]
+    sampler = set_rows(*rows, vocab=4, prompts=[[0], [0], [0]])
+    drawn = zip(*[step(sampler, logits) for _ in range(6)], strict=True)
+    # Once each, then as before · 5, 4.6, 4.5, 4.2, 4.1, 4.0 · 4.2 and 4.6 before 5 / 1.2.
+    assert [*drawn] == [(0, 1, 0, 0, 0, 0), (0, 1, 0, 2, 1, 0), (1, 2, 0, 0, 0, 0)]
+
+
+def test_a_stopped_row_and_its_neighbour():
+    sampler = set_rows(*[SamplingSettings(temperature=0)] * 2, vocab=3)
+    logits = torch.eye(3)[[1, 2]]
+    assert step(sampler, logits) == [1, 2]
+    sampler.stop_row(0)
+    assert sampler.pending.tolist() == [-1, 2]
+    assert step(sampler, logits) == [-1, 2]
+    assert sampler.index.tolist() == [1, 2]
+
+
+def test_idle_rows():
+    sampler = Sampler(3, 7, "cpu")
+    assert sampler.needs == Needs()
+    assert step(sampler, random_logits(0, 3, 7), EVERYTHING) == [-1, -1, -1]
+    sampler.set_row(1, SamplingSettings(top_k=3), seed=0)
+    assert [token >= 0 for token in step(sampler, random_logits(0, 3, 7))] == [False, True, False]
+    sampler.clear_row(1)
+    assert step(sampler, random_logits(0, 3, 7), EVERYTHING) == [-1, -1, -1]
+    assert sampler.needs == Needs()
+
+
+@given(first=row_settings, second=row_settings, clear=st.booleans())
+@settings(max_examples=50)
+def test_a_row_used_again_keeps_nothing(first, second, clear):
+    """A text, and then another in its row: as in a row that was never used."""
+    used = set_rows(first, first, vocab=VOCAB, prompts=[[1, 2, 3], [4]])
+    for index in range(3):
+        step(used, random_logits(index, 2, VOCAB), EVERYTHING)
+    if clear:
+        used.clear_row(0)
+        step(used, random_logits(3, 2, VOCAB), EVERYTHING)
+    used.set_row(0, second, seed=5, prompt=[7, 8])
+    fresh = set_rows(replace(second, seed=5), vocab=VOCAB, prompts=[[7, 8]])
+    for index in range(5):
+        logits = random_logits(index, 2, VOCAB)
+        got, want = used._scores(logits, EVERYTHING)[0], fresh._scores(logits[:1], EVERYTHING)[0]
+        assert torch.equal(got, want)
+        assert step(used, logits, EVERYTHING)[0] == step(fresh, logits[:1], EVERYTHING)[0]
+
+
+def test_needs_are_those_of_the_rows():
+    plain = SamplingSettings(temperature=0, top_k=5, top_p=0.5, min_p=0.1, eos_token_id=1)
+    cases = [
+        (plain, Needs()),
+        (replace(plain, temperature=1), Needs(sampling=True, filters=True)),
+        (SamplingSettings(), Needs(sampling=True)),
+        (replace(plain, repetition_penalty=1.1), Needs(penalties=True)),
+        (replace(plain, presence_penalty=-0.1), Needs(penalties=True)),
+        (replace(plain, frequency_penalty=0.1), Needs(penalties=True)),
+        (replace(plain, logit_bias={0: 0.5}), Needs(bias=True)),
+        (replace(plain, min_new_tokens=1), Needs(minimum=True)),
+        (replace(plain, logprobs=0), Needs(logprobs=0)),
+        (replace(plain, logprobs=3), Needs(logprobs=3)),
+    ]
+    sampler = Sampler(3, 9, "cpu")
+    for row, needs in cases:
+        sampler.set_row(1, row, seed=0)
+        assert sampler.needs == row.needs == needs
+    sampler.set_row(0, replace(plain, logprobs=2, temperature=1), seed=0)
+    sampler.set_row(2, replace(plain, logit_bias={0: 0.5}), seed=0)
+    assert sampler.needs == Needs(sampling=True, filters=True, bias=True, logprobs=3)
+    sampler.clear_row(1)
+    assert sampler.needs == Needs(sampling=True, filters=True, bias=True, logprobs=2)
+    sampler.set_row(0, plain, seed=0)
+    assert sampler.needs == Needs(bias=True)
+    assert hash(sampler.needs) == hash(Needs(bias=True))
+
+
+def test_buffers_stay_where_they_are():
+    sampler = set_rows(*[SamplingSettings()] * 3, vocab=50)
+    assert not {"_bias", "_counts", "_in_prompt"} & {*vars(sampler)}
+
+    def addresses() -> dict[str, int]:
+        return {k: v.data_ptr() for k, v in vars(sampler).items() if isinstance(v, Tensor)}
+
+    before = addresses()
+    row = SamplingSettings(logit_bias={3: -1.0}, presence_penalty=1.0, logprobs=4)
+    sampler.set_row(1, row, seed=1)
+    large = addresses()
+    assert {*large} - {*before} == {"_bias", "_counts", "_in_prompt"}
+    for index in range(3):
+        step(sampler, random_logits(index, 3, 50), EVERYTHING)
+        sampler.set_row(index, row, seed=1)
+    assert addresses() == large
+    assert before.items() <= large.items()
+
+
+@given(n=st.integers(0, 20), seed=st.integers(0, 2**32), temperature=st.sampled_from([0.0, 1.0]))
+def test_logprobs_are_of_the_logits_as_they_came(n, seed, temperature):
+    row = SamplingSettings(
+        temperature=temperature, top_k=5, logit_bias={2: 8.0}, presence_penalty=1.5, logprobs=n
+    )
+    sampler = set_rows(*[row] * 4, vocab=VOCAB)
+    for index in range(2):
+        logits = random_logits(seed + index, 4, VOCAB)
+        drawn = torch.tensor(step(sampler, logits))
+        want = logits.double().log_softmax(-1).float()
+        torch.testing.assert_close(sampler.logprob, want.gather(-1, drawn[:, None])[:, 0])
+        values, ids = want.topk(n)
+        torch.testing.assert_close(sampler.top_logprobs[:, :n], values)
+        assert torch.equal(sampler.top_tokens[:, :n], ids)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_every_token_banned(temperature):
+    """Nothing is left to choose: token 0, and nothing happens to the neighbour."""
+    banned = SamplingSettings(
+        temperature=temperature, logit_bias=dict.fromkeys(range(9), -math.inf), logprobs=2
+    )
+    sampler = set_rows(banned, SamplingSettings(temperature=temperature, top_k=4), vocab=9)
+    alone = set_rows(SamplingSettings(temperature=temperature, top_k=4, seed=1), vocab=9)
+    for index in range(3):
+        logits = random_logits(index, 2, 9)
+        assert step(sampler, logits) == [0, *step(alone, logits[1:])]
+        torch.testing.assert_close(sampler.logprob[:1], logits[:1].log_softmax(-1)[:, 0])
+
+
+def test_not_a_number_is_one_rows_trouble():
+    sampler = set_rows(*[SamplingSettings(presence_penalty=1.0, top_p=0.9)] * 3, vocab=9)
+    logits = random_logits(0, 3, 9)
+    healthy = set_rows(*[SamplingSettings(presence_penalty=1.0, top_p=0.9)] * 3, vocab=9)
+    want = step(healthy, logits)
+    logits[1], logits[2, 4] = torch.nan, torch.inf
+    got = step(sampler, logits)
+    assert got[0] == want[0]
+    assert all(0 <= token < 9 for token in got)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_made_and_called_in_any_mode(mode):
+    row = SamplingSettings(logit_bias={1: 0.5}, presence_penalty=0.5, logprobs=1)
+    with mode():
+        sampler = set_rows(row, row, vocab=7)
+    assert min(step(sampler, random_logits(0, 2, 7).requires_grad_())) >= 0
+    sampler.set_row(0, row, seed=3)
+    with mode():
+        assert min(step(sampler, random_logits(1, 2, 7))) >= 0
+    assert not sampler.logprob.requires_grad
+
+
+OUTSIDE = r"is outside the vocabulary of 40"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
     [
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
+        ({"max_new_tokens": 2**63}, f"max_new_tokens must be below 2^63, not {2**63}"),
+        ({"min_new_tokens": -1}, "min_new_tokens must be at least 0, not -1"),
+        (
+            {"min_new_tokens": 9, "max_new_tokens": 8},
+            "min_new_tokens (9) must not exceed max_new_tokens (8)",
+        ),
         ({"temperature": -1}, "temperature must be 0 or a positive number, not -1"),
         ({"temperature": math.inf}, "temperature must be 0 or a positive number, not inf"),
         ({"temperature": math.nan}, "temperature must be 0 or a positive number, not nan"),
-        ({"top_k": -1}, r"top_k must be 0 \(all tokens\) or a positive number, not -1"),
+        ({"top_k": -1}, "top_k must be 0 (all tokens) or a positive number, not -1"),
         ({"top_p": 0}, "top_p must be above 0 and at most 1, not 0"),
-        ({"top_p": 1.1}, r"top_p must be above 0 and at most 1, not 1\.1"),
+        ({"top_p": 1.1}, "top_p must be above 0 and at most 1, not 1.1"),
         ({"top_p": math.nan}, "top_p must be above 0 and at most 1, not nan"),
+        ({"min_p": -0.1}, "min_p must be between 0 and 1, not -0.1"),
+        ({"min_p": math.nan}, "min_p must be between 0 and 1, not nan"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be between 0.01 and 100, not 0"),
+        (
+            {"repetition_penalty": math.nan},
+            "repetition_penalty must be between 0.01 and 100, not nan",
+        ),
+        (
+            {"presence_penalty": math.inf},
+            "presence_penalty must be between -100 and 100, not inf",
+        ),
+        (
+            {"frequency_penalty": math.nan},
+            "frequency_penalty must be between -100 and 100, not nan",
+        ),
+        ({"logit_bias": {3: 1.0, 40: 1.0}}, f"token 40 of logit_bias {OUTSIDE}"),
+        ({"logit_bias": {-1: 1.0}}, f"token -1 of logit_bias {OUTSIDE}"),
+        ({"logit_bias": {3: math.inf}}, "logit_bias of token 3 must be at most 100, not inf"),
+        ({"logit_bias": {3: math.nan}}, "logit_bias of token 3 must be at most 100, not nan"),
+        ({"seed": -1}, "seed must be between 0 and 2^64 - 1, not -1"),
+        ({"seed": 2**64}, f"seed must be between 0 and 2^64 - 1, not {2**64}"),
+        ({"eos_token_id": 40}, f"eos_token_id 40 {OUTSIDE}"),
+        ({"eos_token_id": [0, -1]}, f"eos_token_id -1 {OUTSIDE}"),
+        ({"logprobs": -1}, "logprobs must be between 0 and 20, not -1"),
+        ({"logprobs": 21}, "logprobs must be between 0 and 20, not 21"),
+        (
+            {"top_p": 2, "seed": -1, "top_k": -3},
+            "top_k must be 0 (all tokens) or a positive number, not -3",
+        ),
     ],
 )
-def test_bad_settings(settings, message):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        sample(torch.zeros(1, 3), **settings)
+def test_bad_settings(changes, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        SamplingSettings(**changes).check(40)
+
+
+def test_extreme_settings_that_are_allowed():
+    logits = random_logits(0, 1, 40, scale=30)
+    for changes in (
+        {"max_new_tokens": 2**63 - 1, "min_new_tokens": 2**63 - 1, "eos_token_id": 39},
+        {"top_k": 2**70},
+        {"logit_bias": {0: -1e300, 1: 100.0, 39: -math.inf}},
+        {"repetition_penalty": 0.01, "frequency_penalty": -100, "presence_penalty": -100},
+        {"repetition_penalty": 100, "frequency_penalty": 100.0},
+        {"min_p": 1.0, "top_p": 1.0},
+    ):
+        sampler = set_rows(SamplingSettings(seed=MASK, **changes), vocab=40)
+        for _ in range(3):
+            assert 0 <= step(sampler, logits)[0] < 40
+            assert weights(sampler, logits).sum().isfinite()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [320, 50304])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_cuda_graph_draws_the_cpus_tokens(batch, vocab):
+    variants = [
+        SamplingSettings(top_p=0.9, logprobs=20),
+        SamplingSettings(temperature=0, repetition_penalty=1.2),
+        SamplingSettings(eos_token_id=[0, 5], min_new_tokens=4),
+        SamplingSettings(top_k=50, frequency_penalty=0.3, seed=MASK),
+        SamplingSettings(min_p=0.05, temperature=0.8, max_new_tokens=7),
+        SamplingSettings(logit_bias={7: 12.0, 9: -math.inf}, logprobs=0),
+        SamplingSettings(temperature=1.4),
+    ]
+    for rows in [variants[i : i + batch] for i in range(0, len(variants), batch)]:
+        prompts = [[1, 2, 3]] * len(rows)
+        host = set_rows(*rows, vocab=vocab, prompts=prompts)
+        device = set_rows(*rows, vocab=vocab, prompts=prompts, device="cuda")
+        logits = torch.empty(len(rows), vocab, device="cuda")
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            device(logits.zero_(), device.needs)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            device(logits, device.needs)
+        for row, row_settings in enumerate(rows):  # anew: the first call was a rehearsal
+            seed = row if row_settings.seed is None else row_settings.seed
+            device.set_row(row, row_settings, seed=seed, prompt=prompts[row])
+        for index in range(12):
+            logits.copy_(random_logits(index, len(rows), vocab))
+            graph.replay()
+            assert device.tokens.tolist() == step(host, logits.cpu())
+            for name in ("pending", "index"):
+                assert torch.equal(getattr(device, name).cpu(), getattr(host, name))
+            if host.needs.logprobs is not None:
+                n = host.needs.logprobs
+                torch.testing.assert_close(device.logprob.cpu(), host.logprob)
+                torch.testing.assert_close(
+                    device.top_logprobs[:, :n].cpu(), host.top_logprobs[:, :n]
+                )
+                assert torch.equal(device.top_tokens[:, :n].cpu(), host.top_tokens[:, :n])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from xlstm7b.bench.peer import Runner, Speeds, our_runner, speeds, their_model, their_runner
 from xlstm7b.config import ModelConfig
-from xlstm7b.generate import with_first_token
+from xlstm7b.generate.decoder import with_first_token
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import ByteTokenizer, load_tokenizer
 from xlstm7b.weights import open_checkpoint

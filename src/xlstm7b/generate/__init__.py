@@ -1,6 +1,33 @@
-"""Text from a model: sampling and decoding."""
+"""Text from a model: prefill, decode, sampling, states, search."""
 
-from xlstm7b.generate.decoder import check_request, stream_tokens, with_first_token
-from xlstm7b.generate.sampling import sample
+from xlstm7b.generate.generator import Generator, Piece
+from xlstm7b.generate.requests import Prompt, Request
+from xlstm7b.generate.sampling import SamplingSettings
+from xlstm7b.generate.search import (
+    Node,
+    Tree,
+    Vote,
+    beam_search,
+    best_of_n,
+    self_consistency,
+    tree_search,
+)
+from xlstm7b.generate.states import TextState
+from xlstm7b.generate.texts import Completion
 
-__all__ = ["check_request", "sample", "stream_tokens", "with_first_token"]
+__all__ = [
+    "Completion",
+    "Generator",
+    "Node",
+    "Piece",
+    "Prompt",
+    "Request",
+    "SamplingSettings",
+    "TextState",
+    "Tree",
+    "Vote",
+    "beam_search",
+    "best_of_n",
+    "self_consistency",
+    "tree_search",
+]

@@ -1,6 +1,6 @@
 """Prefill and decode: read a prompt once, then one token at a time from the state alone."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,15 +8,22 @@ import torch
 from torch import Tensor
 
 from xlstm7b.config import ModelConfig
-from xlstm7b.generate.sampling import check_settings, sample
-from xlstm7b.model import XLSTM
+from xlstm7b.generate.fused import FusedModel
+from xlstm7b.generate.sampling import Needs, Sampler
+from xlstm7b.generate.states import TextState
+from xlstm7b.model import ModelState
+
+# Tokens of prompt read at once, so that memory does not grow with a prompt. One text has the least
+# memory to spare; for several, whose states are larger than this work, it would mean short pieces.
+PIECE, MOST_TOKENS = 4096, 16384
+_CHUNK = 256  # the cell's kernels work in chunks of this many tokens
+# One text's pieces are padded to one of these lengths, each a CUDA graph: launched kernel by kernel
+# a prompt of a few hundred tokens would wait for the host.
+_LENGTHS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, PIECE)
 
 
 def with_first_token(config: ModelConfig, prompt: Sequence[int]) -> list[int]:
     """The prompt with id 0 in front where the model was trained with it and the prompt lacks it."""
-    for token in prompt:
-        if not 0 <= token < config.vocab_size:
-            raise ValueError(f"token {token} is outside the vocabulary of {config.vocab_size}")
     first = [config.bos_token_id]
     if config.force_bos_token_insert and list(prompt[:1]) != first:
         return first + list(prompt)
@@ -25,52 +32,161 @@ def with_first_token(config: ModelConfig, prompt: Sequence[int]) -> list[int]:
     return list(prompt)
 
 
-def check_request(
-    *, max_new_tokens: int, temperature: float, top_k: int, top_p: float, seed: int | None
-) -> None:
-    """Raises a `ValueError` that names the first setting outside its range."""
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
-    check_settings(temperature=temperature, top_k=top_k, top_p=top_p)
-    if seed is not None and not 0 <= seed < 1 << 64:
-        raise ValueError(f"seed must be between 0 and 2^64 - 1, not {seed}")
+def check_tokens(config: ModelConfig, tokens: Sequence[int]) -> None:
+    """Raises a `ValueError` that names the first id that the model does not know."""
+    for token in tokens:
+        if not 0 <= token < config.vocab_size:
+            raise ValueError(f"token {token} is outside the vocabulary of {config.vocab_size}")
 
 
-def stream_tokens(
-    model: XLSTM,
-    prompt: Sequence[int],
-    *,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int | None = None,
-) -> Iterator[int]:
-    """Yields up to `max_new_tokens` ids that follow the prompt, ending before end of text.
+class Decoder:
+    """A batch of texts in fixed memory: states, logits, sampling. On a GPU a token is one graph."""
 
-    A bad setting or prompt raises here, not when the first id is asked for.
-    """
-    sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    check_request(max_new_tokens=max_new_tokens, seed=seed, **sampling)
-    device = model.lm_head.weight.device
-    generator = torch.Generator(device)
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
-    tokens = torch.tensor([with_first_token(model.config, prompt)], device=device)
-    return _stream(model, tokens, max_new_tokens, partial(sample, generator=generator, **sampling))
+    def __init__(
+        self, model: FusedModel, batch: int, *, state_dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.model, self.batch = model, batch
+        self.state = ModelState.zeros(model.config, batch, dtype=state_dtype, device=model.device)
+        vocabulary = model.config.vocab_size
+        wide = torch.promote_types(model.dtype, torch.float32)
+        self.logits = torch.zeros(batch, vocabulary, dtype=wide, device=model.device)
+        self.sampler = Sampler(batch, vocabulary, model.device)
+        self._graphs: dict[Needs | int, torch.cuda.CUDAGraph] = {}
+        if model.device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
+            self._piece = torch.zeros(1, PIECE, dtype=torch.long, device=model.device)
+            self._length = torch.zeros(1, dtype=torch.long, device=model.device)
+            self._hidden = model.embedding.new_zeros(1, model.config.embedding_dim)
 
+    @torch.inference_mode()
+    def start(self, place: TextState | None) -> None:
+        """Puts every row at a place in a text, or before any."""
+        if place is None:
+            self.state.zero_()
+        else:
+            self.state.copy_(place.memory)
+            self.logits.copy_(place.logits)
+        for row in range(self.batch):
+            self.sampler.clear_row(row)
 
-@torch.inference_mode()
-def _stream(
-    model: XLSTM, tokens: Tensor, max_new_tokens: int, pick: Callable[[Tensor], Tensor]
-) -> Iterator[int]:
-    state = None
-    for _ in range(max_new_tokens):
-        logits, state = model(tokens, state, logits="last")
-        tokens = pick(logits)[:, None]
-        token = int(tokens)
-        if token == model.config.eos_token_id:
+    @torch.inference_mode()
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], progress: Callable[[int], None] | None = None
+    ) -> None:
+        """Reads prompts[r] into row r, on top of what it has read. The longest come first."""
+        lengths = [len(prompt) for prompt in prompts]
+        assert lengths == sorted(lengths, reverse=True)
+        assert lengths[-1] > 0
+        if lengths == [1] * self.batch:
+            self._read_one([prompt[0] for prompt in prompts])
+            if progress is not None:
+                progress(self.batch)
             return
-        yield token
+        hidden = self.model.embedding.new_empty(len(prompts), self.model.config.embedding_dim)
+        position = 0
+        while position < lengths[0]:
+            rows = sum(length > position for length in lengths)
+            size = max(1, min(PIECE, MOST_TOKENS // rows))
+            size = min(size if size < _CHUNK else size - size % _CHUNK, lengths[0] - position)
+            taken = [min(size, length - position) for length in lengths[:rows]]
+            piece = torch.zeros(rows, size, dtype=torch.long)
+            for row, (prompt, count) in enumerate(zip(prompts[:rows], taken, strict=True)):
+                piece[row, :count] = torch.tensor(prompt[position : position + count])
+            hidden[:rows] = self._read(piece, taken)
+            position += size
+            if progress is not None:
+                progress(sum(taken))
+        self.logits[: len(prompts)] = self.model.logits(hidden)
+
+    def _read_one(self, tokens: list[int]) -> None:
+        """Reads one token a row as decoding does; what is sampled then means nothing."""
+        self.sampler.pending.copy_(torch.tensor(tokens))
+        self._decode_by(Needs())
+        self.sampler.pending.fill_(-1)
+
+    def _read(self, piece: Tensor, lengths: list[int]) -> Tensor:
+        """Reads the next tokens [n, T] of the first n rows; the vectors [n, d] at their last."""
+        rows, size = piece.shape
+        if rows > 1 or self.model.device.type != "cuda":
+            ragged = min(lengths) < size
+            counts = torch.tensor(lengths).to(self.model.device) if ragged else None
+            return self.model.read(piece.to(self.model.device), self.state.rows(0, rows), counts)
+        padded = next(length for length in _LENGTHS if length >= size)
+        if padded not in self._graphs:
+            self._length.zero_()  # rehearsed with nothing to read: the state stays as it is
+            self._graphs[padded] = self._captured(partial(self._read_padded, padded))
+        self._piece[:, :size] = piece.to(self.model.device)
+        self._length.fill_(size)
+        self._graphs[padded].replay()
+        return self._hidden
+
+    def _read_padded(self, padded: int) -> None:
+        tokens, state = self._piece[:, :padded], self.state.rows(0, 1)
+        self._hidden.copy_(self.model.read(tokens, state, self._length))
+
+    @torch.inference_mode()
+    def sample(self) -> None:
+        """The next token of every row from the logits at hand: `sampler.tokens`."""
+        self.sampler(self.logits, self.sampler.needs)
+
+    def results(self) -> "Results":
+        """Starts the last step's results on their way to the host."""
+        count = self.sampler.needs.logprobs
+        tensors = [self.sampler.tokens]
+        if count is not None:
+            best = self.sampler.top_logprobs[:, :count], self.sampler.top_tokens[:, :count]
+            tensors += [self.sampler.logprob, *best]
+        return Results(tensors)
+
+    @torch.inference_mode()
+    def decode_one(self) -> None:
+        """Reads every row's pending token and samples the next, without waiting for the device."""
+        self._decode_by(self.sampler.needs)
+
+    def _decode_by(self, needs: Needs) -> None:
+        if self.model.device.type != "cuda":
+            self._decode(needs)
+            return
+        if needs not in self._graphs:
+            pending = self.sampler.pending.clone()
+            self.sampler.pending.fill_(-1)  # rehearsed with no row live: nothing moves
+            self._graphs[needs] = self._captured(partial(self._decode, needs))
+            self.sampler.pending.copy_(pending)
+        self._graphs[needs].replay()
+
+    def _decode(self, needs: Needs) -> None:
+        pending = self.sampler.pending
+        live = pending >= 0
+        logits = self.model.step(pending.clamp(min=0), self.state, live)
+        torch.where(live[:, None], logits, self.logits, out=self.logits)
+        self.sampler(self.logits, needs)
+
+    def _captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """The work as a graph, once it has run: what it compiles or sets up is then in place."""
+        work()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            work()
+        return graph
+
+
+class Results:
+    """One step's tokens, and their log-probabilities if some row wants them."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        on_gpu = tensors[0].is_cuda
+        self._copies = [_to_host(tensor) if on_gpu else tensor.clone() for tensor in tensors]
+        self._arrived = torch.cuda.Event() if on_gpu else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def lists(self) -> list[list[Any]]:
+        """Waits for them."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return [copy.tolist() for copy in self._copies]
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)

@@ -1,43 +1,299 @@
-"""From logits to the next token."""
+"""From logits to the next token: every row of a batch by its own settings, seed and history."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+MOST_LOGPROBS = 20
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_REALS = ("temperature", "top_p", "min_p", *_PENALTIES)
 
-def sample(
-    logits: Tensor,
-    *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """One token a row from logits [B, V]; temperature 0 takes the likeliest.
 
-    `top_k` (0: all) keeps the k likeliest tokens, `top_p` the fewest likeliest ones whose
-    probabilities reach p, in that order, as Hugging Face's `generate` does.
+class Needs(NamedTuple):
+    """Which work a batch asks for. Rows that don't need some work are the same with it done."""
+
+    sampling: bool = False  # a temperature above 0
+    filters: bool = False  # top_k, top_p or min_p
+    penalties: bool = False
+    bias: bool = False
+    minimum: bool = False  # min_new_tokens
+    logprobs: int | None = None  # the most that any row wants
+
+    @classmethod
+    def union(cls, rows: Iterable["Needs"]) -> "Needs":
+        """What all rows need together."""
+        *flags, counts = zip(*rows, strict=True)
+        return cls._make([*map(any, flags), max({*counts} - {None}, default=None)])
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """One row's settings, under Hugging Face's names where it has them."""
+
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0  # no end of text before
+    temperature: float = 1.0  # 0: the likeliest token
+    top_k: int = 0  # the k likeliest tokens, among equals those of lower id; 0: all
+    top_p: float = 1.0  # the fewest likeliest tokens whose probabilities reach p
+    min_p: float = 0.0  # tokens at least this many times as likely as the likeliest
+    repetition_penalty: float = 1.0  # over prompt and generated tokens
+    presence_penalty: float = 0.0  # over generated tokens
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # −inf bans a token
+    seed: int | None = None
+    eos_token_id: int | Sequence[int] | None = None  # None: only max_new_tokens ends the text
+    logprobs: int | None = None  # 0: of the token alone; n: and of the n likeliest
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end the text, however many there are."""
+        if self.eos_token_id is None:
+            return ()
+        return (self.eos_token_id,) if isinstance(self.eos_token_id, int) else (*self.eos_token_id,)
+
+    @property
+    def needs(self) -> Needs:
+        """The work that this row asks for."""
+        sampling = self.temperature > 0
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return Needs(
+            sampling=sampling,
+            filters=sampling and (self.top_k, self.top_p, self.min_p) != (0, 1, 0),
+            penalties=penalties != (1, 0, 0),
+            bias=bool(self.logit_bias),
+            minimum=self.min_new_tokens > 0,
+            logprobs=self.logprobs,
+        )
+
+    def check(self, vocab_size: int) -> None:
+        """Raises a `ValueError` that names the first setting outside its range."""
+        for holds, sentence in self._rules(vocab_size):
+            if not holds:
+                raise ValueError(sentence)
+
+    def _rules(self, vocab_size: int) -> Iterator[tuple[bool, str]]:
+        # All in a form that NaN fails. The bounds of penalties and biases lie far beyond any use:
+        # they only keep scores from infinity.
+        most, least = self.max_new_tokens, self.min_new_tokens
+        yield most >= 1, f"max_new_tokens must be at least 1, not {most}"
+        yield most < 1 << 63, f"max_new_tokens must be below 2^63, not {most}"
+        yield least >= 0, f"min_new_tokens must be at least 0, not {least}"
+        yield least <= most, f"min_new_tokens ({least}) must not exceed max_new_tokens ({most})"
+        t, k = self.temperature, self.top_k
+        yield 0 <= t < math.inf, f"temperature must be 0 or a positive number, not {t}"
+        yield k >= 0, f"top_k must be 0 (all tokens) or a positive number, not {k}"
+        yield 0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, not {self.top_p}"
+        yield 0 <= self.min_p <= 1, f"min_p must be between 0 and 1, not {self.min_p}"
+        for name, low in zip(_PENALTIES, (0.01, -100, -100), strict=True):
+            penalty = getattr(self, name)
+            yield low <= penalty <= 100, f"{name} must be between {low} and 100, not {penalty}"
+        outside = f"is outside the vocabulary of {vocab_size}"
+        for token, bias in self.logit_bias.items():
+            yield 0 <= token < vocab_size, f"token {token} of logit_bias {outside}"
+            yield bias <= 100, f"logit_bias of token {token} must be at most 100, not {bias}"
+        seed = self.seed or 0
+        yield 0 <= seed < 1 << 64, f"seed must be between 0 and 2^64 - 1, not {seed}"
+        for token in self.eos_token_ids:
+            yield 0 <= token < vocab_size, f"eos_token_id {token} {outside}"
+        n, columns = self.logprobs or 0, min(MOST_LOGPROBS, vocab_size)
+        yield 0 <= n <= columns, f"logprobs must be between 0 and {columns}, not {n}"
+
+
+class Sampler:
+    """A batch's settings and histories as tensors at fixed addresses.
+
+    A call does nothing that a CUDA graph couldn't replay: it never waits for the device, and
+    no shape depends on data. What it finds stays in the public tensors until the next call.
     """
-    check_settings(temperature=temperature, top_k=top_k, top_p=top_p)
-    if temperature == 0:
-        return logits.argmax(-1)
-    # Not below 1e-30: the quotient has to stay within float32's range.
-    ordered, tokens = (logits / max(temperature, 1e-30)).sort(-1, descending=True)
-    if top_k:
-        ordered[..., top_k:] = -torch.inf
-    if top_p < 1:
-        probabilities = ordered.softmax(-1)
-        reached_before = probabilities.cumsum(-1) - probabilities
-        # The likeliest token stays whatever p is: nothing was reached before it.
-        ordered = ordered.masked_fill(reached_before >= top_p, -torch.inf)
-    rank = torch.multinomial(ordered.softmax(-1), 1, generator=generator)
-    return tokens.gather(-1, rank).squeeze(-1)
+
+    def __init__(self, batch: int, vocab_size: int, device: torch.device | str) -> None:
+        self._shape, self._device = (batch, vocab_size), device
+        # What was sampled, end of text included; −1 in a row that was over already.
+        self.tokens = self._new(batch) - 1
+        # Settings in one tensor a type: a row is written by one copy. Zeros suit an idle row.
+        self._integers = self._new(6, batch)
+        # What the model must read next; −1 where there is nothing, and then the row is over.
+        # In a row just set it is 0 until the first call, and only says that the row is not over.
+        self.pending = self._integers[0].fill_(-1)
+        self.index = self._integers[1]  # how many tokens the row has sampled
+        self._max_new, self._min_new, self._last_rank, self._key = self._integers[2:].unbind()
+        self._reals = self._new(len(_REALS), batch, 1, dtype=torch.float64)
+        self._temperature, self._top_p, self._min_p = self._reals[:3].unbind()
+        self._repetition, self._presence, self._frequency = self._reals[3:].unbind()
+        self._ends = self._new(*self._shape, dtype=torch.bool)
+        # Of the logits as they came, before bias and all else. The first `Needs.logprobs` columns
+        # hold the likeliest tokens; what is in a row that is over means nothing.
+        self.logprob = self._new(batch, dtype=torch.float32)
+        self.top_logprobs = self._new(batch, MOST_LOGPROBS, dtype=torch.float32)
+        self.top_tokens = self._new(batch, MOST_LOGPROBS)
+        self._row_needs = [Needs()] * batch
+
+    @property
+    def needs(self) -> Needs:
+        """What the rows need together."""
+        return Needs.union({*self._row_needs})
+
+    # Allocated by the first row that needs them, then kept: graphs hold their addresses.
+
+    @cached_property
+    def _bias(self) -> Tensor:
+        return self._new(*self._shape, dtype=torch.float32)
+
+    @cached_property
+    def _in_prompt(self) -> Tensor:
+        return self._new(*self._shape, dtype=torch.bool)
+
+    @cached_property
+    def _counts(self) -> Tensor:
+        return self._new(*self._shape, dtype=torch.int32)
+
+    @torch.inference_mode()
+    def set_row(
+        self, row: int, settings: SamplingSettings, *, seed: int, prompt: Sequence[int] = ()
+    ) -> None:
+        """Starts a text in a row, by settings that were checked; `seed` stands for theirs."""
+        self.clear_row(row)
+        last_rank = min(settings.top_k or self._shape[1], self._shape[1]) - 1
+        key = int(_scramble(torch.tensor(_signed(seed))))
+        limits = settings.max_new_tokens, settings.min_new_tokens, last_rank
+        self._integers[:, row] = torch.tensor([0, 0, *limits, key])
+        reals = [getattr(settings, name) for name in _REALS]
+        self._reals[:, row, 0] = torch.tensor(reals, dtype=torch.float64)
+        _mark(self._ends[row], settings.eos_token_ids)
+        needs = settings.needs
+        if needs.penalties:
+            _mark(self._in_prompt[row], prompt)
+            self._counts[row] = 0
+        if needs.bias:
+            biases = torch.tensor([*settings.logit_bias.values()], dtype=torch.float32)
+            self._bias[row, [*settings.logit_bias]] = biases.to(self._device)
+        self._row_needs[row] = needs
+
+    @torch.inference_mode()
+    def clear_row(self, row: int) -> None:
+        """Leaves a row idle: it produces nothing, and needs nothing."""
+        self.stop_row(row)
+        if self._row_needs[row].bias:
+            self._bias[row] = 0
+        self._row_needs[row] = Needs()
+
+    @torch.inference_mode()
+    def stop_row(self, row: int) -> None:
+        """Ends a row's text: nothing more of it is read or sampled."""
+        self.pending[row] = -1
+
+    @torch.inference_mode()
+    def __call__(self, logits: Tensor, needs: Needs) -> None:
+        """One token a row from logits [B, V], which stay; `needs` holds at least the rows' own.
+
+        A row in which every token is banned gets token 0.
+        """
+        scores = self._scores(logits, needs)
+        token = scores.argmax(-1, keepdim=True)
+        if needs.sampling:
+            best = scores.gather(-1, token)
+            certain = (self._temperature == 0) | (best == -torch.inf)
+            weights = self._weights(scores, best, needs)
+            token = torch.where(certain, token, _draw(weights, _uniform(self._key, self.index)))
+        self._record(logits, token, needs)
+
+    def _scores(self, logits: Tensor, needs: Needs) -> Tensor:
+        """Logits after bias, penalties and bans."""
+        scores = logits
+        if needs.bias:
+            scores = scores + self._bias
+        if needs.penalties:
+            generated = self._counts > 0
+            less = torch.where(scores > 0, scores / self._repetition, scores * self._repetition)
+            scores = torch.where(self._in_prompt | generated, less, scores)
+            scores = scores - self._presence * generated - self._frequency * self._counts
+        if needs.minimum:
+            too_early = (self.index < self._min_new)[:, None]
+            scores = scores.masked_fill(self._ends & too_early, -torch.inf)
+        return scores
+
+    def _weights(self, scores: Tensor, best: Tensor, needs: Needs) -> Tensor:
+        """Probabilities in vocabulary order, but for a factor: 0 is a token never drawn.
+
+        They are whole numbers whose sums float64 holds exactly, in whatever order a device adds
+        them: a draw depends on no rounding, and so on no neighbour and no batch size. At 50304
+        tokens a weight is right to 2^-38 of the likeliest token's.
+        """
+        scale = 2.0 ** (53 - self._shape[1].bit_length())
+        # At temperature 0 the best token is taken anyway: this only keeps NaN out.
+        exponents = (scores.double() - best) / self._temperature.clamp(min=1e-300)
+        weights = (exponents.exp() * scale).round()
+        if needs.filters:
+            order = scores.argsort(stable=True, dim=-1, descending=True)
+            ordered = weights.gather(-1, order)
+            reached = ordered.cumsum(-1)
+            # Before a token past the k likeliest all of their weight is reached: it goes, too.
+            enough = self._top_p * reached.gather(-1, self._last_rank[:, None])
+            ordered = ordered.where(reached - ordered < enough, 0)
+            weights = weights.scatter(-1, order, ordered)
+            weights = weights.where(weights >= self._min_p * scale, 0)
+        return weights
+
+    def _record(self, logits: Tensor, token: Tensor, needs: Needs) -> None:
+        alive = (self.pending >= 0) & (self.index < self._max_new)
+        goes_on = alive & ~self._ends.gather(-1, token)[:, 0]
+        self.tokens.copy_(torch.where(alive, token[:, 0], -1))
+        self.pending.copy_(torch.where(goes_on, token[:, 0], -1))
+        self.index += alive
+        if needs.penalties:
+            self._counts.scatter_add_(-1, token, alive[:, None].int())
+        if needs.logprobs is not None:
+            log_total = logits.logsumexp(-1, keepdim=True)
+            likeliest = logits.topk(needs.logprobs)
+            self.logprob.copy_((logits.gather(-1, token) - log_total)[:, 0])
+            self.top_logprobs[:, : needs.logprobs] = likeliest.values - log_total
+            self.top_tokens[:, : needs.logprobs] = likeliest.indices
+
+    def _new(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self._device)
 
 
-def check_settings(*, temperature: float, top_k: int, top_p: float) -> None:
-    """Raises a `ValueError` that names the first setting outside its range."""
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be 0 or a positive number, not {temperature}")
-    if top_k < 0:
-        raise ValueError(f"top_k must be 0 (all tokens) or a positive number, not {top_k}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1, not {top_p}")
+def _mark(mask: Tensor, tokens: Sequence[int]) -> None:
+    """Makes a mask over the vocabulary true at these tokens alone."""
+    where = torch.tensor(tokens, dtype=torch.int64, device=mask.device)
+    mask.zero_().index_fill_(0, where, True)
+
+
+def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The token [B, 1] at which the weights [B, V] so far exceed the fraction `uniform` [B, 1].
+
+    A fraction below 1 times the total is below the total, in float64, too: there is such a token,
+    and its weight is not 0.
+    """
+    reached = weights.cumsum(-1)
+    token = torch.searchsorted(reached, uniform * reached[:, -1:], right=True)
+    # Only an idle row or one of NaN gets past the end, and it may not stop the device for all.
+    return token.clamp(max=weights.shape[1] - 1)
+
+
+def _uniform(key: Tensor, index: Tensor) -> Tensor:
+    """Numbers in [0, 1) of 53 bits [B, 1], the index-th of each key's: splitmix64's sequence."""
+    bits = _scramble(key + (index + 1) * _signed(0x9E3779B97F4A7C15))
+    return (_shift_right(bits, 11).double() * 2**-53)[:, None]
+
+
+def _scramble(x: Tensor) -> Tensor:
+    """splitmix64's mixing of 64 bits; int64 multiplication wraps around."""
+    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, by: int) -> Tensor:
+    """int64's own shift copies the sign bit; this one lets zeros in."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(bits: int) -> int:
+    """The int64 of these 64 bits."""
+    return bits - (bits >> 63 << 64)

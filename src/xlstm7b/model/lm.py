@@ -43,7 +43,8 @@ class XLSTM(nn.Module):
         self.config = config
         self.backbone = Backbone(config)
         self.lm_head = Float32Linear(config.embedding_dim, config.vocab_size, bias=False)
-        init_parameters(self, config)
+        if not self.lm_head.weight.is_meta:  # where there is nothing to fill, and PyTorch is slow
+            init_parameters(self, config)
 
     def forward(
         self,
@@ -132,6 +133,26 @@ class XLSTM(nn.Module):
         return x, ModelState(tuple(blocks), seen), padded
 
     @classmethod
+    def empty(
+        cls, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str | None = None
+    ) -> Self:
+        """A model whose parameters hold nothing yet, in one block of memory.
+
+        Allocated one by one they would take more than they hold: PyTorch's allocator for GPUs
+        rounds large tensors up, the one for CPUs on ARM leaves gaps, which huge pages make real.
+        """
+        with torch.device("meta"):
+            model = cls(config).to(dtype)
+        parameters = dict(model.named_parameters())
+        sizes = [-(-p.numel() // 64) * 64 for p in parameters.values()]  # aligned, as PyTorch's own
+        block = torch.empty(sum(sizes), dtype=dtype, device=device)
+        places = zip(parameters.items(), block.split(sizes), strict=True)
+        model.load_state_dict(
+            {name: place[: p.numel()].view(p.shape) for (name, p), place in places}, assign=True
+        )
+        return model
+
+    @classmethod
     def from_pretrained(
         cls,
         folder_or_hub_id: str | Path,
@@ -144,30 +165,10 @@ class XLSTM(nn.Module):
         `dtype` defaults to the one stored, `device` to PyTorch's default.
         """
         checkpoint = open_checkpoint(folder_or_hub_id)
-        with torch.device("meta"):
-            model = cls(checkpoint.config).to(dtype or checkpoint.dtype)
-        _allocate(model, torch.device(device or torch.get_default_device()))
+        model = cls.empty(checkpoint.config, dtype=dtype or checkpoint.dtype, device=device)
         checkpoint.copy_into(dict(model.named_parameters()))
         return model
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes a Hugging Face folder that this package and `transformers` read."""
         save_checkpoint(folder, self.config, self.named_parameters())
-
-
-def _allocate(model: XLSTM, device: torch.device) -> None:
-    """Gives a model on the meta device its memory, on a CPU as one block.
-
-    Piece by piece it would take up to a quarter more than it holds: PyTorch's allocator on ARM
-    (mimalloc) leaves gaps behind large tensors, and huge pages make the gaps real.
-    """
-    if device.type != "cpu":
-        model.to_empty(device=device)
-        return
-    parameters = dict(model.named_parameters())
-    sizes = [-(-p.numel() // 64) * 64 for p in parameters.values()]  # aligned, as PyTorch's own
-    block = torch.empty(sum(sizes), dtype=model.lm_head.weight.dtype, device=device)
-    places = zip(parameters.items(), block.split(sizes), strict=True)
-    model.load_state_dict(
-        {name: place[: p.numel()].view(p.shape) for (name, p), place in places}, assign=True
-    )

@@ -25,20 +25,35 @@ class ModelState(NamedTuple):
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> Self:
-        """The state before any text."""
-        shape = (batch, config.num_heads, config.d_qk, config.d_hv)
+        """The state before any text: one buffer, in which a row's blocks lie side by side."""
+        shape = (config.num_heads, config.d_qk, config.d_hv)
+        buffer = [
+            torch.zeros(batch, config.num_blocks, *shape[:dims], dtype=dtype, device=device)
+            for dims in (3, 2, 1)
+        ]
         return cls(
-            tuple(
-                MLSTMState.zeros(*shape, dtype=dtype, device=device)
-                for _ in range(config.num_blocks)
-            ),
+            tuple(MLSTMState(*parts) for parts in zip(*(b.unbind(1) for b in buffer), strict=True)),
             torch.zeros(batch, dtype=torch.long, device=device),
         )
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return self.tokens_seen.nbytes + sum(part.nbytes for block in self.blocks for part in block)
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def rows(self, start: int, end: int) -> Self:
+        """Rows start … end − 1, as views."""
+        return self._map(lambda x: x[start:end])
+
+    def zero_(self) -> None:
+        """Forgets every text, in place."""
+        for tensor in self._tensors():
+            tensor.zero_()
+
+    def copy_(self, other: Self) -> None:
+        """Takes another state's values, in place, in this one's dtype."""
+        for tensor, value in zip(self._tensors(), other._tensors(), strict=True):
+            tensor.copy_(value)
 
     def clone(self) -> Self:
         """A copy that shares no memory with this one."""
@@ -57,6 +72,9 @@ class ModelState(NamedTuple):
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < batch:
             raise ValueError(f"rows must lie between 0 and {batch - 1}, not {index.tolist()}")
         return self._map(lambda x: x.index_select(0, index))
+
+    def _tensors(self) -> list[Tensor]:
+        return [*(part for block in self.blocks for part in block), self.tokens_seen]
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         return self._replace(

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from xlstm7b.mlstm.state import MLSTMState
 from xlstm7b.mlstm.triton.gates import log_sigmoid
@@ -19,15 +20,17 @@ def step_kernel(
     q, k, v, i, f, gate, norm_weight, C, n, m, h, raw, arrived,
     q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h,
     i_stride_b, i_stride_h, f_stride_b, f_stride_h, gate_stride_b, gate_stride_h,
+    C_stride_b, n_stride_b, m_stride_b,
     scale, eps, norm_eps, NH, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PADDED_K: tl.constexpr, PADDED_V: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_GATE: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_GATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row // NH, row % NH
     d_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     in_v = d_v < DV
-    C_head = C + row * DK * DV + d_v[None, :]
+    C_head = C + batch * C_stride_b + head * DK * DV + d_v[None, :]
+    n_head, m_head = n + batch * n_stride_b + head * DK, m + batch * m_stride_b + head
     q_head = q + batch * q_stride_b + head * q_stride_h
     k_head = k + batch * k_stride_b + head * k_stride_h
     # Nearly all bytes are C's: its first block is asked for before anything is waited for.
@@ -36,12 +39,22 @@ def step_kernel(
     C_t = tl.load(C_head + d_k[:, None] * DV, mask=mask, other=0.0)
     all_k = tl.arange(0, PADDED_K)
     in_all = all_k < DK
-    n_t = tl.load(n + row * DK + all_k, mask=in_all, other=0.0).to(tl.float32)
+    n_t = tl.load(n_head + all_k, mask=in_all, other=0.0).to(tl.float32)
+    m_old = tl.load(m_head).to(tl.float32)
+    all_v = tl.arange(0, PADDED_V)
+    in_all_v = all_v < DV
+    if HAS_NORM:
+        norm_v = tl.load(norm_weight + head * DV + all_v, mask=in_all_v, other=0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    if HAS_NORM and HAS_GATE:  # early, for whoever finishes last is waited for
+        gate_at = gate + batch * gate_stride_b + head * gate_stride_h + all_v
+        gate_v = tl.load(gate_at, mask=in_all_v, other=0.0).to(tl.float32)
     k_all = tl.load(k_head + all_k, mask=in_all, other=0.0).to(tl.float32)
     q_all = tl.load(q_head + all_k, mask=in_all, other=0.0).to(tl.float32)
     v_t = tl.load(v + batch * v_stride_b + head * v_stride_h + d_v, mask=in_v, other=0.0)
 
-    m_old = tl.load(m + row).to(tl.float32)
     i_t = tl.load(i + batch * i_stride_b + head * i_stride_h)
     decayed = log_sigmoid(tl.load(f + batch * f_stride_b + head * f_stride_h)) + m_old
     m_new = tl.maximum(decayed, i_t)
@@ -73,20 +86,16 @@ def step_kernel(
     tl.debug_barrier()  # every thread's part is read and written before the head counts as done
     if tl.atomic_add(arrived + row, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(arrived + row, 0)
-        tl.store(n + row * DK + all_k, n_t, mask=in_all)
-        tl.store(m + row, m_new)
+        tl.store(n_head + all_k, n_t, mask=in_all)
+        tl.store(m_head, m_new)
         if HAS_NORM:
-            d = tl.arange(0, PADDED_V)
-            in_d = d < DV
             # Past the first-level cache, which need not know what other programs wrote.
-            x = tl.load(raw + row * DV + d, mask=in_d, other=0.0, cache_modifier=".cg")
-            centred = tl.where(in_d, x - tl.sum(x, 0) / DV, 0.0)
-            x = centred * tl.rsqrt(tl.sum(centred * centred, 0) / DV + norm_eps)
-            x *= tl.load(norm_weight + head * DV + d, mask=in_d, other=0.0).to(tl.float32)
+            x = tl.load(raw + row * DV + all_v, mask=in_all_v, other=0.0, cache_modifier=".cg")
+            centred = tl.where(in_all_v, x - tl.sum(x, 0) / DV, 0.0)
+            x = centred * tl.rsqrt(tl.sum(centred * centred, 0) / DV + norm_eps) * norm_v
             if HAS_GATE:
-                gate_at = gate + batch * gate_stride_b + head * gate_stride_h + d
-                x *= tl.sigmoid(tl.load(gate_at, mask=in_d, other=0.0).to(tl.float32))
-            tl.store(h + row * DV + d, x, mask=in_d)
+                x *= tl.sigmoid(gate_v)
+            tl.store(h + row * DV + all_v, x, mask=in_all_v)
 
 
 class _Counters:
@@ -115,8 +124,13 @@ _counters: dict[torch.device, _Counters] = {}
 def launch_step(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, C: Tensor, n: Tensor, m: Tensor,
     gate: Tensor | None, norm_weight: Tensor | None, norm_eps: float, eps: float, tile: Tile,
+    overlap: bool = False,
 ) -> Tensor:  # fmt: skip
-    """h of one token, [B, NH, d_hv]; the state is updated in place."""
+    """h of one token, [B, NH, d_hv]; the state is updated in place.
+
+    With `overlap` (Hopper's programmatic dependent launch) the state is read before the launch in
+    front has ended: it must have been written at least two launches ago.
+    """
     batch, heads, d_k = q.shape
     d_v = v.shape[-1]
     h = torch.empty(batch, heads, d_v, dtype=v.dtype, device=v.device)
@@ -127,10 +141,12 @@ def launch_step(
         q, k, v, i, f, v if gate is None else gate, v if norm_weight is None else norm_weight,
         C, n, m, h, raw, _counters[q.device].take(batch * heads),
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *i.stride(), *f.stride(),
-        *(v if gate is None else gate).stride()[:2], d_k**-0.5, eps, norm_eps, heads,
+        *(v if gate is None else gate).stride()[:2], C.stride(0), n.stride(0), m.stride(0),
+        d_k**-0.5, eps, norm_eps, heads,
         DK=d_k, DV=d_v, BLOCK_K=tile.d_in, BLOCK_V=tile.d_out,
         PADDED_K=padded(d_k), PADDED_V=padded(d_v),
-        HAS_NORM=norm_weight is not None, HAS_GATE=gate is not None, **tile.options(),
+        HAS_NORM=norm_weight is not None, HAS_GATE=gate is not None, OVERLAP=overlap,
+        **tile.options(), **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     return h
 
@@ -157,8 +173,8 @@ def triton_step(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     if gate is not None and gate.stride(-1) != 1:
         gate = gate.contiguous()
-    if inplace and not all(part.is_contiguous() for part in state):
-        raise ValueError("a state that is updated in place must be contiguous")
+    if inplace and not all(part[:1].is_contiguous() for part in state):
+        raise ValueError("a row of a state that is updated in place must be contiguous")
     if not inplace:
         state = MLSTMState(*(part.clone(memory_format=torch.contiguous_format) for part in state))
     h = mlstm_fused_step(q, k, v, i, f, *state, gate, norm_weight, norm_eps, eps)

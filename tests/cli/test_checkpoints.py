@@ -1,115 +1,18 @@
-"""The command line: what it prints, what it writes, and one sentence for every mistake."""
+"""info, verify, convert, compare: what they print and write, and one sentence a mistake."""
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 import yaml
-from checkpoints import CONFIG, INDEX, assert_same, draw, names_in, run, save_small
+from checkpoints import CONFIG, INDEX, assert_same, draw, names_in, save_small
+from cli.commands import Cli, refused, succeeded, write_config
 from safetensors.torch import load_file, save_file
 
-import xlstm7b
-from xlstm7b.cli import main
 from xlstm7b.config import ModelConfig
-from xlstm7b.generate import stream_tokens
 from xlstm7b.model import XLSTM
-from xlstm7b.tokenizer import ByteTokenizer
 from xlstm7b.weights import open_checkpoint, read_config, verify
-
-
-class Outcome(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Cli = Callable[..., Outcome]
-
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Calls `main` as the console script does."""
-
-    def call(*arguments: object) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["xlstm7b", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return Outcome(ended.value.code or 0, *capsys.readouterr())
-
-    return call
-
-
-def succeeded(outcome: Outcome) -> str:
-    assert (outcome.code, outcome.err) == (0, "")
-    return outcome.out
-
-
-def refused(outcome: Outcome) -> str:
-    """The one sentence that a mistake is answered with."""
-    assert (outcome.code, outcome.out) == (2, "")
-    first, *others = outcome.err.splitlines()
-    assert not others
-    assert first.startswith("xlstm7b: ")
-    return first.removeprefix("xlstm7b: ")
-
-
-def write_config(folder: Path, config: ModelConfig) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config.to_dict()))
-    return folder
-
-
-# The program
-
-
-def test_module_exit_codes_and_streams() -> None:
-    def call(*arguments: str) -> Outcome:
-        done = subprocess.run(
-            [sys.executable, "-m", "xlstm7b", *arguments],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        return Outcome(done.returncode, done.stdout, done.stderr)
-
-    sentence = "'8b' is neither a checkpoint folder nor a size; sizes: tiny, 160m, 400m, 1.4b, "
-    assert refused(call("info", "8b")) == sentence + "2.7b, 7b"
-    assert "6,865,424,896" in succeeded(call("info", "7b"))
-
-
-def test_neither_the_package_nor_info_loads_torch() -> None:
-    script = """if True:
-        import sys
-        import xlstm7b
-        heavy = {"torch", "numpy", "transformers", "tokenizers", "safetensors"}
-        assert not heavy & set(sys.modules)
-        assert xlstm7b.ModelConfig.named("7b").d_qk == 256
-        from xlstm7b.cli import main
-        sys.argv = ["xlstm7b", "info", "7b", "--json"]
-        try:
-            main()
-        except SystemExit as ended:
-            assert not ended.code
-        assert not heavy & set(sys.modules), heavy & set(sys.modules)
-    """
-    assert json.loads(run(script))["parameters"]["total"] == 6_865_424_896
-
-
-def test_public_names() -> None:
-    assert xlstm7b.XLSTM is XLSTM
-    assert all(getattr(xlstm7b, name).__name__ == name for name in xlstm7b.__all__)
-    with pytest.raises(AttributeError, match=r"^module 'xlstm7b' has no attribute 'LSTM'$"):
-        _ = xlstm7b.LSTM
-
 
 # info
 
@@ -186,13 +89,6 @@ def test_info_mistakes(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": 64, "add_qk_norm": true}')
     want = f"{tmp_path / 'config.json'}: add_qk_norm = True is not supported, "
     assert refused(cli("info", tmp_path)) == want + "only add_qk_norm = False"
-
-
-def test_misspelt_options_exit_with_2_as_well(cli: Cli) -> None:
-    for arguments in (["infos"], ["info"], ["info", "7b", "--yaml"], ["generate", "x", "y", "--k"]):
-        outcome = cli(*arguments)
-        assert (outcome.code, outcome.out) == (2, "")
-        assert "Usage: " in outcome.err
 
 
 # verify
@@ -329,141 +225,7 @@ def test_convert_mistakes(cli: Cli, tmp_path: Path) -> None:
     assert file.read_text() == (folder / "thesis.tex").read_text() == "mine"
 
 
-# generate
-
-LETTERS = torch.tensor(ByteTokenizer().encode("abcdefghijklmnopqrstuvwxyzäöü"))
-
-
-@pytest.fixture(scope="module")
-def speller(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level model that spells letters: all other tokens have logit 0."""
-    torch.manual_seed(0)
-    model = XLSTM(ModelConfig(128, 2, 2, vocab_size=320))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "gate_preact" in name:
-                parameter.normal_(std=0.5)
-        letters = 20 * model.lm_head.weight[LETTERS]
-        model.lm_head.weight.zero_()
-        model.lm_head.weight[LETTERS] = letters
-    folder = tmp_path_factory.mktemp("speller")
-    model.save_pretrained(folder)
-    return folder
-
-
-@torch.no_grad()
-def greedy_text(folder: Path, prompt: str, steps: int) -> str:
-    """Every token from the whole text before it, with no state."""
-    model, tokenizer = XLSTM.from_pretrained(folder), ByteTokenizer()
-    tokens = [0, *tokenizer.encode(prompt)]
-    for _ in range(steps):
-        logits, _ = model(torch.tensor([tokens]))
-        tokens.append(int(logits[0, -1].argmax()))
-        assert tokens[-1] != 0
-    return tokenizer.decode(tokens)
-
-
-def test_generate_greedily(cli: Cli, speller: Path) -> None:
-    arguments = ("generate", speller, "Once upon ä", "--max-new-tokens", 40, "--temperature", 0)
-    want = greedy_text(speller, "Once upon ä", 40)
-    assert len(set(want)) > 12
-    assert succeeded(cli(*arguments)) == want + "\n"
-    assert succeeded(cli(*arguments, "--seed", 5, "--top-p", 0.5, "--device", "cpu")) == want + "\n"
-
-
-def test_generate_with_seeds(cli: Cli, speller: Path) -> None:
-    def text(seed: int, *options: object) -> str:
-        return succeeded(cli("generate", speller, "The ", "--seed", seed, *options))
-
-    short = ("--max-new-tokens", 30, "--temperature", 1.5)
-    assert text(1, *short) == text(1, *short) != text(2, *short)
-    assert text(1, *short, "--top-k", 1) == greedy_text(speller, "The ", 30) + "\n"
-    assert text(1, *short, "--top-p", 1e-9) == greedy_text(speller, "The ", 30) + "\n"
-    model, tokenizer = XLSTM.from_pretrained(speller), ByteTokenizer()
-
-    def streamed(**settings: float) -> str:
-        return tokenizer.decode([*stream_tokens(model, tokenizer.encode("The "), **settings)])
-
-    hot = {"max_new_tokens": 30, "temperature": 9.0, "top_k": 7, "top_p": 0.8, "seed": 4}
-    pairs = (("--" + name.replace("_", "-"), value) for name, value in hot.items())
-    want = streamed(**hot)
-    assert succeeded(cli("generate", speller, "The ", *chain(*pairs))) == f"The {want}\n"
-    for name, other in {**hot, "temperature": 1.0, "top_k": 2, "top_p": 0.2, "seed": 5}.items():
-        assert (streamed(**{**hot, name: other}) == want) == (other == hot[name])
-
-
-def test_generate_max_new_tokens(cli: Cli, speller: Path) -> None:
-    for count in (1, 17):
-        out = succeeded(
-            cli("generate", speller, "é", "--max-new-tokens", count, "--top-k", 3, "--seed", 0)
-        )
-        assert out.startswith("é")
-        tokens = ByteTokenizer().encode(out.removesuffix("\n"))
-        # Half characters that were never completed are shown as U+FFFD, three bytes for one.
-        assert len(tokens) - 2 * (1 + out.count("\ufffd")) == count
-
-
-def test_generate_in_bfloat16_and_from_an_empty_prompt(cli: Cli, speller: Path) -> None:
-    out = succeeded(cli("generate", speller, "", "--max-new-tokens", 5, "--temperature", 0))
-    assert out == greedy_text(speller, "", 5) + "\n"
-    narrow = cli(
-        "generate", speller, "a", "--max-new-tokens", 3, "--temperature", 0, "--dtype", "bfloat16"
-    )
-    assert succeeded(narrow).startswith("a")
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--top-p", 0], "top_p must be above 0 and at most 1, not 0.0"),
-        (["--top-p", 1.5], "top_p must be above 0 and at most 1, not 1.5"),
-        (["--top-k", -1], "top_k must be 0 (all tokens) or a positive number, not -1"),
-        (["--temperature", -1], "temperature must be 0 or a positive number, not -1.0"),
-        (["--temperature", "nan"], "temperature must be 0 or a positive number, not nan"),
-        (["--max-new-tokens", 0], "max_new_tokens must be at least 1, not 0"),
-        (["--seed", -1], "seed must be between 0 and 2^64 - 1, not -1"),
-        (["--dtype", "int4"], "there is no dtype 'int4' here; there are: float32, bfloat16, float"),
-        (["--device", "cuda:99"], "the device 'cuda:99' cannot be used here: "),
-        (["--device", "toaster"], "the device 'toaster' cannot be used here: "),
-        (["--device", "meta"], "the device 'meta' cannot be used here: it holds no numbers"),
-    ],
-)
-def test_generate_checks_options_before_it_looks_for_the_model(
-    cli: Cli, options: list[object], sentence: str
-) -> None:
-    got = refused(cli("generate", "/no/such/model", "x", *options))
-    assert got.startswith(sentence)
-
-
-def test_generate_mistakes(cli: Cli, speller: Path, tmp_path: Path) -> None:
-    sentence = refused(cli("generate", "7b", "x"))
-    assert sentence == "there is no folder '7b', nor is that the name of a hub repository"
-    folder, _ = save_small(tmp_path)  # a vocabulary of 7
-    assert refused(cli("generate", folder, "x")) == (
-        f"{folder} has no tokenizer.json, which a vocabulary of 7 needs "
-        "(only one of 320 ids, bytes, needs none)"
-    )
-    missing = tmp_path / "tokenizer.json"
-    sentence = refused(cli("generate", speller, "x", "--tokenizer", missing))
-    assert sentence == f"there is no tokenizer at {missing}"
-    missing.write_text("{")
-    sentence = refused(cli("generate", speller, "x", "--tokenizer", missing))
-    assert sentence.startswith(f"{missing} is not a readable tokenizer.json: ")
-
-
 # compare
-
-
-@pytest.fixture
-def quiet_transformers() -> Iterator[None]:
-    """It reports its loading on stderr."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    yield
-    transformers.logging.set_verbosity(before)
-    transformers.logging.enable_progress_bar()
 
 
 @pytest.mark.usefixtures("quiet_transformers")
@@ -505,16 +267,3 @@ def test_compare_mistakes(cli: Cli, speller: Path) -> None:
         assert sentence == "max_new_tokens and the length for speeds must be at least 1"
     assert refused(cli("compare", "7b")).startswith("there is no folder '7b'")
     assert refused(cli("compare", speller, "--dtype", "x")).startswith("there is no dtype 'x'")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_bench_kernels_without_a_gpu(cli: Cli) -> None:
-    assert refused(cli("bench", "kernels")).startswith("the kernels are timed on a CUDA GPU")
-    assert refused(cli("bench", "kernels", "--peers", "x")).startswith("there is no peer 'x'")
-
-
-def test_a_package_that_is_missing(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "xlstm7b.bench.kernels", raising=False)
-    monkeypatch.delattr("xlstm7b.bench.kernels", raising=False)
-    assert refused(cli("bench", "kernels")) == "this needs triton, which is not installed here"

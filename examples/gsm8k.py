@@ -1,0 +1,276 @@
+"""Sums in words, with as much thought as they are given: test-time compute on GSM8K.
+
+    python examples/gsm8k.py MODEL QUESTIONS.jsonl --method vote --n 8 --limit 50
+
+MODEL is a checkpoint folder or a hub id. Every line of QUESTIONS.jsonl is an object with a
+"question" and an "answer" that ends in "#### 42". The demonstrations are read once, into a state
+that every question is read on top of; every sample is a fork of what that leads to. Methods:
+
+    greedy   the likeliest token at each step, many questions at a time
+    best     n samples; the one that is likeliest per token
+    vote     n samples; the answer that most of them give
+    tree     n samples a line, of which the likeliest few texts go on
+
+A model with random weights gets nothing right, and takes every step that a trained one does.
+"""
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import NamedTuple
+
+from xlstm7b.generate import Generator, TextState
+from xlstm7b.generate.search import best_of_n, self_consistency, tree_search
+
+# For where no training file is at hand.
+DEMONSTRATIONS = (
+    (
+        "A baker fills 6 trays with 8 rolls each and sells 30 rolls. How many rolls are left?",
+        "The baker makes 6 * 8 = 48 rolls.\nAfter the sale 48 - 30 = 18 rolls are left.\n#### 18",
+    ),
+    (
+        "Mina reads 15 pages a day. Her book has 180 pages, and she has read a third of it. How "
+        "many more days does she need?",
+        "She has read 180 / 3 = 60 pages.\nThere are 180 - 60 = 120 pages to go.\n"
+        "That takes her 120 / 15 = 8 days.\n#### 8",
+    ),
+    (
+        "A tent costs $240 and a lamp costs a quarter of that. What do two tents and one lamp "
+        "cost in dollars?",
+        "The lamp costs 240 / 4 = $60.\nTwo tents cost 2 * 240 = $480.\n"
+        "Together that is 480 + 60 = $540.\n#### 540",
+    ),
+    (
+        "Of 50 birds on a lake 20% are swans, and half of the others are ducks. How many ducks "
+        "are there?",
+        "There are 50 * 20 / 100 = 10 swans.\nThe others are 50 - 10 = 40 birds.\n"
+        "Half of them, 40 / 2 = 20, are ducks.\n#### 20",
+    ),
+)
+
+# A minus between two numbers is no sign: 9-4 ends in 4.
+_NUMBER = re.compile(
+    r"((?<!\w)[-−])?(?:\$([-−])?)?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)", re.ASCII
+)
+_STOPS = ("\n\n", "Question:")  # either way the model has gone on to a question of its own
+
+
+class Question(NamedTuple):
+    text: str
+    solution: str
+    answer: str
+
+
+class Outcome(NamedTuple):
+    """What came of one question, and what it took: texts sampled, and tokens in them."""
+
+    answer: str | None
+    samples: int
+    tokens: int
+
+
+def find_answer(text: str) -> str | None:
+    """The number after "####", or else the last one, written in one way: 1,234.50 is 1234.5."""
+    before, marked, after = text.partition("####")
+    found = _NUMBER.search(after) if marked else None
+    found = found or next(reversed([*_NUMBER.finditer(before)]), None)
+    if found is None:
+        return None
+    digits = found[3].replace(",", "")
+    number = format(Decimal(digits), "f")
+    if "." in number:
+        number = number.rstrip("0").rstrip(".")
+    return f"-{number}" if (found[1] or found[2]) and number != "0" else number
+
+
+def as_question(line: str) -> Question:
+    try:
+        fields = json.loads(line)
+        text, solution = fields["question"], fields["answer"]
+    except (ValueError, KeyError, TypeError):
+        text = solution = None
+    if not isinstance(text, str) or not isinstance(solution, str):
+        raise ValueError('this is no object with a "question" and an "answer"')
+    _, mark, after = solution.partition("####")
+    answer = find_answer(mark + after)
+    if answer is None:
+        raise ValueError('the answer has no number after "####"')
+    return Question(text, solution, answer)
+
+
+def read_questions(path: Path, limit: int | None) -> list[Question]:
+    """The first `limit` questions of a file, or a sentence that names the line that is none."""
+    questions: list[Question] = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if len(questions) == limit:
+                break
+            if not line.strip():
+                continue
+            try:
+                questions.append(as_question(line))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    if not questions:
+        raise ValueError(f"{path} holds no questions")
+    return questions
+
+
+def demonstrations(path: Path | None, count: int) -> str:
+    """Questions with solutions, to be imitated."""
+    shown: Sequence[tuple[str, str]] = DEMONSTRATIONS
+    if path is not None:
+        shown = [(text, solution) for text, solution, _ in read_questions(path, count)]
+    if count > len(shown):
+        where = path or "the built-in list"
+        raise ValueError(f"{where} has {len(shown)} demonstrations, not {count}")
+    # The calculator's notes (<<6*8=48>>) are the data set's own; no other text is written so.
+    return "\n\n".join(
+        f"Question: {text}\nAnswer: {re.sub('<<.*?>>', '', solution)}"
+        for text, solution in shown[:count]
+    )
+
+
+def as_prompt(question: Question) -> str:
+    # It begins with the line breaks, rather than that the demonstrations end in them: so a
+    # tokenizer cuts the text as it would in one piece.
+    return f"\n\nQuestion: {question.text}\nAnswer:"
+
+
+def is_done(text: str) -> bool:
+    """Whether a text's last line is there, all of it."""
+    return bool(re.search("####.*\n", text)) or any(stop in text for stop in _STOPS)
+
+
+class Solver:
+    """A generator that has read the demonstrations, and the methods' settings."""
+
+    def __init__(self, generator: Generator, shown: str, options: argparse.Namespace) -> None:
+        self.generator, self.options = generator, options
+        self.start: TextState = generator.read([shown])
+        self.sampling = {"temperature": options.temperature, "seed": options.seed}
+        self.length = {"max_new_tokens": options.max_new_tokens, "stop_strings": _STOPS}
+
+    def greedy(self, questions: Sequence[Question]) -> Iterator[Outcome]:
+        size = self.generator.batch_size
+        for first in range(0, len(questions), size):
+            prompts = [*map(as_prompt, questions[first : first + size])]
+            state = self.start.fork(len(prompts))
+            for completion in self.generator.generate(
+                prompts, state=state, temperature=0, **self.length
+            ):
+                yield Outcome(find_answer(completion.text), 1, len(completion.token_ids))
+
+    def best(self, questions: Sequence[Question]) -> Iterator[Outcome]:
+        n = self.options.n
+        for prompt in map(as_prompt, questions):
+            ranked = best_of_n(
+                self.generator, prompt, n, state=self.start, **self.sampling, **self.length
+            )
+            tokens = sum(len(completion.token_ids) for _, completion in ranked)
+            yield Outcome(find_answer(ranked[0][1].text), n, tokens)
+
+    def vote(self, questions: Sequence[Question]) -> Iterator[Outcome]:
+        n = self.options.n
+        for prompt in map(as_prompt, questions):
+            settings = {**self.sampling, **self.length, "answer": find_answer}
+            vote = self_consistency(self.generator, prompt, n, state=self.start, **settings)
+            tokens = sum(len(completion.token_ids) for completion in vote.completions)
+            yield Outcome(vote.winner, n, tokens)
+
+    def tree(self, questions: Sequence[Question]) -> Iterator[Outcome]:
+        """A thought is a line, or as much of it as its share of the tokens allows."""
+        options = self.options
+        settings = {
+            "width": options.width,
+            "depth": options.depth,
+            "expand": max(1, options.n // options.width),
+            "stop_strings": "\n",
+            "max_new_tokens": max(1, options.max_new_tokens // options.depth),
+            "done": is_done,
+        }
+        for prompt in map(as_prompt, questions):
+            tree = tree_search(
+                self.generator, prompt, state=self.start, **settings, **self.sampling
+            )
+            yield Outcome(find_answer(tree.best.text), tree.samples, tree.tokens)
+
+
+METHODS: dict[str, Callable[[Solver, Sequence[Question]], Iterator[Outcome]]] = {
+    "greedy": Solver.greedy,
+    "best": Solver.best,
+    "vote": Solver.vote,
+    "tree": Solver.tree,
+}
+
+
+def solve(options: argparse.Namespace) -> None:
+    """Answers the questions and prints how that went; progress goes to stderr."""
+    questions = read_questions(options.questions, options.limit)
+    shown = demonstrations(options.demonstrations, options.shots)
+    generator = Generator.from_pretrained(
+        options.model, device=options.device, batch_size=options.batch_size
+    )
+    started = time.perf_counter()
+    solver = Solver(generator, shown, options)
+    right = samples = tokens = 0
+    few_shot = solver.start.tokens_seen[0]
+    read = few_shot  # once, and every question once on top of it
+    anew = 0  # what there is to read if every sample began at the beginning
+    for number, (question, outcome) in enumerate(
+        zip(questions, METHODS[options.method](solver, questions), strict=True), 1
+    ):
+        length = len(generator.tokenizer.encode(as_prompt(question)))
+        right += outcome.answer == question.answer
+        samples, tokens = samples + outcome.samples, tokens + outcome.tokens
+        read, anew = read + length, anew + outcome.samples * (few_shot + length)
+        seconds = time.perf_counter() - started
+        progress = f"\r{number}/{len(questions)} questions, {right} right, {seconds:.0f} s "
+        print(progress, end="", file=sys.stderr, flush=True)
+    seconds = time.perf_counter() - started
+    print(file=sys.stderr)
+    print(f"accuracy       {right / len(questions):.1%} ({right} of {len(questions)})")
+    print(f"generated      {tokens:,} tokens in {samples:,} samples, {tokens / seconds:,.1f} tok/s")
+    print(f"prompts        {read:,} tokens read; forking saved {anew - read:,}")
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Reads the command line; a mistake of the user's is one sentence."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a checkpoint folder or a hub id")
+    add("questions", metavar="QUESTIONS", type=Path, help="a JSONL file in GSM8K's format")
+    add("--method", choices=METHODS, default="vote")
+    add("--n", type=positive, default=8, help="samples a question; in a tree, a line (8)")
+    add("--limit", type=positive, help="only the first so many questions")
+    add("--shots", type=positive, default=4, help="how many demonstrations (4)")
+    add("--demonstrations", type=Path, metavar="FILE", help="whose first lines are shown")
+    add("--max-new-tokens", type=positive, default=256, help="in one answer (256)")
+    add("--temperature", type=float, default=0.7, help="of all but greedy (0.7)")
+    add("--seed", type=int, default=0)
+    add("--width", type=positive, default=2, help="texts that a tree goes on with (2)")
+    add("--depth", type=positive, default=8, help="lines in a tree's answer (8)")
+    add("--batch-size", type=positive, default=32, help="texts at a time (32)")
+    add("--device", help="cuda, cpu, …")
+    try:
+        solve(parser.parse_args(arguments))
+    except (ValueError, OSError) as error:
+        sys.exit(f"gsm8k: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,338 @@
+"""`Generator`: prompts in, completions out, with their speeds."""
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from xlstm7b.generate.decoder import Decoder, check_tokens, with_first_token
+from xlstm7b.generate.fused import FusedModel
+from xlstm7b.generate.requests import Prompt, Request, common_requests
+from xlstm7b.generate.states import TextState
+from xlstm7b.generate.texts import Completion, GrowingText, Speeds, peak_memory
+from xlstm7b.model import XLSTM
+from xlstm7b.tokenizer import Tokenizer, load_tokenizer
+from xlstm7b.weights import read_config, resolve
+
+
+class Piece(NamedTuple):
+    """What one token added to a streamed text; the last piece has the whole completion."""
+
+    text: str
+    token_id: int
+    completion: Completion | None
+
+
+class Generator:
+    """A model and its tokenizer, ready to generate.
+
+    Any `XLSTM` will do; its weights are fused in place. States are kept in `state_dtype`.
+    """
+
+    def __init__(
+        self,
+        model: XLSTM,
+        tokenizer: Tokenizer,
+        *,
+        state_dtype: torch.dtype = torch.float32,
+        batch_size: int = 32,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+        if state_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"state_dtype must be float32 or bfloat16, not {state_dtype}")
+        self.config, self.tokenizer = model.config, tokenizer
+        self.model = FusedModel(model)
+        self.state_dtype, self.batch_size = state_dtype, batch_size
+        self._idle: dict[int, Decoder] = {}
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder_or_hub_id: str | Path,
+        *,
+        tokenizer: str | Path | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        state_dtype: torch.dtype = torch.float32,
+        batch_size: int = 32,
+    ) -> Self:
+        """Loads a checkpoint folder or hub id with the tokenizer that is in it.
+
+        By default on a GPU if there is one, in bfloat16; else on the CPU, in the dtype stored.
+        """
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if dtype is None and where.type == "cuda":
+            dtype = torch.bfloat16
+        folder = resolve(folder_or_hub_id)
+        text = load_tokenizer(tokenizer or folder, read_config(folder).vocab_size)
+        model = XLSTM.from_pretrained(folder, dtype=dtype, device=where)
+        return cls(model, text, state_dtype=state_dtype, batch_size=batch_size)
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt] | None = None,
+        *,
+        state: TextState | None = None,
+        num_return_sequences: int = 1,
+        stop_strings: str | Sequence[str] = (),
+        keep_state: bool = False,
+        **settings: Any,
+    ) -> list[Completion]:
+        """Continues every prompt, `num_return_sequences` times each, in the prompts' order.
+
+        Settings are those of `SamplingSettings`, and `do_sample=False` for temperature 0. With
+        `state`, prompt r is read on top of its row r; without prompts its texts go on as they are.
+        With `keep_state` each completion carries its state, which has read all of its tokens.
+        """
+        requests = self.requests(prompts, state=state, stop_strings=stop_strings, **settings)
+        if num_return_sequences < 1:
+            raise ValueError(f"num_return_sequences must be at least 1, not {num_return_sequences}")
+        if num_return_sequences == 1:
+            return self.run(requests, state=state, keep_state=keep_state)
+        requests = self.check(requests, state)
+        started = time.perf_counter()
+        state = self.read([request.prompt for request in requests], state=state)
+        speed = sum(len(request.ids) for request in requests) / (time.perf_counter() - started)
+        several = [
+            replace(request, prompt=[], already_read=(*request.ids,)).nth(n)
+            for request in requests
+            for n in range(num_return_sequences)
+        ]
+        completions = self.run(
+            several, state=state.fork(num_return_sequences), keep_state=keep_state
+        )
+        return [
+            replace(
+                completion,
+                prompt_tokens=len(request.already_read),
+                prompt_tokens_per_second=speed,
+            )
+            for request, completion in zip(several, completions, strict=True)
+        ]
+
+    def stream(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        state: TextState | None = None,
+        stop_strings: str | Sequence[str] = (),
+        keep_state: bool = False,
+        should_stop: Callable[[], bool] = lambda: False,
+        **settings: Any,
+    ) -> Iterator[Piece]:
+        """Continues one prompt piece by piece. A mistake raises here, not at the first piece.
+
+        `should_stop` is asked at every token: True ends the text there.
+        """
+        prompts = None if prompt is None else [prompt]
+        requests = self.requests(prompts, state=state, stop_strings=stop_strings, **settings)
+        if len(requests) != 1:
+            raise ValueError(f"one text can be streamed, not {len(requests)}")
+        steps = self._steps(self.check(requests, state), state, keep_state, should_stop)
+        return (Piece(*pieces[0][1:]) for pieces in steps)
+
+    def read(
+        self,
+        prompts: str | Sequence[Prompt],
+        *,
+        state: TextState | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> TextState:
+        """Reads prompts, on top of a state if there is one, and returns where that leads.
+
+        `progress` is told how many tokens were just read.
+        """
+        requests = self.check(self.requests(prompts, state=state), state)
+        parts = []
+        for group, start in self._groups(requests, state):
+            with self._decoder(len(group)) as decoder:
+                order = self._prepare(decoder, group, start, progress)
+                back = sorted(range(len(order)), key=order.__getitem__)
+                parts.append(self._taken(decoder, back))
+        return TextState.join(parts)
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        *,
+        state: TextState | None = None,
+        keep_state: bool = False,
+        done: Callable[[int, Completion], None] | None = None,
+    ) -> list[Completion]:
+        """Completes requests, each by its own settings, at most `batch_size` of them at a time.
+
+        `done` is told of every completion, with its request's index, as soon as it is there.
+        """
+        completions: dict[int, Completion] = {}
+        first = 0
+        for group, start in self._groups(self.check(requests, state), state):
+            for pieces in self._steps(group, start, keep_state):
+                for row, _, _, completion in pieces:
+                    if completion is not None:
+                        completions[first + row] = completion
+                        if done is not None:
+                            done(first + row, completion)
+            first += len(group)
+        return [completions[index] for index in range(len(requests))]
+
+    def requests(
+        self,
+        prompts: str | Sequence[Prompt] | None,
+        *,
+        state: TextState | None = None,
+        stop_strings: str | Sequence[str] = (),
+        **settings: Any,
+    ) -> list[Request]:
+        """Prompts under common settings; with a state and no prompts, its rows as they are."""
+        if prompts is None:
+            if state is None:
+                raise ValueError("there is nothing to continue: give a prompt or a state")
+            prompts = [()] * len(state)
+        return common_requests(prompts, stop_strings, settings)
+
+    def check(self, requests: Sequence[Request], state: TextState | None) -> list[Request]:
+        """The requests with their prompts as ids and all settings filled in, or a `ValueError`."""
+        if state is not None and state.config != self.config:
+            raise ValueError("the state is of another model")
+        if state is not None and len(state) != len(requests):
+            raise ValueError(f"prompts: {len(requests)}, but the state's rows: {len(state)}")
+        checked = []
+        for request in requests:
+            settings, prompt = request.settings, request.prompt
+            if settings.eos_token_id is None:
+                settings = replace(settings, eos_token_id=self.config.eos_token_id)
+            settings.check(self.config.vocab_size)
+            if isinstance(request.stop_strings, str):
+                raise ValueError("a request's stop_strings must be a tuple of strings")
+            if not all(request.stop_strings):
+                raise ValueError("a stop string must not be empty")
+            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            check_tokens(self.config, ids)
+            if state is None:
+                ids = with_first_token(self.config, ids)
+            checked.append(replace(request, prompt=ids, settings=settings))
+        return checked
+
+    def _groups(
+        self, requests: Sequence[Request], state: TextState | None
+    ) -> Iterator[tuple[Sequence[Request], TextState | None]]:
+        if 0 < len(requests) <= self.batch_size:
+            yield requests, state
+            return
+        for start in range(0, len(requests), self.batch_size):
+            group = requests[start : start + self.batch_size]
+            rows = list(range(start, start + len(group)))
+            yield group, None if state is None else state.select(rows)
+
+    @torch.inference_mode()
+    def _prepare(
+        self,
+        decoder: Decoder,
+        requests: Sequence[Request],
+        state: TextState | None,
+        progress: Callable[[int], None] | None = None,
+    ) -> list[int]:
+        """Has row r read request order[r], the longest first; returns that order."""
+        order = sorted(range(len(requests)), key=lambda index: -len(requests[index].ids))
+        if state is not None and order != sorted(order):
+            state = state.select(order)
+        decoder.start(state)
+        prompts = [requests[index].ids for index in order]
+        if prompts[0]:
+            decoder.prefill([prompt for prompt in prompts if prompt], progress)
+        return order
+
+    @contextmanager
+    def _decoder(self, batch: int) -> Iterator[Decoder]:
+        """A decoder for so many rows, nobody else's for a while: two streams may be read in turn.
+
+        Two are kept for the next time: one row's, and the last one of more.
+        """
+        decoder = self._idle.pop(batch, None)
+        if decoder is None:
+            # What is let go makes room for what comes.
+            self._idle = {rows: kept for rows, kept in self._idle.items() if rows == 1}
+            decoder = Decoder(self.model, batch, state_dtype=self.state_dtype)
+        try:
+            yield decoder
+        finally:
+            self._idle[batch] = decoder
+
+    @torch.inference_mode()
+    def _taken(self, decoder: Decoder, rows: list[int]) -> TextState:
+        return TextState(self.config, decoder.state, decoder.logits).select(rows)
+
+    def _steps(
+        self,
+        requests: Sequence[Request],
+        state: TextState | None,
+        keep_state: bool,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> Iterator[list[tuple[int, str, int, Completion | None]]]:
+        with self._decoder(len(requests)) as decoder:
+            yield from self._decoded(decoder, requests, state, keep_state, should_stop)
+
+    def _decoded(
+        self,
+        decoder: Decoder,
+        requests: Sequence[Request],
+        state: TextState | None,
+        keep_state: bool,
+        should_stop: Callable[[], bool],
+    ) -> Iterator[list[tuple[int, str, int, Completion | None]]]:
+        """At every token: (request, new text, token, completion if that was the last) of each.
+
+        On a GPU the next token is under way while this one's text is made. By the time that a row
+        is seen to be over its last token has been read, or is read if the state is kept; the row
+        stops before it reads another.
+        """
+        ahead = self.model.device.type == "cuda"
+        started = time.perf_counter()
+        order = self._prepare(decoder, requests, state)
+        texts = []
+        for row, index in enumerate(order):
+            request = requests[index]
+            seed = request.settings.seed
+            seed = secrets.randbits(64) if seed is None else seed
+            prompt = [*request.already_read, *request.ids]
+            decoder.sampler.set_row(row, request.settings, seed=seed, prompt=prompt)
+            texts.append(GrowingText(self.tokenizer, request.settings, request.stop_strings))
+        decoder.sample()
+        coming = decoder.results()
+        running, first_token = list(range(len(texts))), 0.0
+        while running:
+            results = coming
+            if ahead:
+                decoder.decode_one()
+                coming = decoder.results()
+            tokens, *logprobs = results.lists()
+            now = time.perf_counter()
+            first_token = first_token or now
+            asked = should_stop()
+            pieces = {}
+            for row in running:
+                pieces[row] = texts[row].push(tokens[row], *(part[row] for part in logprobs))
+                if asked and texts[row].finish_reason is None:
+                    pieces[row] += texts[row].finish("stop")
+            over = [row for row in running if texts[row].finish_reason is not None]
+            running = [row for row in running if texts[row].finish_reason is None]
+            if not ahead and (running or keep_state):
+                decoder.decode_one()
+                coming = decoder.results()
+            finished = {}
+            for row in over:
+                decoder.sampler.stop_row(row)
+                seconds = first_token - started, now - first_token
+                length = len(requests[order[row]].ids)
+                speeds = Speeds(length, *seconds, peak_memory(self.model.device))
+                kept = self._taken(decoder, [row]) if keep_state else None
+                finished[row] = texts[row].completion(speeds, kept)
+            yield [
+                (order[row], text, tokens[row], finished.get(row)) for row, text in pieces.items()
+            ]

@@ -1,0 +1,78 @@
+"""The program in this process, and models for it."""
+
+import io
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cli.commands import Cli, Outcome
+
+from xlstm7b.cli import main
+from xlstm7b.config import ModelConfig
+from xlstm7b.model import XLSTM
+from xlstm7b.tokenizer import ByteTokenizer
+
+LETTERS = torch.tensor(ByteTokenizer().encode("abcdefghijklmnopqrstuvwxyzäöü"))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Calls `main` as the console script does, on a terminal or with `stdin` piped in."""
+
+    def call(*arguments: object, stdin: str | bytes | None = None) -> Outcome:
+        content = stdin.encode() if isinstance(stdin, str) else stdin
+        piped = None if content is None else io.TextIOWrapper(io.BytesIO(content), "utf-8")
+        monkeypatch.setattr(sys, "stdin", piped or Terminal())
+        monkeypatch.setattr(sys, "argv", ["xlstm7b", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Outcome(ended.value.code or 0, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever loads weights fails."""
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(XLSTM, "from_pretrained", load)
+
+
+@pytest.fixture(scope="session")
+def speller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level model that spells letters: all other tokens have logit 0."""
+    torch.manual_seed(0)
+    model = XLSTM(ModelConfig(128, 2, 2, vocab_size=320))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "gate_preact" in name:
+                parameter.normal_(std=0.5)
+        letters = 20 * model.lm_head.weight[LETTERS]
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[LETTERS] = letters
+    folder = tmp_path_factory.mktemp("speller")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def quiet_transformers() -> Iterator[None]:
+    """It reports its loading on stderr."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    yield
+    transformers.logging.set_verbosity(before)
+    transformers.logging.enable_progress_bar()

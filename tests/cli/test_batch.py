@@ -1,0 +1,233 @@
+"""generate --jsonl: lines in, lines out, and nothing lost in between."""
+
+import json
+from pathlib import Path
+
+import pytest
+from checkpoints import names_in
+from cli.commands import Cli, Outcome, refused, succeeded
+
+from xlstm7b.generate import Completion, Generator, Request, SamplingSettings
+from xlstm7b.generate.texts import GrowingText
+
+LINES = [
+    {"id": 7, "prompt": "Once upon", "max_new_tokens": 12, "temperature": 0},
+    {"prompt": "ä", "seed": 3, "temperature": 2, "note": {"kept": ["as it is", None, 1.5, "ü🦊"]}},
+    {"prompt": [67, 68], "max_new_tokens": 5, "logprobs": 2, "seed": 1, "logit_bias": {"67": -9}},
+    {"prompt": "", "max_new_tokens": 8, "temperature": 0.0, "eos_token_id": [*range(99, 113)]},
+    {
+        "prompt": "The",
+        "seed": 5,
+        "stop_strings": [*"abcdefghijklmn"],
+        "min_new_tokens": 0,
+        "top_k": 9,
+    },
+]
+DEFAULTS = {"max_new_tokens": 6, "top_p": 0.9, "seed": 11}
+OPTIONS = ("--max-new-tokens", 6, "--top-p", 0.9, "--seed", 11)
+
+
+def as_lines(values: list[dict[str, object]]) -> str:
+    return "".join(json.dumps(value) + "\n" for value in values)
+
+
+def from_lines(text: str) -> list[dict[str, object]]:
+    assert text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    path.write_text(as_lines(LINES))
+    return path
+
+
+@pytest.fixture(scope="module")
+def wanted(speller: Path) -> list[Completion]:
+    """What the library makes of the lines."""
+    requests = []
+    for line in LINES:
+        own = {**line, **({"logit_bias": {67: -9}} if "logit_bias" in line else {})}
+        for name in ("id", "note", "prompt", "stop_strings"):
+            own.pop(name, None)
+        settings = SamplingSettings(**{"temperature": 0.8, **DEFAULTS, **own})
+        requests.append(Request(line["prompt"], settings, tuple(line.get("stop_strings", ()))))
+    return Generator.from_pretrained(speller).run(requests)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 32])
+def test_jsonl_round_trip(
+    cli: Cli, speller: Path, source: Path, wanted: list[Completion], batch_size: int
+) -> None:
+    target = source.with_name("out.jsonl")
+    target.write_text("before")
+    files = ("--jsonl", source, "--output", target, "--batch-size", batch_size)
+    assert succeeded(cli("generate", speller, *files, *OPTIONS)) == ""
+    got = from_lines(target.read_text())
+    for line, given, want in zip(got, LINES, wanted, strict=True):
+        outcome = {
+            "text": want.text,
+            "finish_reason": want.finish_reason,
+            "prompt_tokens": want.prompt_tokens,
+            "completion_tokens": len(want.token_ids),
+        }
+        if "logprobs" in given:
+            assert want.logprobs == pytest.approx(line["logprobs"], abs=1e-4)
+            for tops, line_tops in zip(want.top_logprobs, line["top_logprobs"], strict=True):
+                assert tops == pytest.approx({int(k): v for k, v in line_tops.items()}, abs=1e-4)
+            outcome |= {name: line[name] for name in ("logprobs", "top_logprobs")}
+        assert line == {**given, **outcome}
+        assert list(line)[: len(given)] == list(given)
+    assert {line["finish_reason"] for line in got} == {"stop", "length"}
+    assert "ü🦊" in target.read_text()
+    assert names_in(source.parent) == {source.name, target.name}
+
+
+def test_jsonl_through_pipes(cli: Cli, speller: Path, wanted: list[Completion]) -> None:
+    given = "\ufeff" + as_lines(LINES[:2]) + "\n  \n" + as_lines(LINES[2:]).rstrip("\n")
+    more = ("--token-ids", "--logprobs", 0, "--ignore-eos")
+    out = succeeded(cli("generate", speller, "--jsonl", "-", *more, *OPTIONS, stdin=given))
+    got = from_lines(out)
+    assert [line["token_ids"] for line in got] == [want.token_ids for want in wanted]
+    assert [len(line["logprobs"]) for line in got] == [len(want.token_ids) for want in wanted]
+    assert ["top_logprobs" in line for line in got] == [False, False, True, False, False]
+    dashes = ("--jsonl", "-", "--output", "-", "--stop", "x")
+    again = succeeded(cli("generate", speller, *dashes, *OPTIONS, stdin=given))
+    assert len(from_lines(again)) == len(LINES)
+
+
+def test_jsonl_verbose(cli: Cli, speller: Path, source: Path) -> None:
+    code, out, err = cli("generate", speller, "--jsonl", source, "--verbose")
+    tokens = sum(line["completion_tokens"] for line in from_lines(out))
+    prompts, generated, memory = err.splitlines()
+    assert code == 0
+    assert prompts.split()[:2] == ["prompts", "5,"]
+    assert generated.split()[:3] == ["generated", str(tokens), "tokens"]
+    assert memory.startswith("peak memory ")
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (b"{", "Expecting property name"),
+        (b"[1]", 'not an object, as in {"prompt": "…"}'),
+        (b"[" * 100_000, "maximum recursion depth exceeded"),
+        (b'{"text": "x"}', 'there is no "prompt"'),
+        (b'{"prompt": "\xff"}', "'utf-8' codec can't decode"),
+        (b'{"prompt": "\\ud800"}', "'utf-8' codec can't encode"),
+        (b'{"prompt": "x", "name": "\\ud800"}', "'utf-8' codec can't encode"),
+        (b'{"prompt": 3}', "the prompt must be a text or a list of ids"),
+        (b'{"prompt": [true]}', "the prompt must be a text or a list of ids"),
+        (b'{"prompt": [3, 320]}', "token 320 is outside the vocabulary of 320"),
+        (b'{"prompt": "x", "temperature": "hot"}', 'temperature must be a number, not "hot"'),
+        (b'{"prompt": "x", "temperature": true}', "temperature must be a number, not true"),
+        (b'{"prompt": "x", "temperature": null}', "temperature must be a number, not null"),
+        (b'{"prompt": "x", "temperature": -1}', "temperature must be 0 or a positive number"),
+        (b'{"prompt": "x", "temperature": NaN}', "temperature must be 0 or a positive number"),
+        (b'{"prompt": "x", "min_p": 1' + b"0" * 400 + b"}", "int too large to convert to float"),
+        (b'{"prompt": "x", "top_k": 1.5}', "top_k must be a whole number, not 1.5"),
+        (b'{"prompt": "x", "max_new_tokens": 0}', "max_new_tokens must be at least 1, not 0"),
+        (b'{"prompt": "x", "logprobs": 21}', "logprobs must be between 0 and 20, not 21"),
+        (b'{"prompt": "x", "logit_bias": 3}', "logit_bias must be numbers by token, not 3"),
+        (b'{"prompt": "x", "logit_bias": {"a": 3}}', "logit_bias must be numbers by token, not "),
+        (b'{"prompt": "x", "logit_bias": {"320": 3}}', "token 320 of logit_bias is outside"),
+        (b'{"prompt": "x", "eos_token_id": "0"}', "eos_token_id must be an id or a list of ids"),
+        (b'{"prompt": "x", "eos_token_id": [999]}', "eos_token_id 999 is outside the vocabulary"),
+        (b'{"prompt": "x", "stop_strings": [""]}', "stop_strings must be a text or a list of "),
+        (b'{"prompt": "x", "stop_strings": 3}', "stop_strings must be a text or a list of texts"),
+    ],
+)
+def test_jsonl_malformed_lines(
+    cli: Cli, speller: Path, source: Path, line: bytes, sentence: str
+) -> None:
+    source.write_bytes(b'{"prompt": "x"}\n\n' + line + b'\n{"prompt": "y"}\n')
+    target = source.with_name("out")
+    target.write_text("before")
+    got = refused(cli("generate", speller, "--jsonl", source, "--output", target))
+    assert got.startswith(f"{source}, line 3: {sentence}")
+    assert target.read_text() == "before"
+    assert names_in(source.parent) == {source.name, target.name}
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_jsonl_mistakes(cli: Cli, speller: Path, source: Path, tmp_path: Path) -> None:
+    lines = ("generate", speller, "--jsonl", source)
+    for options, name in (
+        (["x"], "a prompt"),
+        (["-"], "a prompt"),
+        (["--file", source], "--file"),
+        (["-n", 2], "-n"),
+        (["--load-state", source], "--load-state"),
+        (["--save-state", tmp_path / "s"], "--save-state"),
+    ):
+        want = f"--jsonl brings its own prompts: it does not go with {name}"
+        assert refused(cli(*lines, *options, stdin="x")) == want
+    want = f"there is no folder {tmp_path / 'no'} to write out to"
+    assert refused(cli(*lines, "--output", tmp_path / "no" / "out")) == want
+    want = "/dev/null is there already, and is not a file to replace"
+    assert refused(cli(*lines, "--output", "/dev/null")) == want
+    partial = tmp_path / "out.partial"
+    partial.write_text("precious")
+    want = f"{partial} holds what an earlier run finished: move it first"
+    assert refused(cli(*lines, "--output", tmp_path / "out")) == want
+    assert partial.read_text() == "precious"
+    assert refused(cli("generate", speller, "--jsonl", "-", stdin="\n")) == "stdin holds no prompts"
+    assert "No such file" in refused(cli("generate", speller, "--jsonl", tmp_path / "none"))
+    assert refused(cli(*lines, "--temperature", -1)).startswith("temperature must be 0 or")
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, call: int, error: BaseException) -> None:
+    """Fails at the call-th token of all texts together."""
+    push, calls = GrowingText.push, 0
+
+    def failing(text: GrowingText, *given: object) -> str:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise error
+        return push(text, *given)
+
+    monkeypatch.setattr(GrowingText, "push", failing)
+
+
+def test_jsonl_keeps_what_was_finished(
+    cli: Cli, speller: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target, partial = (tmp_path / name for name in ("in", "out", "out.partial"))
+    lengths = (8, 3, 5, 2)  # in batches of two: line 1 is over first, then 0, then 3, then 2
+    jobs = [{"prompt": "x", "id": n, "max_new_tokens": most} for n, most in enumerate(lengths)]
+    source.write_text(as_lines(jobs))
+    target.write_text("before")
+    run = ("generate", speller, "--jsonl", source, "--batch-size", 2, "--ignore-eos", "--seed", 0)
+    everything = from_lines(succeeded(cli(*run)))
+
+    for call, error, code, finished in (
+        (4, KeyboardInterrupt(), 130, []),
+        (9, KeyboardInterrupt(), 130, [1]),
+        (9, RuntimeError("out of memory"), None, [1]),
+        (9, ValueError("a mistake"), 2, [1]),
+        (16, KeyboardInterrupt(), 130, [1, 0, 3]),
+    ):
+        with monkeypatch.context() as patch:
+            fail_at(patch, call, error)
+            if code is None:
+                with pytest.raises(RuntimeError):
+                    cli(*run, "--output", target)
+            else:
+                outcome = cli(*run, "--output", target)
+                said = [f"xlstm7b: {partial} holds what was finished, {len(finished)} of 4 texts"]
+                assert (outcome.code, outcome.out) == (code, "")
+                assert outcome.err.splitlines()[:1] == (said if finished else [])
+        assert target.read_text() == "before"
+        assert partial.exists() == bool(finished)
+        if finished:
+            assert from_lines(partial.read_text()) == [everything[n] for n in finished]
+            partial.unlink()
+        assert names_in(tmp_path) == {"in", "out"}
+    with monkeypatch.context() as patch:
+        fail_at(patch, 16, KeyboardInterrupt())
+        outcome = cli(*run)
+    assert outcome == Outcome(130, outcome.out, "")
+    assert from_lines(outcome.out) == [everything[n] for n in (0, 1, 3)]

@@ -1,0 +1,266 @@
+"""chat: a conversation through pipes and on a terminal, its commands, and Ctrl-C."""
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from cli.commands import (
+    Cli,
+    environment,
+    refused,
+    save_chat_model,
+    save_reciter,
+    succeeded,
+)
+
+from xlstm7b.generate import Generator, TextState
+from xlstm7b.generate.chat import Chat
+from xlstm7b.tokenizer import ByteTokenizer
+from xlstm7b.weights import read_config
+
+GREEDY = ("--temperature", 0)
+ENDLESS = ("--min-new-tokens", 10**6, "--max-new-tokens", 10**6)
+
+
+@pytest.fixture(scope="module")
+def greeter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It answers "Assistant:" by " Hi!", and goes on for the user."""
+    ids = ByteTokenizer().encode(": Hi!\nUser:")
+    return save_reciter(tmp_path_factory.mktemp("greeter"), ids)
+
+
+def tokens_read(stats: str) -> list[int]:
+    found = re.findall(r"tokens read +([\d,]+)", stats)
+    return [int(number.replace(",", "")) for number in found]
+
+
+# Through pipes
+
+
+def test_chat_prints_answers_alone(cli: Cli, greeter: Path) -> None:
+    assert succeeded(cli("chat", greeter, *GREEDY, stdin="Hello\n\n  \nAgain")) == "Hi!\nHi!\n"
+    assert succeeded(cli("chat", greeter, stdin="Hello\n/exit\nAgain\n")) == "Hi!\n"
+    assert succeeded(cli("chat", greeter, stdin="")) == ""
+    stopped = cli("chat", greeter, "--stop", "i", "--max-new-tokens", 9, stdin="Hello")
+    assert succeeded(stopped) == "H\n"
+
+
+def test_chat_is_the_librarys(cli: Cli, speller: Path) -> None:
+    settings = {"max_new_tokens": 9, "temperature": 2.0, "top_p": 1.0, "seed": 8}
+    chat = Chat(Generator.from_pretrained(speller), system="Go.", **settings)
+    want = ["".join(piece.text for piece in chat.say(text)) for text in ("one", "two")]
+    options = ("--system", "Go.", "--max-new-tokens", 9, "--temperature", 2, "--top-p", 1)
+    out = succeeded(cli("chat", speller, *options, "--seed", 8, stdin="one\ntwo\n"))
+    assert out == "".join(f"{text.lstrip()}\n" for text in want)
+
+
+def test_chat_commands(cli: Cli, greeter: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a state"
+    said = ["a", "/stats", "bcd", "/stats", f"/save {path}", "/undo", "/stats", "/clear", "/stats",
+            f"/load {path}", "/stats", "e", "/stats", "/help"]  # fmt: skip
+    code, out, err = cli("chat", greeter, *GREEDY, stdin="\n".join(said))
+    assert (code, out) == (0, "Hi!\n" * 3)
+    # The first id, what is typed, and all around it; " Hi!" and "\nUser:" included.
+    one = 1 + len("User: a\nAssistant: Hi!\nUser:")
+    two = one + len(" bcd\nAssistant: Hi!\nUser:")
+    three = two + len(" e\nAssistant: Hi!\nUser:")
+    assert tokens_read(err) == [one, two, one, 0, two, three]
+    assert TextState.load(path, read_config(greeter)).tokens_seen == [two]
+    assert [int(n) for n in re.findall(r"exchanges +(\d+)", err)] == [1, 2, 1, 0, 0, 1]
+    assert len(re.findall(r"^state +\d+\.\d MB$", err, re.MULTILINE)) == 6
+    assert len(re.findall(r"^answering +[\d,.]+ tok/s$", err, re.MULTILINE)) == 4
+    for sentence in (
+        f"saved {path}",
+        "the last exchange never was",
+        "the conversation starts anew",
+        f"the conversation goes on from {path}",
+        "/save PATH  save the conversation's state",
+    ):
+        assert sentence in err.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("/undo", "there is nothing to undo (the last 8 exchanges can be)"),
+        ("/save", "/save needs a path: /save PATH"),
+        ("/load ", "/load needs a path: /load PATH"),
+        ("/save x", "nothing has been said that could be saved"),
+        ("/save no/x", "there is no folder {here}/no to write x to"),
+        ("/load no", "no is missing"),
+        ("/load text", "text is damaged: "),
+        ("/Save x", "there is no command /Save; /help lists those there are"),
+        ("/etc/passwd is a file", "there is no command /etc/passwd; /help lists those there are"),
+        ("/", "there is no command /; /help lists those there are"),
+    ],
+)
+def test_chat_mistakes_are_told_and_it_goes_on(
+    cli: Cli, greeter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str,
+    sentence: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text("hello")
+    code, out, err = cli("chat", greeter, stdin=f"{line}\nHello\n")
+    assert (code, out, len(err.splitlines())) == (0, "Hi!\n", 1)
+    assert err.startswith(sentence.format(here=tmp_path))
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_chat_mistakes_before_weights(cli: Cli, greeter: Path) -> None:
+    def sentence(*options: object) -> str:
+        return refused(cli("chat", greeter, *options, stdin=""))
+
+    assert sentence("--top-p", 2) == "top_p must be above 0 and at most 1, not 2.0"
+    assert sentence("--stop", "") == "a stop string must not be empty"
+    assert sentence("--dtype", "x").startswith("there is no dtype 'x'")
+    assert sentence("--state-dtype", "float16").startswith("there is no dtype 'float16'")
+    assert sentence("--device", "toaster").startswith("the device 'toaster' cannot be used here")
+    assert refused(cli("chat", "7b")).startswith("there is no folder '7b'")
+
+
+# Templates
+
+
+def test_chat_by_a_template(cli: Cli, tmp_path: Path) -> None:
+    folder = save_chat_model(tmp_path / "model")
+    talk = ("chat", folder, "--system", "Be brief.")
+    code, out, err = cli(*talk, stdin="Hello\n/stats\nAgain\n/stats\n")
+    assert (code, out) == (0, "Hi!\nHi!\n")
+    # Of each marker one token, and the first id.
+    once = 1 + len("_system\nBe brief._\n_user\nHello_\n_assistant\nHi!")
+    assert tokens_read(err) == [once, once + len("_\n_user\nAgain_\n_assistant\nHi!")]
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ messages[-1].content }}", "the chat template does not just add to a text"),
+        ("{{ raise_exception('no') }}", "the chat template fails: no"),
+        ("{% if %}", "{folder}/chat_template.jinja: the chat template cannot be read: "),
+    ],
+)
+def test_chat_without_a_usable_template(
+    cli: Cli, tmp_path: Path, template: str, reason: str
+) -> None:
+    ids = ByteTokenizer().encode(": Hi!\nUser:")
+    folder = save_reciter(tmp_path / "model", ids)
+    (folder / "chat_template.jinja").write_text(template)
+    code, out, err = cli("chat", folder, stdin="Hello\n")
+    assert (code, out, len(err.splitlines())) == (0, "Hi!\n", 1)
+    assert err.startswith(reason.format(folder=folder))
+    assert err.endswith("; turns are written as User: and Assistant: instead\n")
+
+
+# Ctrl-C
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_program(speller: Path) -> None:
+    arguments = [sys.executable, "-m", "xlstm7b", "chat", speller, *ENDLESS]
+    with subprocess.Popen(
+        list(map(str, arguments)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    ) as program:
+        try:
+            program.stdin.write(b"Hello\n")
+            program.stdin.flush()
+            assert program.stdout.read(20)  # the answer is under way
+            program.send_signal(signal.SIGINT)
+            program.stdout.readline()
+            out, err = program.communicate(b"/stats\n/exit\n", timeout=30)
+        finally:
+            program.kill()
+    assert (program.returncode, out) == (0, b"")
+    assert 1 + len("User: Hello\nAssistant:") < tokens_read(err.decode())[0] < 10**5
+
+
+def test_a_second_ctrl_c_drops_the_answer(
+    cli: Cli, greeter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Generator.stream
+
+    def interrupted(*arguments: object, **options: object) -> object:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        return stream(*arguments, **options)
+
+    monkeypatch.setattr(Generator, "stream", interrupted)
+    code, out, err = cli("chat", greeter, stdin="Hello\n/stats\n")
+    assert (code, out) == (0, "\n")
+    assert err.splitlines()[0] == "the answer is dropped, and what it was to"
+    assert tokens_read(err) == [0]
+
+
+# On a terminal
+
+
+class Screen:
+    """The program on a terminal of its own."""
+
+    def __init__(self, *arguments: object) -> None:
+        self._terminal, theirs = pty.openpty()
+        self.program = subprocess.Popen(
+            list(map(str, (sys.executable, "-m", "xlstm7b", *arguments))),
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment() | {"TERM": "dumb"},
+            preexec_fn=lambda: os.login_tty(theirs),  # so that Ctrl-C is a signal
+        )
+        os.close(theirs)
+
+    def until(self, pattern: str) -> str:
+        """What it shows until this appears."""
+        shown, end = "", time.monotonic() + 30
+        while not re.search(pattern, shown):
+            assert time.monotonic() < end, shown
+            if select.select([self._terminal], [], [], 1)[0]:
+                shown += os.read(self._terminal, 1000).decode(errors="replace")
+        return shown
+
+    def type(self, text: str) -> None:
+        os.write(self._terminal, text.encode())
+
+    def close(self) -> None:
+        self.program.kill()
+        self.program.wait()
+        os.close(self._terminal)
+
+
+def test_chat_on_a_terminal(speller: Path) -> None:
+    screen = Screen("chat", speller, *ENDLESS)
+    try:
+        assert "/help lists commands, Ctrl-D leaves" in screen.until("> ")
+        screen.type("Hello\n")
+        screen.until(r"Hello\s+\w+")  # the answer is under way
+        screen.type("\x03")
+        screen.until("> ")
+        screen.type("/stats\n")
+        assert tokens_read(screen.until(r"answering.*\s+> "))[0] > 1 + len(
+            "User: Hello\nAssistant:"
+        )
+        # Between prompting and waiting Python's readline would miss it: as a user, try again.
+        time.sleep(0.5)
+        for _ in range(3):
+            screen.type("\x03")
+            with suppress(subprocess.TimeoutExpired):
+                screen.program.wait(timeout=10)
+                break
+        assert screen.program.returncode == 0
+    finally:
+        screen.close()
+
+
+def test_ctrl_d_leaves(cli: Cli, greeter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert cli("chat", greeter) == (0, "> \n", "/help lists commands, Ctrl-D leaves\n")

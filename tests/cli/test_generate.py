@@ -1,0 +1,384 @@
+"""generate: texts, where prompts come from, states, speeds, and one sentence for every mistake."""
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import names_in, save_small
+from cli.commands import (
+    Cli,
+    Outcome,
+    environment,
+    greedy_text,
+    refused,
+    save_reciter,
+    succeeded,
+)
+
+from xlstm7b.accounting import decode_bytes
+from xlstm7b.config import ModelConfig
+from xlstm7b.generate import Generator, TextState
+from xlstm7b.generate.texts import GrowingText
+from xlstm7b.model import XLSTM
+from xlstm7b.tokenizer import ByteTokenizer
+from xlstm7b.weights import read_config
+
+GREEDY = ("--temperature", 0)
+
+
+def bytes_of(text: str) -> list[int]:
+    return ByteTokenizer().encode(text)
+
+
+def as_options(settings: dict[str, object]) -> list[object]:
+    pairs = (("--" + name.replace("_", "-"), value) for name, value in settings.items())
+    return [part for pair in pairs for part in pair]
+
+
+# Texts
+
+
+def test_generate_greedily(cli: Cli, speller: Path) -> None:
+    arguments = ("generate", speller, "Once upon ä", "--max-new-tokens", 40, "--temperature", 0)
+    want = greedy_text(speller, "Once upon ä", 40)
+    assert len(set(want)) > 12
+    assert succeeded(cli(*arguments)) == want + "\n"
+    assert succeeded(cli(*arguments, "--seed", 5, "--top-p", 0.5, "--device", "cpu")) == want + "\n"
+
+
+def test_generate_with_seeds(cli: Cli, speller: Path) -> None:
+    def text(seed: int, *options: object) -> str:
+        return succeeded(cli("generate", speller, "The ", "--seed", seed, *options))
+
+    short = ("--max-new-tokens", 30, "--temperature", 1.5)
+    assert text(1, *short) == text(1, *short) != text(2, *short)
+    assert text(1, *short, "--top-k", 1) == greedy_text(speller, "The ", 30) + "\n"
+    assert text(1, *short, "--top-p", 1e-9) == greedy_text(speller, "The ", 30) + "\n"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 1.0},
+        {"top_k": 2},
+        {"top_p": 0.2},
+        {"min_p": 0.9},
+        {"seed": 5},
+        {"repetition_penalty": 3.0},
+        {"presence_penalty": 40.0},
+        {"frequency_penalty": 20.0},
+        {"max_new_tokens": 29},
+        {"temperature": 50.0, "min_new_tokens": 30, "top_p": 1.0, "top_k": 0},
+    ],
+)
+def test_generate_settings_are_those_of_the_library(
+    cli: Cli, speller: Path, settings: dict[str, object]
+) -> None:
+    hot = {"max_new_tokens": 30, "temperature": 9.0, "top_k": 12, "top_p": 0.8, "seed": 4}
+    generator = Generator.from_pretrained(speller)
+    (base,) = generator.generate("The ", **hot)
+    (want,) = generator.generate("The ", **{**hot, **settings})
+    assert (base.text == want.text) == (not settings)
+    out = succeeded(cli("generate", speller, "The ", *as_options({**hot, **settings})))
+    assert out == f"The {want.text}\n"
+
+
+def test_generate_max_new_tokens(cli: Cli, speller: Path) -> None:
+    for count in (1, 17):
+        out = succeeded(
+            cli("generate", speller, "é", "--max-new-tokens", count, "--top-k", 3, "--seed", 0)
+        )
+        assert out.startswith("é")
+        tokens = ByteTokenizer().encode(out.removesuffix("\n"))
+        # Half characters that were never completed are shown as U+FFFD, three bytes for one.
+        assert len(tokens) - 2 * (1 + out.count("\ufffd")) == count
+
+
+def test_generate_in_bfloat16_and_from_an_empty_prompt(cli: Cli, speller: Path) -> None:
+    out = succeeded(cli("generate", speller, "", "--max-new-tokens", 5, "--temperature", 0))
+    assert out == greedy_text(speller, "", 5) + "\n"
+    narrow = cli(
+        "generate", speller, "a", "--max-new-tokens", 3, "--temperature", 0, "--dtype", "bfloat16"
+    )
+    assert succeeded(narrow).startswith("a")
+
+
+@pytest.fixture(scope="module")
+def fox(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It says aé🦊, a line break, b, and ends; none of it is one byte's work."""
+    return save_reciter(tmp_path_factory.mktemp("fox"), bytes_of("aé🦊\nb"))
+
+
+def test_generate_characters_of_several_tokens(cli: Cli, fox: Path) -> None:
+    assert succeeded(cli("generate", fox, "a")) == "aé🦊\nb\n"
+    assert succeeded(cli("generate", fox, "a", "--max-new-tokens", 4)) == "aé\ufffd\n"
+
+
+def test_generate_until_a_stop_string(cli: Cli, fox: Path) -> None:
+    assert succeeded(cli("generate", fox, "a", "--stop", "\n")) == "aé🦊\n"
+    assert succeeded(cli("generate", fox, "a", "--stop", "b", "--stop", "🦊\n")) == "aé\n"
+    assert succeeded(cli("generate", fox, "a", "--stop", "é", "--no-echo")) == "\n"
+
+
+def test_generate_past_the_end_of_text(cli: Cli, fox: Path) -> None:
+    def tokens(*options: object) -> int:
+        brief = ("--max-new-tokens", 9, "--verbose", "--peak-tbs", 1, *GREEDY)
+        code, out, err = cli("generate", fox, "\n", *brief, *options)
+        assert (code, out[:2]) == (0, "\nb")
+        return int(re.search(r"generated +(\d+) tokens", err)[1])
+
+    assert tokens() == 1
+    assert tokens("--min-new-tokens", 3) == 3
+    assert tokens("--ignore-eos") == 9
+
+
+def test_generate_several(cli: Cli, speller: Path) -> None:
+    settings = {"max_new_tokens": 8, "temperature": 3.0, "top_p": 1.0, "seed": 7}
+    texts = Generator.from_pretrained(speller).generate("So ", num_return_sequences=3, **settings)
+    out = succeeded(cli("generate", speller, "So ", "-n", 3, *as_options(settings)))
+    numbered = enumerate((text.text for text in texts), 1)
+    assert out == "".join(f"=== {n} of 3 ===\nSo {text}\n" for n, text in numbered)
+    few = ("--num-return-sequences", 3, "--batch-size", 2, "--no-echo")
+    assert succeeded(cli("generate", speller, "So ", *few, *as_options(settings))) == out.replace(
+        "\nSo ", "\n"
+    )
+
+
+# Where the prompt comes from
+
+
+@pytest.mark.parametrize("content", ["Ein Käse\n", "Ein Käse"])
+def test_generate_from_a_file_and_from_a_pipe(
+    cli: Cli, speller: Path, tmp_path: Path, content: str
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(content)
+    short = ("--max-new-tokens", 9, *GREEDY)
+    want = succeeded(cli("generate", speller, "Ein Käse", *short))
+    assert succeeded(cli("generate", speller, "--file", file, *short)) == want
+    assert succeeded(cli("generate", speller, *short, stdin=content)) == want
+    assert succeeded(cli("generate", speller, "-", *short, stdin=content)) == want
+    # An argument is taken as it is, whatever is piped in.
+    assert succeeded(cli("generate", speller, "Ein Käse", *short, stdin="x")) == want
+    assert succeeded(cli("generate", speller, "--file", file, *short, stdin="x")) == want
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_generate_wants_one_prompt(cli: Cli, speller: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"\xff")
+    want = "there are two prompts: give an argument or --file, not both"
+    assert refused(cli("generate", speller, "x", "--file", file)) == want
+    assert refused(cli("generate", speller, "-", "--file", file, stdin="x")) == want
+    want = "there is no prompt: give one, name a --file, or pipe it in"
+    assert refused(cli("generate", speller)) == want
+    assert refused(cli("generate", speller, "--file", tmp_path / "no")).startswith("there is no f")
+    assert refused(cli("generate", speller, "--file", file)).startswith(f"{file} is not UTF-8 text")
+    sentence = refused(cli("generate", speller, stdin=b"a\xff"))
+    assert sentence.startswith("what is piped in is not UTF-8 text: ")
+    assert "surrogates not allowed" in refused(cli("generate", speller, "\udcff"))
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_generate_an_empty_prompt_without_a_first_token(cli: Cli, tmp_path: Path) -> None:
+    config = ModelConfig(128, 1, 2, vocab_size=320, force_bos_token_insert=False)
+    XLSTM(config).save_pretrained(tmp_path)
+    sentence = refused(cli("generate", tmp_path, ""))
+    assert sentence == "the prompt is empty, and this model has no first token of its own"
+
+
+# States
+
+
+def test_generate_goes_on_from_a_state(cli: Cli, speller: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a state"
+    want = greedy_text(speller, "Once upon", 30)
+
+    def go_on(*arguments: object, tokens: int) -> str:
+        return succeeded(
+            cli("generate", speller, *arguments, "--max-new-tokens", tokens, *GREEDY)
+        ).removesuffix("\n")
+
+    first = go_on("Once upon", "--save-state", path, tokens=12)
+    assert names_in(tmp_path) == {path.name}
+    state = TextState.load(path, read_config(speller))
+    assert state.tokens_seen == [1 + len("Once upon") + 12]
+    again = go_on("--load-state", path, "--save-state", path, tokens=10)
+    assert TextState.load(path, read_config(speller)).tokens_seen == [1 + len("Once upon") + 22]
+    last = go_on("--load-state", path, "--dtype", "float32", "--state-dtype", "float32", tokens=8)
+    assert first + again + last == want
+    # The prompt is read on top of it; one that is piped in only if asked for.
+    more = go_on("--load-state", path, want[-8:], tokens=5)
+    assert more == greedy_text(speller, want, 5)[-13:]
+    assert succeeded(
+        cli("generate", speller, "-", "--load-state", path, "--max-new-tokens", 5, *GREEDY,
+            stdin=want[-8:])
+    ) == more + "\n"  # fmt: skip
+    unread = cli("generate", speller, "--load-state", path, "--max-new-tokens", 8, *GREEDY,
+                 stdin=b"\xff")  # fmt: skip
+    assert succeeded(unread) == last + "\n"
+    three = succeeded(cli("generate", speller, "--load-state", path, "-n", 2, *GREEDY,
+                          "--max-new-tokens", 8))  # fmt: skip
+    assert three == f"=== 1 of 2 ===\n{last}\n=== 2 of 2 ===\n{last}\n"
+
+
+def test_generate_in_bfloat16_states(cli: Cli, speller: Path, tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    narrow = ("--state-dtype", "bfloat16", "--max-new-tokens", 3)
+    out = succeeded(cli("generate", speller, "a", *narrow, "--save-state", path))
+    state = TextState.load(path, read_config(speller))
+    assert state.memory.blocks[0].C.dtype == torch.bfloat16
+    assert out.startswith("a")
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_generate_refuses_states_before_weights(cli: Cli, speller: Path, tmp_path: Path) -> None:
+    config = read_config(speller)
+    path = tmp_path / "state"
+    assert refused(cli("generate", speller, "--load-state", path)) == f"{path} is missing"
+    path.write_bytes(b"hello")
+    assert refused(cli("generate", speller, "--load-state", path)).startswith(f"{path} is damaged")
+    sentence = refused(cli("generate", speller, "--load-state", speller / "model.safetensors"))
+    assert sentence == f"{speller / 'model.safetensors'} holds no saved state"
+    other = Generator(XLSTM(ModelConfig(128, 1, 2, vocab_size=320)), ByteTokenizer())
+    other.read("x").save(path)
+    sentence = refused(cli("generate", speller, "--load-state", path))
+    want = f"{path} was saved from another model: it has num_blocks 1, not 2"
+    assert sentence.startswith(want)
+    Generator(XLSTM(config), ByteTokenizer()).read(["x", "y"]).save(path)
+    sentence = refused(cli("generate", speller, "--load-state", path))
+    assert sentence == f"{path} holds 2 texts; here one goes on"
+    before = path.read_bytes()
+    for target, reason in {
+        tmp_path: f"{tmp_path} is there already, and is not a file to replace",
+        tmp_path / "a" / "b": f"there is no folder {tmp_path / 'a'} to write b to",
+        Path("/dev/null"): "/dev/null is there already, and is not a file to replace",
+    }.items():
+        assert refused(cli("generate", speller, "x", "--save-state", target)) == reason
+    sentence = refused(cli("generate", speller, "x", "--save-state", path, "-n", 2))
+    assert sentence == "--save-state saves one text: it does not go with -n"
+    assert path.read_bytes() == before
+
+
+def after_tokens(monkeypatch: pytest.MonkeyPatch, count: int, act: Callable[[], None]) -> None:
+    """Acts when a text has this many tokens, before it gets the next."""
+    push = GrowingText.push
+
+    def counting(text: GrowingText, *given: object) -> str:
+        if len(text.token_ids) == count:
+            act()
+        return push(text, *given)
+
+    monkeypatch.setattr(GrowingText, "push", counting)
+
+
+def test_ctrl_c_ends_the_text_and_saves_the_state(
+    cli: Cli, speller: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, before = tmp_path / "state", signal.getsignal(signal.SIGINT)
+    # The next token has been asked for by then, and is the last.
+    after_tokens(monkeypatch, 3, lambda: signal.raise_signal(signal.SIGINT))
+    outcome = cli("generate", speller, "So ", *GREEDY, "--save-state", path)
+    assert outcome == Outcome(130, greedy_text(speller, "So ", 5) + "\n", "")
+    assert TextState.load(path, read_config(speller)).tokens_seen == [1 + len("So ") + 5]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+# Speeds
+
+
+def test_generate_verbose(cli: Cli, speller: Path) -> None:
+    quick = ("--max-new-tokens", 20, "--verbose", "--peak-tbs", 0.1, *GREEDY)
+    for options, batch in ((["--state-dtype", "float32"], 1), (["-n", 3], 3)):
+        code, out, err = cli("generate", speller, "Once", *quick, *options)
+        assert (code, out.count("Once")) == (0, batch)
+        prompt, generated, moved, memory = err.splitlines()
+        assert re.fullmatch(r"prompt +5 tokens +[\d,.]+ tok/s", prompt)
+        rate = float(re.search(r"([\d,.]+) tok/s", generated)[1].replace(",", "")) / batch
+        assert re.search(rf" {20 * batch} tokens ", generated)
+        bandwidth, share, limit = re.fullmatch(
+            r"memory moved +([\d.]+) GB/s, ([\d.]+)% of the ([\d.]+) GB/s that it reads at", moved
+        ).groups()
+        want = rate * decode_bytes(read_config(speller), batch, weight_itemsize=4) / 1e9
+        assert float(bandwidth) == pytest.approx(want, abs=0.006)
+        assert float(share) == pytest.approx(want, abs=0.06)  # of 100 GB/s
+        assert limit == "100.0"
+        assert re.fullmatch(r"peak memory +[\d.]+ GB", memory)
+
+
+def test_generate_measures_what_memory_reads(cli: Cli, speller: Path) -> None:
+    code, _, err = cli("generate", speller, "x", "--max-new-tokens", 1, "--verbose")
+    assert code == 0
+    assert 0.5 < float(re.search(r"of the ([\d.]+) GB/s", err)[1]) < 5000
+
+
+# Pipes
+
+
+def test_generate_into_a_pipe_that_closes(fox: Path) -> None:
+    program = f"{sys.executable} -m xlstm7b generate {fox} --max-new-tokens 100000 --ignore-eos"
+    done = subprocess.run(
+        f"printf a | {program} | head -1",
+        shell=True, capture_output=True, env=environment(), timeout=60,
+    )  # fmt: skip
+    assert (done.stdout.decode(), done.stderr) == ("aé🦊\n", b"")
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--top-p", 0], "top_p must be above 0 and at most 1, not 0.0"),
+        (["--top-p", 1.5], "top_p must be above 0 and at most 1, not 1.5"),
+        (["--top-k", -1], "top_k must be 0 (all tokens) or a positive number, not -1"),
+        (["--temperature", -1], "temperature must be 0 or a positive number, not -1.0"),
+        (["--temperature", "nan"], "temperature must be 0 or a positive number, not nan"),
+        (["--max-new-tokens", 0], "max_new_tokens must be at least 1, not 0"),
+        (["--min-new-tokens", 300], "min_new_tokens (300) must not exceed max_new_tokens (256)"),
+        (["--min-p", 2], "min_p must be between 0 and 1, not 2.0"),
+        (["--repetition-penalty", 0], "repetition_penalty must be between 0.01 and 100, not 0.0"),
+        (["--presence-penalty", "inf"], "presence_penalty must be between -100 and 100, not inf"),
+        (["--frequency-penalty", -101], "frequency_penalty must be between -100 and 100, not "),
+        (["--stop", ""], "a stop string must not be empty"),
+        (["-n", 0], "num_return_sequences must be at least 1, not 0"),
+        (["--batch-size", 0], "batch_size must be at least 1, not 0"),
+        (["--peak-tbs", 0], "peak_tbs must be a positive number of TB/s, not 0.0"),
+        (["--state-dtype", "float16"], "there is no dtype 'float16' here; there are: float32, bfl"),
+        (["--logprobs", 2], "--output, --token-ids and --logprobs only go with --jsonl"),
+        (["--output", "x"], "--output, --token-ids and --logprobs only go with --jsonl"),
+        (["--seed", -1], "seed must be between 0 and 2^64 - 1, not -1"),
+        (["--dtype", "int4"], "there is no dtype 'int4' here; there are: float32, bfloat16, float"),
+        (["--device", "cuda:99"], "the device 'cuda:99' cannot be used here: "),
+        (["--device", "toaster"], "the device 'toaster' cannot be used here: "),
+        (["--device", "meta"], "the device 'meta' cannot be used here: it holds no numbers"),
+    ],
+)
+def test_generate_checks_options_before_it_looks_for_the_model(
+    cli: Cli, options: list[object], sentence: str
+) -> None:
+    got = refused(cli("generate", "/no/such/model", "x", *options))
+    assert got.startswith(sentence)
+
+
+def test_generate_mistakes(cli: Cli, speller: Path, tmp_path: Path) -> None:
+    sentence = refused(cli("generate", "7b", "x"))
+    assert sentence == "there is no folder '7b', nor is that the name of a hub repository"
+    folder, _ = save_small(tmp_path)  # a vocabulary of 7
+    assert refused(cli("generate", folder, "x")) == (
+        f"{folder} has no tokenizer.json, which a vocabulary of 7 needs "
+        "(only one of 320 ids, bytes, needs none)"
+    )
+    missing = tmp_path / "tokenizer.json"
+    sentence = refused(cli("generate", speller, "x", "--tokenizer", missing))
+    assert sentence == f"there is no tokenizer at {missing}"
+    missing.write_text("{")
+    sentence = refused(cli("generate", speller, "x", "--tokenizer", missing))
+    assert sentence.startswith(f"{missing} is not a readable tokenizer.json: ")

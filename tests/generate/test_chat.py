@@ -1,0 +1,266 @@
+"""A conversation by states: what the model has read, turn by turn, and going back."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from cli.commands import CHATML, save_chat_model, save_reciter
+
+from xlstm7b.config import ModelConfig
+from xlstm7b.generate import Generator, TextState
+from xlstm7b.generate.chat import MOST_UNDONE, Chat, PlainTurns, TemplateTurns
+from xlstm7b.model import XLSTM
+from xlstm7b.tokenizer import ByteTokenizer, ChatTemplate
+
+
+def bytes_of(text: str) -> list[int]:
+    return ByteTokenizer().encode(text)
+
+
+def answer(chat: Chat, text: str) -> str:
+    return "".join(piece.text for piece in chat.say(text))
+
+
+def random_generator() -> Generator:
+    torch.manual_seed(1)
+    model = XLSTM(ModelConfig(64, 2, 2, vocab_size=320))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    return Generator(model, ByteTokenizer())
+
+
+def assert_has_read(chat: Chat, generator: Generator, ids: list[int], path: Path) -> None:
+    """The conversation's state is the one of a model that reads all of this at once."""
+    chat.save(path)
+    got, want = TextState.load(path, generator.config), generator.read([ids])
+    assert got.tokens_seen == want.tokens_seen
+    torch.testing.assert_close(got.logits, want.logits, rtol=1e-4, atol=1e-4)
+    for mine, other in zip(got.memory.blocks, want.memory.blocks, strict=True):
+        scale = (mine.m - other.m).exp()
+        torch.testing.assert_close(mine.n * scale[..., None], other.n, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(mine.C * scale[..., None, None], other.C, rtol=1e-4, atol=1e-4)
+
+
+# Plain turns
+
+
+@pytest.fixture(scope="module")
+def greeter(tmp_path_factory: pytest.TempPathFactory) -> Generator:
+    """It answers "Assistant:" by " Hi!", and goes on for the user."""
+    folder = tmp_path_factory.mktemp("greeter")
+    return Generator.from_pretrained(save_reciter(folder, bytes_of(": Hi!\nUser:")))
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_plain_turns_are_read_once(greeter: Generator, tmp_path: Path, system: str | None) -> None:
+    chat = Chat(greeter, system=system, temperature=0)
+    text = "" if system is None else "Be brief.\n\n"
+    for words in ("Hello", "How are you?", "Grüß dich"):
+        assert answer(chat, words) == " Hi!"
+        text += f"User: {words}\nAssistant: Hi!\n"
+        # What ends the answer is the beginning of the next turn, and read already.
+        assert_has_read(chat, greeter, bytes_of(text + "User:"), tmp_path / "state")
+    assert chat.stats().exchanges == 3
+    assert chat.stats().tokens_read == 1 + len(bytes_of(text + "User:"))
+
+
+def test_answers_cut_short_are_closed(greeter: Generator, tmp_path: Path) -> None:
+    chat = Chat(greeter, temperature=0, max_new_tokens=2)
+    assert answer(chat, "a") == " H"
+    assert answer(chat, "b") == " H"
+    text = "User: a\nAssistant: H\nUser: b\nAssistant: H"
+    assert_has_read(chat, greeter, bytes_of(text), tmp_path / "state")
+    chat = Chat(greeter, temperature=0)
+    pieces = list(chat.say("a", should_stop=lambda: True))
+    assert [piece.text for piece in pieces] == [" "]
+    assert answer(chat, "b") == " Hi!"
+    text = "User: a\nAssistant: \nUser: b\nAssistant: Hi!\nUser:"
+    assert_has_read(chat, greeter, bytes_of(text), tmp_path / "state")
+
+
+def test_a_stop_string_of_the_users(greeter: Generator, tmp_path: Path) -> None:
+    chat = Chat(greeter, temperature=0, stop_strings=("i",))
+    assert answer(chat, "a") == " H"
+    assert answer(chat, "b") == " H"
+    text = "User: a\nAssistant: Hi\nUser: b\nAssistant: Hi"
+    assert_has_read(chat, greeter, bytes_of(text), tmp_path / "state")
+
+
+def test_the_conversation_moves_on_only_with_the_last_piece(greeter: Generator) -> None:
+    chat = Chat(greeter, temperature=0)
+    answer(chat, "a")
+    before = chat.stats()
+    pieces = chat.say("b")
+    next(pieces)
+    assert chat.stats() == before
+    pieces.close()
+    assert chat.stats() == before
+    with pytest.raises(ValueError, match="top_p must be"):
+        Chat(greeter, top_p=2).say("x")
+
+
+def test_undo_and_clear() -> None:
+    chat = Chat(random_generator(), max_new_tokens=6, seed=3)
+    first, second = answer(chat, "one"), answer(chat, "two")
+    chat.undo()
+    assert (chat.stats().exchanges, answer(chat, "two")) == (1, second)
+    chat.undo()
+    other = answer(chat, "three")
+    chat.undo()
+    chat.undo()
+    assert (chat.stats().tokens_read, answer(chat, "one")) == (0, first)
+    assert answer(chat, "three") == other
+    chat.clear()
+    assert chat.stats() == (0, 0, 0, None)
+    assert answer(chat, "one") == first
+    chat.clear()
+    with pytest.raises(ValueError, match=r"^there is nothing to undo \(the last 8 exchanges can"):
+        chat.undo()
+    for _ in range(MOST_UNDONE + 2):
+        answer(chat, "again")
+    for _ in range(MOST_UNDONE):
+        chat.undo()
+    assert chat.stats().exchanges == 2
+    with pytest.raises(ValueError, match="there is nothing to undo"):
+        chat.undo()
+
+
+def test_a_seed_is_for_the_whole_conversation() -> None:
+    generator = random_generator()
+
+    def talk(**settings: int) -> list[str]:
+        chat = Chat(generator, max_new_tokens=12, **settings)
+        return [answer(chat, word) for word in ("a", "b")]
+
+    assert talk(seed=3) == talk(seed=3) != talk(seed=4)
+    assert talk(seed=(1 << 64) - 1) == talk(seed=(1 << 64) - 1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"stop_strings": ("a", "e", "i", "o", "u")}])
+def test_save_and_load(tmp_path: Path, settings: dict[str, tuple[str, ...]]) -> None:
+    generator, path = random_generator(), tmp_path / "state"
+    chat = Chat(generator, max_new_tokens=40, temperature=0, **settings)
+    with pytest.raises(ValueError, match=r"^nothing has been said that could be saved$"):
+        chat.save(path)
+    answer(chat, "one")
+    chat.save(path)
+    want = [answer(chat, "two"), answer(chat, "three")]
+    later = Chat(random_generator(), max_new_tokens=40, temperature=0, **settings)
+    answer(later, "something else")
+    later.load(path)
+    assert [answer(later, "two"), answer(later, "three")] == want
+    later.undo()
+    later.undo()
+    with pytest.raises(ValueError, match="nothing to undo"):
+        later.undo()
+    assert answer(later, "two") == want[0]
+
+
+def test_a_stop_string_that_was_read_is_saved_too(greeter: Generator, tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    chat = Chat(greeter, temperature=0)
+    answer(chat, "a")
+    chat.save(path)
+    chat = Chat(greeter, temperature=0)
+    chat.load(path)
+    answer(chat, "b")
+    text = "User: a\nAssistant: Hi!\nUser: b\nAssistant: Hi!\nUser:"
+    assert_has_read(chat, greeter, bytes_of(text), path)
+
+
+def test_load_any_text(greeter: Generator, tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    greeter.read("A long book.").save(path)
+    chat = Chat(greeter, temperature=0)
+    chat.load(path)
+    answer(chat, "What of it?")
+    text = "A long book.\nUser: What of it?\nAssistant: Hi!\nUser:"
+    assert_has_read(chat, greeter, bytes_of(text), path)
+    greeter.read(["a", "b"]).save(path)
+    before = chat.stats()
+    with pytest.raises(ValueError, match="holds 2 texts; a conversation is one"):
+        chat.load(path)
+    with pytest.raises(ValueError, match="is missing"):
+        chat.load(tmp_path / "none")
+    assert chat.stats() == before
+
+
+# Templates
+
+
+@pytest.fixture(scope="module")
+def templated(tmp_path_factory: pytest.TempPathFactory) -> Generator:
+    return Generator.from_pretrained(save_chat_model(tmp_path_factory.mktemp("templated")))
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_template_turns_are_read_once(
+    templated: Generator, tmp_path: Path, system: str | None
+) -> None:
+    template = ChatTemplate(CHATML, {})
+    turns = TemplateTurns(template, system)
+    assert turns.ending == "<|im_end|>"
+    chat = Chat(templated, turns, system=system, max_new_tokens=50)
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    for words in ("Hello", " How are you? ", "Grüß dich"):
+        assert answer(chat, words) == "Hi!"
+        messages += [
+            {"role": "user", "content": words},
+            {"role": "assistant", "content": "Hi!"},
+        ]
+        whole = template.render(messages).removesuffix("<|im_end|>\n")
+        ids = templated.tokenizer.encode(whole)
+        assert_has_read(chat, templated, ids, tmp_path / "state")
+
+
+@pytest.mark.parametrize(("ending", "answered", "overread"), [("!", " Hi", ""), ("i!", " H", "i!")])
+def test_an_ending_in_plain_text(
+    greeter: Generator, tmp_path: Path, ending: str, answered: str, overread: str
+) -> None:
+    """If it is of one token, that is not read; else it is a stop string, and read already."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}<{{ m.content }}>bot:"
+        "{% else %}{{ m.content }}" + ending + "\n{% endif %}{% endfor %}"
+    )
+    turns = TemplateTurns(ChatTemplate(source, {}))
+    assert turns.ending == ending
+    chat = Chat(greeter, turns, temperature=0)
+    assert [answer(chat, "a"), answer(chat, "b")] == [answered, answered]
+    text = "<a>bot: Hi!\n<b>bot:" + answered + overread
+    assert_has_read(chat, greeter, bytes_of(text), tmp_path / "state")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[-1].content }}",  # only the last
+        "{% for m in messages %}{{ loop.index }}: {{ m.content }}\n{% endfor %}",  # numbered
+        "{{ messages | length }}{% for m in messages %}{{ m.content }}\n{% endfor %}",
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}\n{% endfor %}",
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}bot:",  # another start
+        "a constant",
+    ],
+)
+def test_templates_that_do_not_add_turn_by_turn(source: str) -> None:
+    with pytest.raises(ValueError, match=r"^the chat template does not just add to a text"):
+        TemplateTurns(ChatTemplate(source, {}))
+
+
+def test_a_template_without_system_messages() -> None:
+    source = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+        + CHATML
+    )
+    assert TemplateTurns(ChatTemplate(source, {})).ending == "<|im_end|>"
+    with pytest.raises(ValueError, match=r"^the chat template fails: no system here$"):
+        TemplateTurns(ChatTemplate(source, {}), "Be brief.")
+
+
+def test_later_turns_do_not_depend_on_words() -> None:
+    turns = TemplateTurns(ChatTemplate(CHATML, {}))
+    words = TemplateTurns._ANSWER
+    assert turns.later(words) == (
+        f"<|im_end|>\n<|im_start|>user\n{words}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert PlainTurns().later(words) == f"\nUser: {words}\nAssistant:"
