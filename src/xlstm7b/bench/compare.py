@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xlstm7b.bench.peer import Runner, Speeds, our_runner, speeds, their_model, their_runner
+from xlstm7b.bench.peer import (
+    Runner,
+    Speeds,
+    our_generating_runner,
+    our_runner,
+    speeds,
+    their_model,
+    their_runner,
+)
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate.decoder import with_first_token
 from xlstm7b.model import XLSTM
@@ -93,7 +101,7 @@ def compare(
         device,
         tuple(results),
         speed_length,
-        speeds(our_runner(model, last=True), prompt),
+        speeds(our_generating_runner(model), prompt),
         speeds(theirs, prompt),
     )
 

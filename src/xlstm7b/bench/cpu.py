@@ -18,7 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xlstm7b.accounting import forward_flops
-from xlstm7b.bench.peer import our_runner, seconds, speeds, their_model, their_runner
+from xlstm7b.bench.peer import (
+    our_generating_runner,
+    seconds,
+    speeds,
+    their_model,
+    their_runner,
+)
 from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
 
@@ -35,10 +41,10 @@ def generation(length: int, repeats: int) -> dict[str, dict[str, float]]:
     model.load_state_dict(theirs.state_dict())
     runners = {
         "transformers float32": their_runner(theirs),
-        "ours float32": our_runner(model, last=True),
+        "ours float32": our_generating_runner(model),
     }
     results = {name: speeds(run, prompt, repeats=repeats) for name, run in runners.items()}
-    narrow = our_runner(model.bfloat16(), last=True)
+    narrow = our_generating_runner(model.bfloat16())
     results["ours bfloat16"] = speeds(narrow, prompt, repeats=repeats)
     return {name: result._asdict() for name, result in results.items()}
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from xlstm7b.config import ModelConfig
-from xlstm7b.model import XLSTM
+from xlstm7b.generate.fused import FusedModel
+from xlstm7b.model import XLSTM, ModelState
 
 
 class Runner(Protocol):
@@ -50,12 +51,20 @@ def their_runner(model: torch.nn.Module) -> Runner:
     return run
 
 
-def our_runner(model: XLSTM, *, last: bool = False) -> Runner:
-    """With `last`, only the last position's logits, which is all that generation asks for."""
+def our_runner(model: XLSTM) -> Runner:
+    return lambda tokens, memory=None: model(tokens, memory)
+
+
+def our_generating_runner(model: XLSTM) -> Runner:
+    """As generation runs the model: fused weights, the last position's logits, memory in place."""
+    fused = FusedModel(model)
 
     def run(tokens: Tensor, memory: Any = None) -> tuple[Tensor, Any]:
-        logits, state = model(tokens, memory, logits="last" if last else "all")
-        return (logits[:, None] if last else logits), state
+        if memory is None:
+            memory = ModelState.zeros(model.config, len(tokens), device=tokens.device)
+            return fused.logits(fused.read(tokens, memory))[:, None], memory
+        live = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
+        return fused.step(tokens[:, 0], memory, live)[:, None], memory
 
     return run
 
