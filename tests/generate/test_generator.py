@@ -294,3 +294,11 @@ def test_mistakes_about_models_and_states():
         Generator(MODEL, ByteTokenizer(), batch_size=0)
     with pytest.raises(ValueError, match=r"^state_dtype must be float32 or bfloat16, not torch"):
         Generator(MODEL, ByteTokenizer(), state_dtype=torch.float16)
+
+
+def test_a_stream_tells_how_much_of_its_prompt_it_has_read():
+    told = []
+    pieces = GENERATOR.stream("a prompt", max_new_tokens=2, progress=told.append)
+    assert told == []
+    next(pieces)
+    assert sum(told) == 1 + len("a prompt")

@@ -1,6 +1,7 @@
 """`xlstm7b generate MODEL PROMPT`: continue a text on the terminal, or many from a file."""
 
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,11 +9,12 @@ import typer
 
 from xlstm7b.cli import options
 from xlstm7b.cli.loading import OpenedModel, open_model, stopping_on_interrupt
-from xlstm7b.cli.options import check_stops, checked_settings, to_target
+from xlstm7b.cli.options import check_stops, checked_settings, count_progress, to_target
 
 if TYPE_CHECKING:
     from xlstm7b.generate import Completion, Generator, TextState
 
+_LONG = 4096  # tokens that take a while to read
 _INTERRUPTED = 130  # the exit code that shells give to a program ended by Ctrl-C
 
 
@@ -134,7 +136,7 @@ def generate(
     text = _read_prompt(prompt, file, optional=load_state is not None)
     opened = open_model(model, **placed)
     state = None if load_state is None else opened.load_state(load_state)
-    _check_prompt(opened, text, state)
+    length = _check_prompt(opened, text, state)
     generator = opened.load()
     shown = text if echo and text is not None else ""
     wanted = {**settings, "state": state, "stop_strings": stops}
@@ -142,7 +144,7 @@ def generate(
     if num_return_sequences > 1:
         completions = _print_several(generator, text, shown, num_return_sequences, wanted)
     else:
-        completion, interrupted = _stream(generator, text, shown, save_state, wanted)
+        completion, interrupted = _stream(generator, text, shown, length, save_state, wanted)
         completions = [completion]
     if verbose:
         from xlstm7b.cli.speeds import print_speeds
@@ -175,29 +177,32 @@ def _read_prompt(prompt: str | None, file: Path | None, *, optional: bool) -> st
         raise ValueError(f"{where} is not UTF-8 text: {error}") from error
 
 
-def _check_prompt(opened: OpenedModel, text: str | None, state: "TextState | None") -> None:
+def _check_prompt(opened: OpenedModel, text: str | None, state: "TextState | None") -> int:
+    """How many tokens there are to read."""
     from xlstm7b.generate.decoder import check_tokens, with_first_token
 
     ids = opened.tokenizer.encode(text or "")
     check_tokens(opened.config, ids)
-    if state is None:
-        with_first_token(opened.config, ids)
+    return len(with_first_token(opened.config, ids) if state is None else ids)
 
 
 def _stream(
     generator: "Generator",
     text: str | None,
     shown: str,
+    length: int,
     save_state: Path | None,
     wanted: dict[str, Any],
 ) -> "tuple[Completion, bool]":
     """Prints one text as it grows; its completion, and whether Ctrl-C ended it."""
     completion = None
+    wanted = {**wanted, "keep_state": save_state is not None}
     with stopping_on_interrupt() as pressed:
-        keep = save_state is not None
-        pieces = generator.stream(text, keep_state=keep, should_stop=pressed, **wanted)
+        with count_progress("reading", length, shown=length > _LONG) as read:
+            pieces = generator.stream(text, should_stop=pressed, progress=read, **wanted)
+            first = next(pieces)
         print(shown, end="", flush=True)
-        for piece in pieces:
+        for piece in chain([first], pieces):
             print(piece.text, end="", flush=True)
             completion = piece.completion
         print()

@@ -133,12 +133,12 @@ def byte_progress(what: str, total: int) -> "Iterator[Progress]":
 
 @contextmanager
 def count_progress(what: str, total: int, shown: bool) -> "Iterator[Any]":
-    """A bar on stderr, over things; called once for each that is done."""
+    """A bar on stderr, over things; called for each that is done, or with how many are."""
     from rich.progress import MofNCompleteColumn
 
     with _bar(MofNCompleteColumn(), shown=shown) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)
+        yield lambda count=1: bar.advance(task, count)
 
 
 def _bar(*columns: Any, shown: bool = True) -> Any:

@@ -124,17 +124,20 @@ class Generator:
         stop_strings: str | Sequence[str] = (),
         keep_state: bool = False,
         should_stop: Callable[[], bool] = lambda: False,
+        progress: Callable[[int], None] | None = None,
         **settings: Any,
     ) -> Iterator[Piece]:
         """Continues one prompt piece by piece. A mistake raises here, not at the first piece.
 
-        `should_stop` is asked at every token: True ends the text there.
+        `should_stop` is asked at every token: True ends the text there. `progress` is told how many
+        tokens of the prompt were just read.
         """
         prompts = None if prompt is None else [prompt]
         requests = self.requests(prompts, state=state, stop_strings=stop_strings, **settings)
         if len(requests) != 1:
             raise ValueError(f"one text can be streamed, not {len(requests)}")
-        steps = self._steps(self.check(requests, state), state, keep_state, should_stop)
+        checked = self.check(requests, state)
+        steps = self._steps(checked, state, keep_state, should_stop, progress)
         return (Piece(*pieces[0][1:]) for pieces in steps)
 
     def read(
@@ -274,17 +277,21 @@ class Generator:
         state: TextState | None,
         keep_state: bool,
         should_stop: Callable[[], bool] = lambda: False,
+        progress: Callable[[int], None] | None = None,
     ) -> Iterator[list[tuple[int, str, int, Completion | None]]]:
         with self._decoder(len(requests)) as decoder:
-            yield from self._decoded(decoder, requests, state, keep_state, should_stop)
+            started = time.perf_counter()
+            order = self._prepare(decoder, requests, state, progress)
+            yield from self._decoded(decoder, order, requests, keep_state, should_stop, started)
 
     def _decoded(
         self,
         decoder: Decoder,
+        order: Sequence[int],
         requests: Sequence[Request],
-        state: TextState | None,
         keep_state: bool,
         should_stop: Callable[[], bool],
+        started: float,
     ) -> Iterator[list[tuple[int, str, int, Completion | None]]]:
         """At every token: (request, new text, token, completion if that was the last) of each.
 
@@ -293,8 +300,6 @@ class Generator:
         stops before it reads another.
         """
         ahead = self.model.device.type == "cuda"
-        started = time.perf_counter()
-        order = self._prepare(decoder, requests, state)
         texts = []
         for row, index in enumerate(order):
             request = requests[index]
