@@ -209,13 +209,18 @@ class Screen:
 
     def __init__(self, *arguments: object) -> None:
         self._terminal, theirs = pty.openpty()
+
+        def settle() -> None:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever runs the tests may ignore it
+            os.login_tty(theirs)  # so that Ctrl-C is a signal
+
         self.program = subprocess.Popen(
             list(map(str, (sys.executable, "-m", "xlstm7b", *arguments))),
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
             env=environment() | {"TERM": "dumb"},
-            preexec_fn=lambda: os.login_tty(theirs),  # so that Ctrl-C is a signal
+            preexec_fn=settle,
         )
         os.close(theirs)
 

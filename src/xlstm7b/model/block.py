@@ -30,7 +30,7 @@ class MLSTMLayer(nn.Module):
         self.eps = config.eps
 
     def forward(
-        self, x: Tensor, state: MLSTMState, resets: Tensor | None, padded: Tensor | None
+        self, x: Tensor, state: MLSTMState | None, resets: Tensor | None, padded: Tensor | None
     ) -> tuple[Tensor, MLSTMState]:
         i = soft_cap(self.igate_preact(x), self.gate_soft_cap)
         f = soft_cap(self.fgate_preact(x), self.gate_soft_cap)
@@ -40,8 +40,8 @@ class MLSTMLayer(nn.Module):
         heads = (i.shape[-1], -1)
         q, k, v = (layer(x).unflatten(-1, heads) for layer in (self.q, self.k, self.v))
         gate = self.ogate_preact(x).unflatten(-1, heads)
-        norm_weight, norm_eps = self.multihead_norm.weight, self.multihead_norm.eps
-        if x.shape[1] == 1 and resets is None:
+        norm_weight, norm_eps = self.multihead_norm(), self.multihead_norm.eps
+        if x.shape[1] == 1 and resets is None and state is not None:
             h, state = mlstm_step(
                 q.squeeze(1),
                 k.squeeze(1),
@@ -72,7 +72,7 @@ class Block(nn.Module):
         self.ffn = SwiGLU(config.embedding_dim, config.ffn_dim)
 
     def forward(
-        self, x: Tensor, state: MLSTMState, resets: Tensor | None, padded: Tensor | None
+        self, x: Tensor, state: MLSTMState | None, resets: Tensor | None, padded: Tensor | None
     ) -> tuple[Tensor, MLSTMState]:
         y, state = self.mlstm_layer(self.norm_mlstm(x), state, resets, padded)
         z = x + y

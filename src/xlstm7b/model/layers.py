@@ -31,14 +31,19 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
+_ROWS_A_PIECE = 8192
+
+
 def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b, accumulated and returned in float32 (float64 stays) whatever the weights' dtype."""
     if weight.dtype.itemsize >= 4:
         return F.linear(x, weight, bias)
+    x, bias = x.float(), None if bias is None else bias.float()
+    if len(weight) <= _ROWS_A_PIECE:
+        return F.linear(x, weight.float(), bias)
     # Widened by pieces: a vocabulary's whole head in float32 would be a second copy of it.
-    x = x.float()
-    y = torch.cat([F.linear(x, rows.float()) for rows in weight.split(8192)], dim=-1)
-    return y if bias is None else y + bias.float()
+    y = torch.cat([F.linear(x, rows.float()) for rows in weight.split(_ROWS_A_PIECE)], dim=-1)
+    return y if bias is None else y + bias
 
 
 class Linear(nn.Linear):
@@ -65,18 +70,24 @@ class Float32Linear(nn.Linear):
 
 
 class NormWeight(nn.Module):
-    """The scale of a norm, under the name the checkpoint gives it."""
+    """The scale of a norm, under the name the checkpoint gives it.
+
+    A module that is called for it, so that tensor parallelism can hand out its own part.
+    """
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
         self.eps = eps
 
+    def forward(self) -> Tensor:
+        return self.weight
+
 
 class RMSNorm(NormWeight):
     """x / √(mean(x²) + ε) · w: the reduction in float32, cast back, then the weight."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         wide = x if x.dtype.itemsize >= 4 else x.float()
         return F.rms_norm(wide, x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight
 

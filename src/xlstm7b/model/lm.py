@@ -1,5 +1,6 @@
 """XLSTM: embedding → blocks → RMSNorm → linear head → soft-cap."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Self
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from xlstm7b.config import ModelConfig
+from xlstm7b.mlstm import MLSTMState
 from xlstm7b.model.block import Block
 from xlstm7b.model.init import init_parameters
 from xlstm7b.model.layers import Float32Linear, RMSNorm, soft_cap
@@ -110,24 +112,23 @@ class XLSTM(nn.Module):
         if tokens.dim() != 2 or tokens.shape[1] < 1 or tokens.is_floating_point():
             raise ValueError(f"tokens must be whole numbers [B, T], not {list(tokens.shape)}")
         batch, length = tokens.shape
-        if state is None:
-            wide = torch.promote_types(self.lm_head.weight.dtype, torch.float32)
-            state = ModelState.zeros(self.config, batch, dtype=wide, device=tokens.device)
-        elif state.tokens_seen.shape[0] != batch:
-            raise ValueError(
-                f"the state has {state.tokens_seen.shape[0]} rows, the tokens have {batch}"
-            )
+        # Without a state each layer starts its own, for the heads that it has.
+        before: Sequence[MLSTMState | None] = [None] * self.config.num_blocks
+        seen = torch.zeros(batch, dtype=torch.long, device=tokens.device)
+        if state is not None:
+            before, seen = state.blocks, state.tokens_seen
+            if len(seen) != batch:
+                raise ValueError(f"the state has {len(seen)} rows, the tokens have {batch}")
         padded = None
-        seen = state.tokens_seen + length
         if lengths is not None:
             if lengths.shape != (batch,):
                 raise ValueError(f"lengths must have shape {[batch]}, not {list(lengths.shape)}")
             padded = torch.arange(length, device=tokens.device) >= lengths[:, None]
             resets = None if resets is None else resets & ~padded
-            seen = state.tokens_seen + lengths
+        seen = seen + (length if lengths is None else lengths)
         x = self.backbone.embeddings(tokens)
         blocks = []
-        for block, memory in zip(self.backbone.blocks, state.blocks, strict=True):
+        for block, memory in zip(self.backbone.blocks, before, strict=True):
             x, memory = block(x, memory, resets, padded)
             blocks.append(memory)
         return x, ModelState(tuple(blocks), seen), padded
