@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from xlstm7b.cli import bench, chat, checkpoints, generate
+from xlstm7b.cli import bench, chat, checkpoints, generate, prepare, train
 
 app = typer.Typer(
     help="xLSTM 7B: a recurrent large language model with constant memory and constant cost "
@@ -16,6 +16,10 @@ app = typer.Typer(
 for command in (
     generate.generate,
     chat.chat,
+    prepare.prepare,
+    train.train,
+    train.export,
+    train.plot,
     checkpoints.info,
     checkpoints.verify,
     checkpoints.convert,

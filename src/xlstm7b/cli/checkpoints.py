@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from xlstm7b.cli.options import Device, Model, byte_progress, to_device, to_dtype
+from xlstm7b.cli.sections import print_sections
 
 
 def info(
@@ -36,7 +37,7 @@ def info(
     if as_json:
         print(json.dumps({"model": model, **result}, indent=2))
     else:
-        _print_sections(f"xLSTM {model}", result)
+        print_sections(f"xLSTM {model}", result)
 
 
 def verify(
@@ -129,36 +130,3 @@ def compare(
     for name, speed in (("ours", result.ours), ("transformers", result.theirs)):
         speeds.add_row(name, f"{speed.prefill:.1f}", f"{speed.decode:.1f}")
     Console().print(table, speeds)
-
-
-def _print_sections(title: str, sections: dict[str, dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("", "", title=Text(title), show_header=False)
-    for section, values in sections.items():
-        table.add_section()
-        table.add_row(f"[bold]{section}", "")
-        for name, value in values.items():
-            parts = value if isinstance(value, dict) else {name: value}
-            if value is parts:
-                table.add_row(f"  {_words(name)}", "")
-            for key, number in parts.items():
-                indent = "    " if value is parts else "  "
-                table.add_row(indent + _words(key), _readable(section, key, number))
-    Console().print(table)
-
-
-def _words(key: str) -> str:
-    return key.replace("_", " ")
-
-
-def _readable(section: str, key: str, number: float) -> str:
-    """Bytes with their unit (powers of 1000, as in the paper), FLOPs as powers of ten."""
-    if "bytes" in key:
-        unit, size = ("GB", 1e9) if number >= 1e9 else ("MB", 1e6)
-        return f"{number / size:,.1f} {unit}"
-    if section == "flops" and number >= 1e6:
-        return f"{number:.3e}"
-    return f"{number:,.0f}" if number == int(number) else f"{number:,.1f}"

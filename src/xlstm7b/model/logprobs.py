@@ -15,7 +15,7 @@ _LOGITS_A_PIECE = 1 << 26  # 256 MiB of float32 logits at a time
 def head_logprobs(x: Tensor, weight: Tensor, targets: Tensor, cap: float) -> Tensor:
     """float32 log-probabilities of `targets` [...] under the soft-capped head; x is [..., d]."""
     apply: Callable[..., Tensor] = _HeadLogprobs.apply
-    return apply(x.flatten(0, -2), weight, targets.flatten(), cap).view(targets.shape)
+    return apply(x, weight, targets, cap)
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -23,6 +23,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, cap: float) -> Tensor:
+        shape, x, targets = targets.shape, x.flatten(0, -2), targets.flatten()
         chosen, log_sums = [], []
         rows = _rows_a_piece(weight)
         for x_piece, target in zip(x.split(rows), targets.split(rows), strict=True):
@@ -32,12 +33,13 @@ class _HeadLogprobs(torch.autograd.Function):
         log_sum = torch.cat(log_sums)
         ctx.save_for_backward(x, weight, targets, log_sum)
         ctx.cap = cap
-        return torch.cat(chosen) - log_sum
+        return (torch.cat(chosen) - log_sum).view(shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, targets, log_sum = ctx.saved_tensors
+        shape, grad = (*grad.shape, x.shape[-1]), grad.flatten()
         grad_x = torch.empty_like(x)
         grad_weight = torch.zeros_like(weight, dtype=grad.dtype)
         rows = _rows_a_piece(weight)
@@ -51,7 +53,7 @@ class _HeadLogprobs(torch.autograd.Function):
             slope = slope.to(x.dtype)
             grad_x[piece] = slope @ weight
             grad_weight += slope.mT @ x[piece]
-        return grad_x, grad_weight.to(weight.dtype), None, None
+        return grad_x.view(shape), grad_weight.to(weight.dtype), None, None
 
 
 def _rows_a_piece(weight: Tensor) -> int:

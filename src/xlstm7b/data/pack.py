@@ -1,0 +1,255 @@
+"""Documents on disk → windows of the context length, by arithmetic alone.
+
+The model reads every document as [0, tokens…] and after it predicts the 0 of the next one. On disk
+that 0 stands behind the document, so what lies on disk is exactly what is predicted: the targets
+are slices of the shards, and the inputs are the targets moved right by one, with a 0 at every
+document's start. Each token on disk is therefore a target exactly once an epoch, whichever way the
+documents are packed, and its loss mask is the one beside it (the 0's mask belongs to the document
+that it ends).
+"""
+
+from bisect import bisect_left, insort
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xlstm7b.data.shards import ShardFolder
+
+END_OF_TEXT, PADDING = 0, 1
+Packing = Literal["stream", "best_fit"]
+Numbers = NDArray[np.uint32 | np.int64]
+Lengths = NDArray[np.int64]
+Pieces = tuple[Numbers, Lengths, Lengths]  # documents, and from where to where each is predicted
+
+
+class Sample(NamedTuple):
+    """One window of T positions, or a batch of them."""
+
+    tokens: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    resets: NDArray[np.bool_]  # True where the state starts anew before this token
+    mask: NDArray[np.bool_]  # True where the target counts in the loss
+
+    @classmethod
+    def padding(cls, *shape: int) -> "Sample":
+        """Windows that hold nothing yet."""
+        return cls(
+            np.full(shape, PADDING, np.int64),
+            np.full(shape, PADDING, np.int64),
+            np.zeros(shape, np.bool_),
+            np.zeros(shape, np.bool_),
+        )
+
+
+class PackedStream:
+    """Endless windows over a folder: `sample(index)` depends on nothing but its arguments.
+
+    "stream": an epoch is all documents in an order drawn from (seed, epoch), end to end, and epochs
+    follow each other end to end; window `index` predicts tokens index·T … index·T + T − 1 of that.
+    A window that begins inside a document has no reset at its first position: its state is zero.
+
+    "best_fit": few documents are cut. Those longer than T are split every T tokens, then all pieces
+    are placed best-fit-decreasing into windows of T; the room that is left is padding (tokens 1,
+    mask 0, a reset where it begins). Epochs are the same windows in another order. A piece never
+    sees what stands before it in its window, not even the beginning of its own document.
+
+    `seed=None` keeps the order on disk. Tokens are copied from the memory maps into windows and
+    nowhere else; an epoch's order takes 12 bytes a document (two epochs are kept where they meet),
+    "best_fit" 24 bytes a piece.
+    """
+
+    def __init__(
+        self,
+        folder: ShardFolder,
+        *,
+        context_length: int,
+        seed: int | None,
+        packing: Packing = "stream",
+    ) -> None:
+        if context_length < 1:
+            raise ValueError(f"the context length must be at least 1, not {context_length}")
+        if seed is not None and not 0 <= seed < 2**64:
+            raise ValueError(f"the seed must lie between 0 and 2^64 − 1, not {seed}")
+        if packing not in ("stream", "best_fit"):
+            raise ValueError(f'packing must be "stream" or "best_fit", not {packing!r}')
+        if folder.tokens < 1:
+            raise ValueError(f"{folder.path} holds no documents")
+        # Plain views of the memory maps: slicing np.memmap itself costs a microsecond more.
+        self._tokens = [np.asarray(shard.tokens) for shard in folder.shards]
+        self._masks = [None if s.mask is None else np.asarray(s.mask) for s in folder.shards]
+        self._ends = [np.asarray(shard.ends) for shard in folder.shards]
+        self._firsts = np.cumsum([0, *map(len, self._ends[:-1])])  # number of each shard's first
+        self.context_length = context_length
+        self._layout: _Layout = (
+            _Stream(self._ends, context_length, seed)
+            if packing == "stream"
+            else _BestFit(self._ends, context_length, seed)
+        )
+
+    def sample(self, index: int) -> Sample:
+        """Window `index` ≥ 0."""
+        sample = Sample.padding(self.context_length)
+        self.fill(index, sample)
+        return sample
+
+    def fill(self, index: int, into: Sample) -> None:
+        """Writes window `index` over a window of padding."""
+        documents, starts, stops = self._layout.pieces(index)
+        shards = np.searchsorted(self._firsts, documents, side="right") - 1
+        sources = starts + [
+            self._ends[shard][document - 1] if document else 0
+            for shard, document in zip(
+                shards.tolist(), (documents - self._firsts[shards]).tolist(), strict=True
+            )
+        ]
+        ends = np.cumsum(stops - starts)
+        places = ends - (stops - starts)
+        filled = int(ends[-1])
+        into.mask[:filled] = True
+        for shard, source, place, end in zip(
+            shards.tolist(), sources.tolist(), places.tolist(), ends.tolist(), strict=True
+        ):
+            span = slice(source, source + end - place)
+            into.targets[place:end] = self._tokens[shard][span]
+            if (mask := self._masks[shard]) is not None:
+                into.mask[place:end] = mask[span]
+        into.tokens[1:filled] = into.targets[: filled - 1]
+        into.tokens[places] = END_OF_TEXT
+        for cut in np.flatnonzero(starts):
+            into.tokens[places[cut]] = self._tokens[shards[cut]][sources[cut] - 1]
+        into.resets[places] = (starts == 0) | (places > 0)
+        into.resets[filled : filled + 1] = True
+
+
+class _Layout(Protocol):
+    def pieces(self, index: int) -> Pieces:
+        """What window `index` holds, from its first position on."""
+
+
+class _Epoch(NamedTuple):
+    documents: Numbers
+    ends: NDArray[np.int64]
+
+
+class _Stream:
+    """Documents end to end in each epoch's order."""
+
+    def __init__(self, shard_ends: list[Lengths], context_length: int, seed: int | None) -> None:
+        self._shard_ends, self._context_length, self._seed = shard_ends, context_length, seed
+        self._epoch_length = sum(int(ends[-1]) for ends in shard_ends)
+        self._epochs: dict[int, _Epoch] = {}
+
+    def pieces(self, index: int) -> Pieces:
+        number, offset = divmod(index * self._context_length, self._epoch_length)
+        missing = self._context_length
+        parts = []
+        while missing:
+            documents, ends = self._epoch(number)
+            stop = min(offset + missing, self._epoch_length)
+            first = np.searchsorted(ends, offset, side="right")
+            last = np.searchsorted(ends, stop) + 1
+            begins = np.concatenate(
+                [ends[first - 1 : first] if first else [0], ends[first : last - 1]]
+            )
+            parts.append(
+                (
+                    documents[first:last],
+                    np.maximum(offset - begins, 0),
+                    np.minimum(ends[first:last], stop) - begins,
+                )
+            )
+            missing -= stop - offset
+            number, offset = number + 1, 0
+        if len(parts) == 1:
+            return parts[0]
+        documents, starts, stops = map(np.concatenate, zip(*parts, strict=True))
+        return documents, starts, stops
+
+    def _epoch(self, number: int) -> _Epoch:
+        if number not in self._epochs:
+            # A window may reach into the next epoch, never back.
+            self._epochs = {n: epoch for n, epoch in self._epochs.items() if n == number - 1}
+            lengths = _lengths(self._shard_ends)
+            documents = permutation(len(lengths), self._seed, number)
+            self._epochs[number] = _Epoch(documents, np.cumsum(lengths[documents]))
+        return self._epochs[number]
+
+
+class _BestFit:
+    """Documents whole, where they fit."""
+
+    def __init__(self, shard_ends: list[Lengths], context_length: int, seed: int | None) -> None:
+        self._seed = seed
+        lengths = _lengths(shard_ends)
+        counts = -(-lengths // context_length)
+        documents = np.repeat(np.arange(len(lengths)), counts)
+        number = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)
+        starts = number * context_length
+        stops = np.minimum(starts + context_length, lengths[documents])
+        windows = best_fit_decreasing(stops - starts, context_length)
+        order = np.argsort(windows, kind="stable")
+        self._pieces = documents[order], starts[order], stops[order]
+        self._edges = np.searchsorted(windows[order], np.arange(windows.max() + 2))
+        self._epoch, self._order = -1, permutation(0, None, 0)
+
+    def pieces(self, index: int) -> Pieces:
+        epoch, place = divmod(index, len(self._edges) - 1)
+        if epoch != self._epoch:
+            self._order = permutation(len(self._edges) - 1, self._seed, epoch)
+            self._epoch = epoch
+        window = int(self._order[place])
+        documents, starts, stops = self._pieces
+        inside = slice(self._edges[window], self._edges[window + 1])
+        return documents[inside], starts[inside], stops[inside]
+
+
+def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
+    """The window of each piece: longest first, each into the fullest window that has room.
+
+    Equally long pieces go in their order. A piece costs a search among at most `capacity` rooms.
+    """
+    windows = np.empty(len(lengths), np.int64)
+    opened = 0
+    rooms: list[int] = []  # sorted: rooms that some open window has
+    open_windows: dict[int, list[int]] = {}  # by room
+    order = np.argsort(-lengths, kind="stable")
+    for piece, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        at = bisect_left(rooms, length)
+        if at == len(rooms):
+            window, room = opened, capacity
+            opened += 1
+        else:
+            room = rooms[at]
+            window = open_windows[room].pop()
+            if not open_windows[room]:
+                del rooms[at], open_windows[room]
+        windows[piece] = window
+        room -= length
+        if room in open_windows:
+            open_windows[room].append(window)
+        elif room:
+            open_windows[room] = [window]
+            insort(rooms, room)
+    return windows
+
+
+def permutation(count: int, seed: int | None, epoch: int) -> Numbers:
+    """0 … count − 1 in an order drawn from (seed, epoch), or in order without a seed.
+
+    Sorted random words with the number in the low bits: NumPy promises the words of Philox for all
+    versions and machines, but not what its own `permutation` makes of them.
+    """
+    numbers = np.arange(count, dtype=np.uint64)
+    if seed is not None:
+        low = np.uint64((1 << count.bit_length()) - 1)
+        words = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(count)
+        words &= ~low
+        numbers |= words
+        numbers.sort()
+        numbers &= low
+    return numbers.astype(np.uint32 if count < 2**32 else np.int64)
+
+
+def _lengths(shard_ends: list[Lengths]) -> Lengths:
+    return np.concatenate([np.diff(ends, prepend=0) for ends in shard_ends])

@@ -1,0 +1,74 @@
+"""From a run's folder to what everyone reads: a Hugging Face folder, and curves as PNG."""
+
+from pathlib import Path
+
+import torch
+
+from xlstm7b.train.checkpoint import read_model, read_run, steps
+from xlstm7b.train.metrics import read_metrics
+from xlstm7b.train.recipe import Recipe
+from xlstm7b.weights import save_checkpoint
+
+
+def export_run(
+    run: Path,
+    target: Path,
+    *,
+    step: int | None = None,
+    dtype: torch.dtype | None = None,
+    tokenizer: Path | None = None,
+) -> int:
+    """Writes a checkpoint's weights, the last one's if none is named; returns its step.
+
+    `tokenizer` is a tokenizer.json to lay beside them.
+    """
+    folder = run / "checkpoints"
+    found = steps(folder)
+    if not found:
+        raise ValueError(f"{run} holds no checkpoint to export")
+    step = found[-1] if step is None else step
+    if step not in found:
+        raise ValueError(f"{run} has no checkpoint of step {step}; there are: {found}")
+    if tokenizer is not None and not tokenizer.is_file():
+        raise ValueError(f"there is no tokenizer at {tokenizer}")
+    checkpoint = folder / f"step-{step:08}"
+    config = Recipe.from_dict(read_run(checkpoint)["recipe"]).model
+    model = read_model(checkpoint, config)
+    companions = [] if tokenizer is None else [tokenizer]
+    save_checkpoint(target, config, model.named_parameters(), dtype=dtype, companions=companions)
+    return step
+
+
+def plot_runs(runs: list[Path], output: Path) -> None:
+    """Loss and gradient norm over the steps, mean and max over 50 (paper, figure 2)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (losses, norms) = pyplot.subplots(1, 2, figsize=(11, 4))
+    for run in runs:
+        lines = [line for line in read_metrics(run / "metrics.jsonl") if line["applied"]]
+        if not lines:
+            raise ValueError(f"{run} holds no metrics to draw")
+        size = max(1, min(50, len(lines) // 20))
+        for axes, name in ((losses, "loss"), (norms, "gradient_norm")):
+            groups = [lines[at : at + size] for at in range(0, len(lines), size)]
+            at = [group[-1]["step"] for group in groups]
+            means = [sum(line[name] for line in group) / len(group) for group in groups]
+            (drawn,) = axes.plot(at, means, label=f"{run.name}, mean of {size}")
+            highest = [max(line[name] for line in group) for group in groups]
+            axes.plot(at, highest, color=drawn.get_color(), alpha=0.35, linewidth=0.8)
+        held_out = [line for line in lines if "validation_loss" in line]
+        if held_out:
+            at = [line["step"] for line in held_out]
+            heights = [line["validation_loss"] for line in held_out]
+            losses.plot(at, heights, "o--", color=drawn.get_color(), label=f"{run.name}, held out")
+    losses.set(xlabel="step", ylabel="loss", title="loss (faint: max)")
+    norms.set(xlabel="step", ylabel="norm", title="gradient norm (faint: max)", yscale="log")
+    losses.legend()
+    figure.tight_layout()
+    aside = output.with_name(f".{output.name}")
+    figure.savefig(aside, dpi=120, format="png")
+    pyplot.close(figure)
+    aside.replace(output)

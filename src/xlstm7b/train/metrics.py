@@ -1,0 +1,44 @@
+"""What a run writes down: a JSONL line a step, and mean and max over intervals."""
+
+import json
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+
+class Metrics:
+    """`metrics.jsonl` of a run; after a resume, lines of steps that are done again are dropped."""
+
+    def __init__(self, path: Path, *, start: int, interval: int) -> None:
+        kept = [line for line in read_metrics(path) if line["step"] < start]
+        aside = path.with_name(f".{path.name}")
+        aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        aside.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+        self._recent: deque[dict[str, float]] = deque(maxlen=interval)
+
+    def write(self, **line: Any) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        if "loss" in line:
+            self._recent.append({"loss": line["loss"], "gradient_norm": line["gradient_norm"]})
+
+    def over_interval(self) -> dict[str, float]:
+        """Mean and max of loss and gradient norm over the last steps (paper, figure 2)."""
+        result = {}
+        for name in ("loss", "gradient_norm"):
+            values = [line[name] for line in self._recent]
+            result[f"{name}_mean"] = sum(values) / len(values)
+            result[f"{name}_max"] = max(values)
+        return result
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a run's metrics: the last may have been cut off."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]

@@ -1,0 +1,90 @@
+"""prepare: what it prints and writes, and one sentence a mistake."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli.commands import Cli, environment, refused, succeeded
+
+from xlstm7b.data.shards import open_folder
+from xlstm7b.tokenizer import ByteTokenizer
+
+
+@pytest.fixture
+def quotes(tmp_path: Path) -> Path:
+    path = tmp_path / "quotes.jsonl"
+    records = [{"body": "To be"}, {"body": "or not"}]
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return path
+
+
+def test_prepare_verify_and_again(cli: Cli, quotes: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for _ in range(2):
+        said = succeeded(cli("prepare", quotes, "-o", out, "--text-column", "body"))
+        assert said.startswith(f"{out} is ready, after ")
+        assert said.endswith(" s: 13 tokens, 2 documents, shards: 1\n")
+    whole = f"{out} is as it was written: 13 tokens, 2 documents, shards: 1\n"
+    assert succeeded(cli("prepare", "--verify", out)) == whole
+    (out / "00000.ds").write_bytes(bytes(26))
+    assert refused(cli("prepare", "--verify", out)) == (
+        f"{out}/00000.ds is damaged: its sha256 is not the one in manifest.json"
+    )
+
+
+def test_questions_by_other_names_in_one_process(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"q": "1+1?", "a": "2"}')
+    out = tmp_path / "out"
+    options = ["--format", "qa", "--question-column", "q", "--answer-column", "a"]
+    said = succeeded(cli("prepare", tmp_path / "a.jsonl", "-o", out, *options, "--processes", 1))
+    assert said.endswith(": 24 tokens, 1 documents, shards: 1, loss masks\n")
+    [shard] = open_folder(out).shards
+    assert shard.tokens.tolist() == [*ByteTokenizer().encode("User: 1+1?\nAssistant: 2"), 0]
+    assert shard.mask is not None
+    assert shard.mask.tolist() == [*[0] * 21, 1, 1, 1]
+
+
+def test_the_program_prepares_sources_in_several_processes(tmp_path: Path) -> None:
+    for number in range(5):
+        (tmp_path / f"{number}.py").write_text(f"print({number})\n")
+    command = ["prepare", tmp_path, "--output", tmp_path / "out", "--as-text", ".py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "xlstm7b", *map(str, command), "--processes", "2"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith(": 50 tokens, 5 documents, shards: 1\n")
+
+
+def test_adoption(cli: Cli, quotes: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    succeeded(cli("prepare", quotes, "-o", out, "--text-column", "body", "--processes", 1))
+    (out / "manifest.json").unlink()
+    assert "has no manifest.json" in refused(cli("prepare", "--verify", out))
+    adopted = f"{out} is adopted: 13 tokens, 2 documents, shards: 1\n"
+    assert succeeded(cli("prepare", "--adopt", out, "--tokenizer", "bytes")) == adopted
+    succeeded(cli("prepare", "--verify", out))
+
+
+def test_mistakes(cli: Cli, quotes: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for arguments, message in (
+        (["-o", out], "quotes.jsonl line 1: there is no column 'text'; there are: body"),
+        ([], "--output is missing: the folder to write the shards to"),
+        (["-o", out, "--format", "csv"], "there is no format 'csv'; there are: text, chat, qa"),
+        (["-o", out, "--processes", 0], "processes must be at least 1, not 0"),
+        (["-o", out, "--tokenizer", "x"], "there is no tokenizer at x"),
+        (["-o", tmp_path, "--text-column", "body"], "holds something else: remove it, or name "
+         "another folder"),
+        (["-o", out, "--verify"], "--verify and --adopt write no --output"),
+        (["--adopt", "--verify"], "--verify and --adopt are two things: give one of them"),
+    ):  # fmt: skip
+        assert refused(cli("prepare", quotes, *arguments)).endswith(message)
+    assert refused(cli("prepare", tmp_path / "none", "-o", out)).endswith("or folder " + str(
+        tmp_path / "none"))  # fmt: skip
+    assert not out.exists()

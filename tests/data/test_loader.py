@@ -1,0 +1,215 @@
+"""Batches: the same samples for any number of ranks, after any resume, at any batch size."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from xlstm7b.data.loader import Batch, Loader, validation_batches
+from xlstm7b.data.shards import ShardFolder, TokenShard
+
+T = 16
+
+
+def folder_of(lengths: list[int], first_id: int, shards: int = 2) -> ShardFolder:
+    """Documents whose tokens count up from `first_id`; odd ones are out of the loss."""
+    opened, token = [], first_id
+    for part in np.array_split(np.array(lengths), shards):
+        tokens: list[int] = []
+        ends = []
+        for length in part.tolist():
+            tokens += [*range(token, token + length), 0]
+            token += length
+            ends.append(len(tokens))
+        ids = np.array(tokens, np.uint16)
+        counts = (ids % 2 == 0).astype(np.uint8)
+        opened.append(TokenShard(Path("memory"), ids, np.array(ends), counts))
+    return ShardFolder(Path("memory"), opened, 50254, "fingerprint", has_mask=True)
+
+
+SOURCES = {
+    "web": (folder_of([3, 0, 25, 11, 1, 40], 2), 50.0),
+    "code": (folder_of([7, 60, 2], 10_000), 30.0),
+    "books": (folder_of([90, 30], 20_000), 19.0),  # they need not sum to 100
+}
+
+
+def loader(**changes) -> Loader:
+    return Loader(
+        changes.pop("sources", SOURCES),
+        **{"context_length": T, "global_batch": 8, "seed": 5, **changes},
+    )
+
+
+def rows(batches: list[Batch]) -> Tensor:
+    """All of the batches as [samples, 4, T]."""
+    return torch.cat(
+        [torch.stack([part.long() for part in batch.values()], dim=1) for batch in batches]
+    )
+
+
+REFERENCE = rows(list(islice(loader(), 64)))
+
+
+def test_every_token_is_a_target_once_an_epoch():
+    for number, (folder, weight) in enumerate(SOURCES.values()):
+        mine = REFERENCE[REFERENCE[:, 1].amax(dim=1) // 10_000 == number]
+        assert abs(len(mine) - len(REFERENCE) * weight / 99) < 1
+        targets = mine[:, 1].flatten().tolist()
+        want = Counter(token for shard in folder.shards for token in shard.tokens.tolist())
+        for epoch in range(len(targets) // folder.tokens):
+            assert Counter(targets[epoch * folder.tokens :][: folder.tokens]) == want
+        assert ((mine[:, 1] % 2 == 0) == mine[:, 3]).all()
+        tokens = mine[:, 0].flatten()
+        assert tokens[1:].tolist() == targets[:-1]
+        assert tokens[0] == 0
+        # No token inside a document is 0 here: resets are exactly the zeros.
+        assert ((mine[:, 0] == 0) == mine[:, 2]).all()
+
+
+def test_batches_are_contiguous_tensors():
+    batch = next(loader())
+    assert {name: part.dtype for name, part in batch.items()} == {
+        "tokens": torch.int64, "targets": torch.int64, "resets": torch.bool, "mask": torch.bool,
+    }  # fmt: skip
+    assert all(part.shape == (8, T) and part.is_contiguous() for part in batch.values())
+
+
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_ranks_share_the_same_global_batches(world_size, packing):
+    ranks = [
+        loader(rank=rank, world_size=world_size, packing=packing) for rank in range(world_size)
+    ]
+    whole = loader(packing=packing)
+    for _ in range(12):
+        want = rows([next(whole)])
+        assert torch.equal(rows([next(rank) for rank in ranks]), want)
+    assert {rank.samples for rank in ranks} == {12 * 8}
+
+
+@given(
+    stops=st.lists(st.integers(0, 6), max_size=5),
+    sizes=st.lists(st.sampled_from([(8, 1), (8, 4), (4, 2), (16, 2), (2, 1)]), min_size=6),
+    prefetch=st.integers(0, 3),
+)
+def test_resumes_anywhere_with_other_ranks_and_batches(stops, sizes, prefetch):
+    state, got = loader().state_dict(), []
+    for stop, (global_batch, world_size) in zip([*stops, 1], sizes, strict=False):
+        ranks = [
+            loader(global_batch=global_batch, rank=r, world_size=world_size, prefetch=prefetch)
+            for r in range(world_size)
+        ]
+        for rank in ranks:
+            rank.load_state_dict(state)
+        got += [rows([next(rank) for rank in ranks]) for _ in range(stop)]
+        state = ranks[-1].state_dict()
+        for rank in ranks:
+            rank.close()
+    assert all(type(value) is int for value in state.values())
+    assert state["samples"] == sum(map(len, got))
+    assert torch.equal(torch.cat(got), REFERENCE[: state["samples"]])
+
+
+def test_batch_ramp():
+    ranks = [loader(global_batch=2, rank=rank, world_size=2) for rank in range(2)]
+    got = []
+    for global_batch, steps in ((2, 3), (4, 5), (8, 4)):
+        for rank in ranks:
+            rank.set_global_batch(global_batch)
+            assert rank.global_batch == global_batch
+        got += [rows([next(rank) for rank in ranks]) for _ in range(steps)]
+    assert torch.equal(torch.cat(got), REFERENCE[: 6 + 20 + 32])
+
+
+def test_starts_at_a_sample():
+    assert torch.equal(rows([next(loader(start_sample=13))]), REFERENCE[13:21])
+
+
+def test_seeds_and_names_give_orders_of_their_own():
+    assert not torch.equal(rows([next(loader(seed=6))]), REFERENCE[:8])
+    folder = folder_of([5] * 40, 2)
+    one, other = (next(loader(sources={name: (folder, 1)})) for name in ("one", "other"))
+    assert not torch.equal(one["tokens"], other["tokens"])
+
+
+def test_a_failure_while_reading_ahead_is_raised():
+    folder, weight = SOURCES["web"]
+    torn = folder.shards[1]._replace(tokens=folder.shards[1].tokens[:5])
+    broken = replace(folder, shards=[folder.shards[0], torn])
+    batches = loader(sources={"web": (broken, weight)})
+    with pytest.raises(ValueError, match="broadcast"):
+        list(islice(batches, 10))
+    before = batches.samples
+    with pytest.raises(ValueError, match="broadcast"):  # it is not skipped
+        next(batches)
+    assert batches.samples == before
+
+
+WEB, OTHER = SOURCES["web"], replace(SOURCES["code"][0], tokenizer_fingerprint="other")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sources": {}}, "no sources"),
+        ({"context_length": 90}, "source 'web' holds 86 tokens, which do not fill one context of"),
+        ({"world_size": 3}, "batch of 8 cannot be shared among 3 data-parallel ranks"),
+        ({"global_batch": 0}, "batch of 0 cannot be shared"),
+        ({"rank": 2, "world_size": 2}, "no rank 2 among 2"),
+        ({"start_sample": -1}, "start at sample -1"),
+        ({"prefetch": -1}, "-1 batches"),
+        ({"vocab_size": 50_000}, "'web' has a vocabulary of 50,254 tokens, the model one of 50,0"),
+        ({"sources": {"web": WEB, "b": (OTHER, 1)}}, "'web' and 'b' were prepared with different"),
+        ({"sources": {"web": (WEB[0], 0)}}, "'web' has weight 0"),
+        (
+            {"sources": {"raw": (replace(WEB[0], vocab_size=None), 1)}, "vocab_size": 50_304},
+            "'raw' does not say what tokenizer",
+        ),
+    ],
+)
+def test_refuses(settings, message):
+    with pytest.raises(ValueError, match=message):
+        loader(**settings)
+
+
+@pytest.mark.parametrize("changes", [{"seed": 6}, {"context_length": 8}])
+def test_refuses_the_state_of_another_order(changes):
+    (name,) = changes
+    with pytest.raises(ValueError, match=f"{name} {changes[name]}, this one with"):
+        loader().load_state_dict(loader(**changes).state_dict())
+
+
+@pytest.mark.parametrize("context_length", [1, 7, 16, 86, 200])
+@pytest.mark.parametrize(("batch", "world_size"), [(1, 1), (4, 1), (4, 2)])
+def test_validation_batches(context_length, batch, world_size):
+    folder = WEB[0]
+    ranks = [
+        list(validation_batches(folder, context_length, batch, rank=rank, world_size=world_size))
+        for rank in range(world_size)
+    ]
+    got = torch.cat([rows(list(parts)) for parts in zip(*ranks, strict=True)])
+    assert len(got) % batch == 0
+    tokens, targets, resets, mask = got.transpose(0, 1).flatten(1)
+    want = torch.cat([torch.from_numpy(s.tokens.astype(np.int64)) for s in folder.shards])
+    size = len(want)
+    assert torch.equal(targets[:size], want)
+    assert torch.equal(tokens[:size], torch.cat([want.new_zeros(1), want[:-1]]))
+    assert torch.equal(mask[:size], (want % 2 == 0).long())
+    assert not mask[size:].any()
+    assert torch.equal(resets[:size], (tokens[:size] == 0).long())
+    assert len(got) * context_length < size + batch * context_length
+
+
+def test_validation_refuses():
+    with pytest.raises(ValueError, match="batch of 3 cannot be shared among 2"):
+        validation_batches(WEB[0], T, 3, world_size=2)
+    with pytest.raises(ValueError, match="vocabulary"):
+        validation_batches(WEB[0], T, 2, vocab_size=320)

@@ -1,0 +1,250 @@
+"""Windows over documents, against everything concatenated in plain Python."""
+
+from collections import Counter
+from itertools import count, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from xlstm7b.config import ModelConfig
+from xlstm7b.data.pack import PackedStream, Sample, best_fit_decreasing, permutation
+from xlstm7b.data.shards import ShardFolder, ShardWriter, TokenShard, open_folder, write_manifest
+from xlstm7b.model import XLSTM
+
+Document = list[tuple[int, bool]]  # tokens, the 0 behind them included, and whether they count
+
+
+def in_memory(shards: list[list[Document]]) -> ShardFolder:
+    """What `open_folder` would return."""
+    opened = []
+    for documents in shards:
+        flat = [pair for document in documents for pair in document]
+        opened.append(
+            TokenShard(
+                Path("memory"),
+                np.array([token for token, _ in flat], np.uint32),
+                np.cumsum([len(document) for document in documents], dtype=np.int64),
+                np.array([counts for _, counts in flat], np.uint8),
+            )
+        )
+    return ShardFolder(Path("memory"), opened, 2**20, "fingerprint", has_mask=True)
+
+
+@st.composite
+def sharded_documents(draw: st.DrawFn) -> list[list[Document]]:
+    """Documents of any length from 0; every token is another, but for the 0 behind each."""
+    ids = count(2)
+    lengths = st.lists(st.integers(0, 3) | st.integers(0, 40), min_size=1, max_size=8)
+    return [
+        [
+            [(next(ids), draw(st.booleans())) for _ in range(length)] + [(0, draw(st.booleans()))]
+            for length in draw(lengths)
+        ]
+        for _ in range(draw(st.integers(1, 4)))
+    ]
+
+
+class Reference:
+    """The packed stream of some epochs, one token after the other."""
+
+    def __init__(self, documents: list[Document], seed: int | None, epochs: int) -> None:
+        self.tokens: list[int] = []
+        self.starts: list[bool] = []
+        self.counts: list[bool] = []
+        ends_count = False  # whether the end of text behind the document before counts
+        for epoch in range(epochs):
+            for number in permutation(len(documents), seed, epoch).tolist():
+                *text, (_, this_end_counts) = documents[number]
+                self.tokens += [0] + [token for token, _ in text]
+                self.starts += [True] + [False] * len(text)
+                self.counts += [ends_count] + [counts for _, counts in text]
+                ends_count = this_end_counts
+
+
+def assert_sample(got: Sample, want: Reference, start: int, length: int) -> None:
+    assert got.tokens.tolist() == want.tokens[start : start + length]
+    assert got.targets.tolist() == want.tokens[start + 1 : start + length + 1]
+    assert got.resets.tolist() == want.starts[start : start + length]
+    assert got.mask.tolist() == want.counts[start + 1 : start + length + 1]
+
+
+@given(
+    shards=sharded_documents(),
+    length=st.integers(1, 50),
+    seed=st.none() | st.integers(0, 2**64 - 1),
+    data=st.data(),
+)
+def test_windows_are_slices_of_the_packed_stream(shards, length, seed, data):
+    folder = in_memory(shards)
+    stream = PackedStream(folder, context_length=length, seed=seed)
+    windows = 3 * folder.tokens // length + 1
+    epochs = windows * length // folder.tokens + 2
+    want = Reference([document for shard in shards for document in shard], seed, epochs)
+    for window in data.draw(st.permutations(range(windows))):
+        assert_sample(stream.sample(window), want, window * length, length)
+
+
+@given(shards=sharded_documents(), length=st.integers(1, 50))
+def test_every_token_is_a_target_once_an_epoch(shards, length):
+    folder = in_memory(shards)
+    stream = PackedStream(folder, context_length=length, seed=3)
+    windows = range(-(-3 * folder.tokens // length))
+    targets = [token for window in windows for token in stream.sample(window).targets.tolist()]
+    want = Counter(token for shard in shards for document in shard for token, _ in document)
+    for epoch in range(3):
+        assert Counter(targets[epoch * folder.tokens :][: folder.tokens]) == want
+
+
+def test_reads_files(tmp_path):
+    entries = []
+    for number, documents in enumerate(([[5, 6, 7], []], [[8], [0, 9]])):
+        with ShardWriter(tmp_path / f"{number}.ds", vocab_size=10, has_mask=number == 1) as writer:
+            for document in documents:
+                writer.add(document, [0] * len(document) if number else None)
+        entries.append(writer.entry)
+    write_manifest(tmp_path, entries, vocab_size=10, tokenizer_fingerprint="f")
+    stream = PackedStream(open_folder(tmp_path), context_length=10, seed=None)
+    sample = stream.sample(0)
+    # A shard without masks counts everywhere; the 0 inside the last document starts nothing.
+    assert sample.tokens.tolist() == [0, 5, 6, 7, 0, 0, 8, 0, 0, 9]
+    assert sample.targets.tolist() == [5, 6, 7, 0, 0, 8, 0, 0, 9, 0]
+    assert np.flatnonzero(sample.resets).tolist() == [0, 4, 5, 7]
+    assert np.flatnonzero(~sample.mask).tolist() == [5, 7, 8]
+    assert sample.tokens.dtype == sample.targets.dtype == np.int64
+
+
+@given(st.integers(0, 300), st.integers(0, 2**64 - 1), st.integers(0, 5))
+def test_permutation(size, seed, epoch):
+    assert sorted(permutation(size, seed, epoch).tolist()) == list(range(size))
+
+
+def test_orders_never_change():
+    # Runs are resumed with other versions of NumPy, on other machines.
+    assert permutation(10, 1, 0).tolist() == [3, 5, 2, 9, 7, 0, 8, 6, 1, 4]
+    assert permutation(10, 1, 1).tolist() == [0, 6, 5, 3, 4, 9, 7, 8, 2, 1]
+
+
+def pieces_of(sample: Sample) -> list[tuple[slice, bool]]:
+    """Where each piece or the padding stands, and whether it is padding."""
+    edges = sorted({0, *np.flatnonzero(sample.resets).tolist()})
+    spans = [slice(a, b) for a, b in pairwise([*edges, len(sample.tokens)])]
+    return [(span, bool((sample.targets[span] == 1).all())) for span in spans]
+
+
+@given(shards=sharded_documents(), length=st.integers(1, 50))
+def test_best_fit_cuts_no_document_that_fits(shards, length):
+    stream = PackedStream(in_memory(shards), context_length=length, seed=3, packing="best_fit")
+    documents = [document for shard in shards for document in shard]
+    before, counting = {}, {}  # by token
+    for document in documents:
+        for (left, _), (token, counts) in pairwise([(0, True), *document]):
+            before[token], counting[token] = left, counts
+    # Whole documents, and pieces of those that are too long.
+    want = [[t for t, _ in d[a : a + length]] for d in documents for a in range(0, len(d), length)]
+    windows = best_fit_decreasing(np.array([len(piece) for piece in want]), length).max() + 1
+    for epoch in range(2):
+        found = []
+        for window in range(epoch * windows, (epoch + 1) * windows):
+            sample = stream.sample(window)
+            for span, is_padding in pieces_of(sample):
+                tokens, targets = sample.tokens[span].tolist(), sample.targets[span].tolist()
+                assert tokens[1:] == targets[:-1]
+                if is_padding:
+                    assert tokens[0] == 1
+                    assert span.stop == length
+                    assert not sample.mask[span].any()
+                    continue
+                if targets[0]:  # a 0 stands behind many tokens
+                    assert tokens[0] == before[targets[0]]
+                known = [token for token in targets if token]
+                assert sample.mask[span][: len(known)].tolist() == [counting[t] for t in known]
+                found.append(targets)
+        assert sorted(found) == sorted(want)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(30, 40))
+def test_best_fit_decreasing(lengths, capacity):
+    windows = best_fit_decreasing(np.array(lengths), capacity)
+    rooms: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [room for room in rooms if room >= length]
+        if fitting:
+            rooms[rooms.index(min(fitting))] -= length
+        else:
+            rooms.append(capacity - length)
+    filled = np.bincount(windows, weights=lengths)
+    assert sorted(capacity - filled) == sorted(rooms)
+
+
+def random_model() -> XLSTM:
+    """All weights random: the training initialisation has gates that ignore their input."""
+    model = XLSTM(ModelConfig(32, 2, 2, vocab_size=64)).double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "gate_preact" in name:
+                parameter.normal_(std=0.5)
+    return model
+
+
+def loss(model: XLSTM, tokens: list[int], targets: list[int], resets: list[bool] | None) -> Tensor:
+    reset = None if resets is None else torch.tensor([resets])
+    return -model.token_logprobs(torch.tensor([tokens]), torch.tensor([targets]), resets=reset)[0][
+        0
+    ]
+
+
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+def test_packed_documents_are_read_as_if_alone(packing):
+    model = random_model()
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(2, 64, length).tolist() for length in (0, 5, 17, 1, 0, 30, 9, 24)]
+    folder = in_memory([[[(token, True) for token in [*text, 0]] for text in texts]])
+    stream = PackedStream(folder, context_length=folder.tokens, seed=1, packing=packing)
+    sample = stream.sample(0)
+    packed = loss(model, *(part.tolist() for part in sample[:3]))
+    packed.sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    alone = {}
+    for text in texts:
+        losses = loss(model, [0, *text], [*text, 0], None)
+        losses.sum().backward()
+        alone[tuple(text)] = losses
+    spans = [span for span, _ in pieces_of(sample)]
+    assert len(spans) == len(texts)
+    for span in spans:
+        want = alone[tuple(sample.targets[span][:-1].tolist())]
+        torch.testing.assert_close(packed[span], want, rtol=1e-10, atol=1e-12)
+    for got, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(got, parameter.grad, rtol=1e-8, atol=1e-10)
+
+
+def test_padding_and_cut_pieces_see_nothing_before_them():
+    model = random_model()
+    folder = in_memory([[[(token, True) for token in [*range(2, 2 + n), 0]] for n in (20, 6, 3)]])
+    stream = PackedStream(folder, context_length=16, seed=1, packing="best_fit")
+    for window in range(2):
+        sample = stream.sample(window)
+        packed = loss(model, *(part.tolist() for part in sample[:3]))
+        for span, _ in pieces_of(sample):
+            want = loss(model, sample.tokens[span].tolist(), sample.targets[span].tolist(), None)
+            torch.testing.assert_close(packed[span], want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"context_length": 0}, "context length must be at least 1"),
+        ({"seed": -1}, "seed must lie between 0"),
+        ({"packing": "tight"}, "'tight'"),
+    ],
+)
+def test_refuses(settings, message):
+    folder = in_memory([[[(2, True), (0, True)]]])
+    with pytest.raises(ValueError, match=message):
+        PackedStream(folder, **{"context_length": 1, "seed": 0, **settings})

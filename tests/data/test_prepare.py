@@ -1,0 +1,388 @@
+"""Text → shards: the same files by any number of processes, through any number of deaths."""
+
+import gzip
+import importlib.util
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from xlstm7b.data.prepare import adopt, prepare, tokenizer_fingerprint
+from xlstm7b.data.shards import ShardFolder, open_folder
+from xlstm7b.tokenizer import ByteTokenizer, FileTokenizer
+
+BYTES = ByteTokenizer()
+
+
+def documents(folder: ShardFolder) -> list[list[int]]:
+    return [
+        piece.tolist()
+        for shard in folder.shards
+        for piece in np.split(shard.tokens, shard.ends)[:-1]
+    ]
+
+
+def masks(folder: ShardFolder) -> list[list[int]]:
+    return [
+        piece.tolist() for shard in folder.shards for piece in np.split(shard.mask, shard.ends)[:-1]
+    ]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def write_jsonl(path: Path, records) -> Path:
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return path
+
+
+@pytest.fixture
+def texts(tmp_path) -> Path:
+    """Three files of 24 documents, and an empty one."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "c.txt").write_text("The end.")
+    write_jsonl(folder / "a.jsonl", [{"text": "ä" * (number % 7)} for number in range(20)])
+    lines = "".join(json.dumps({"text": f"line {n}"}) + "\n\n" for n in range(6))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (folder / "d.jsonl").touch()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Path:
+    """A byte-level BPE of 300 ids; 0 is <|endoftext|>."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["the line of the text, line by line, number by number"], trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    backend.save(str(path))
+    return path
+
+
+EXPECTED = [
+    *["ä" * (number % 7) for number in range(20) if number % 7],
+    *[f"line {n}" for n in range(6)],
+    "The end.",
+]
+
+
+def test_documents_in_order_without_the_empty_ones(texts, tmp_path):
+    seen = []
+    folder = prepare(
+        [texts], tmp_path / "out", shard_tokens=60, progress=lambda *part: seen.append(part)
+    )
+    assert documents(folder) == [[*BYTES.encode(text), 0] for text in EXPECTED]
+    assert (folder.documents, folder.vocab_size, folder.has_mask) == (24, 320, False)
+    assert folder.tokens == sum(len(text.encode()) + 1 for text in EXPECTED) == 182
+    # No shard is longer than asked, and none could have taken the next document.
+    lengths = [len(shard.tokens) for shard in folder.shards]
+    firsts = [int(shard.ends[0]) for shard in folder.shards]
+    assert lengths == [56, 55, 55, 16]
+    assert all(a + b > 60 for a, b in zip(lengths, firsts[1:], strict=False))
+    assert sum(count for _, count in seen) == sum(f.stat().st_size for f in texts.iterdir())
+    names = {"00000.ds", "00000.ds.index", "manifest.json"}
+    assert names <= content(tmp_path / "out").keys()
+    assert len(content(tmp_path / "out")) == 9
+
+
+def test_a_document_longer_than_a_shard_stands_alone(texts, tmp_path):
+    folder = prepare([texts], tmp_path / "out", shard_tokens=1)
+    assert [len(shard.ends) for shard in folder.shards] == [1] * 24
+
+
+@pytest.mark.parametrize("shard_tokens", [25, 10_000])
+def test_processes_change_nothing(texts, tokenizer, tmp_path, shard_tokens, monkeypatch):
+    monkeypatch.setattr("xlstm7b.data.sources._BATCH_BYTES", 20)
+    for processes in (1, 3):
+        prepare([texts], tmp_path / f"{processes}", tokenizer, processes=processes,
+                shard_tokens=shard_tokens)  # fmt: skip
+    assert content(tmp_path / "1") == content(tmp_path / "3")
+    encode = FileTokenizer(tokenizer).encode
+    opened = open_folder(tmp_path / "3", tokenizer_fingerprint=tokenizer_fingerprint(tokenizer))
+    assert documents(opened) == [[*encode(text), 0] for text in EXPECTED]
+
+
+@settings(max_examples=25)
+@given(data=st.lists(st.text(max_size=30), min_size=1, max_size=8), limit=st.integers(1, 40))
+def test_any_texts_come_back(tmp_path_factory, tokenizer, data, limit):
+    folder = tmp_path_factory.mktemp("any")
+    write_jsonl(folder / "a.jsonl", [{"text": text} for text in ["x", *data]])
+    opened = prepare([folder], folder / "out", tokenizer, shard_tokens=limit)
+    decode = FileTokenizer(tokenizer).decode
+    wanted = ["x", *filter(None, data)]
+    special = any("<|endoftext|>" in text for text in data)
+    assert special or [decode(document) for document in documents(opened)] == wanted
+    assert all(document[-1] == 0 for document in documents(opened))
+
+
+def test_encoding_in_batches_is_encoding(tokenizer):
+    quotes = ["the line", "", "naïve 🐿\n\n  \t", "<|endoftext|>", "é", "x" * 999]
+    for each in (BYTES, FileTokenizer(tokenizer)):
+        assert each.encode_batch(quotes) == [each.encode(text) for text in quotes]
+
+
+def test_masks_of_questions_and_chats(tokenizer, tmp_path):
+    write_jsonl(tmp_path / "qa.jsonl", [{"question": "1+1?", "answer": "2"}])
+    turns = [("user", "Hi"), ("assistant", "Ho"), ("user", "the line?"), ("assistant", "No.")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    write_jsonl(tmp_path / "chat.jsonl", [{"messages": messages}])
+    asked = prepare([tmp_path / "qa.jsonl"], tmp_path / "a", format="qa")
+    assert documents(asked) == [[*BYTES.encode("User: 1+1?\nAssistant: 2"), 0]]
+    assert masks(asked) == [[*[0] * 21, 1, 1, 1]]  # " ", "2", the end
+    chat = prepare([tmp_path / "chat.jsonl"], tmp_path / "b", tokenizer, format="chat")
+    encoder = FileTokenizer(tokenizer)
+    parts = ["User: Hi\nAssistant:", " Ho", "\nUser: the line?\nAssistant:", " No."]
+    encoded = [encoder.encode(part) for part in parts]
+    assert documents(chat) == [[*encoded[0], *encoded[1], *encoded[2], *encoded[3], 0]]
+    zeros_and_ones = [[place % 2] * len(ids) for place, ids in enumerate(encoded)]
+    assert masks(chat) == [[*sum(zeros_and_ones, start=[]), 1]]  # noqa: RUF017 (four lists)
+    assert open_folder(tmp_path / "b", verify=True).has_mask
+
+
+# Deaths
+
+
+def dies_at(step: int, *arguments, **options) -> bool:
+    """Prepares in a process that is killed before its n-th change to a file; says if it was."""
+    child = os.fork()
+    if child == 0:
+        left = step
+
+        def kill(event: str, details: tuple) -> None:
+            nonlocal left
+            writes = event == "open" and isinstance(details[1], str) and "w" in details[1]
+            if writes or event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir"):
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(kill)
+        try:
+            prepare(*arguments, **options)
+        finally:
+            os._exit(0)
+    return os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+def test_death_before_any_change_to_any_file(texts, tmp_path):
+    """Each is followed by a second, somewhere in the resumed run, and by a third run that ends."""
+    options = {"shard_tokens": 60}
+    whole = prepare([texts], tmp_path / "whole", **options).path
+    out, step, opened = tmp_path / "out", 0, 0
+    while True:
+        step += 1
+        died = dies_at(step, [texts], out, **options)
+        if not died:
+            break
+        dies_at(1 + step * 7 % 11, [texts], out, **options)
+        if (
+            out.exists()
+            and "manifest.json" in content(out)
+            and "unfinished.json" not in content(out)
+        ):
+            opened += 1
+            assert content(out) == content(whole)
+        else:
+            for token_bytes in (None, 2):
+                with pytest.raises(
+                    ValueError, match=r"no folder|not finished|no (manifest|documents)"
+                ):
+                    open_folder(out, token_bytes=token_bytes)
+        prepare([texts], out, **options)
+        assert content(out) == content(whole)
+        shutil.rmtree(out)
+    assert step > 20
+    assert opened < step / 2
+
+
+SCRIPT = """
+import sys
+from xlstm7b.data.prepare import prepare
+if __name__ == "__main__":
+    prepare(sys.argv[1:2], sys.argv[2], processes=int(sys.argv[3]), shard_tokens=20_000)
+"""
+
+
+def test_kill_9_at_random_moments(tmp_path):
+    rng = random.Random(0)
+    source = write_jsonl(
+        tmp_path / "a.jsonl", [{"text": "x" * rng.randrange(4000)} for _ in range(1500)]
+    )
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    out, whole = tmp_path / "out", tmp_path / "whole"
+
+    def start(folder: Path) -> subprocess.Popen:
+        command = [sys.executable, str(script), str(source), str(folder), "2"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
+
+    assert start(whole).wait() == 0
+    written = 0
+    for _ in range(4):
+        process, target = start(out), written + rng.randrange(5, 25)
+        while process.poll() is None and len([*out.glob("*.ds")]) < target:
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.02))
+        process.kill()
+        process.communicate(timeout=20)  # its workers hold the pipe: they end as well
+        written = len([*out.glob("*.ds")])
+        assert target <= written < 100
+        with pytest.raises(ValueError, match=r"out is not finished"):
+            open_folder(out, token_bytes=2)
+    assert start(out).wait() == 0
+    assert content(out) == content(whole)
+    assert len(open_folder(out, verify=True).shards) > 100
+
+
+def test_finished_shards_are_not_written_again(texts, tmp_path):
+    out = tmp_path / "out"
+    assert dies_at(14, [texts], out, shard_tokens=60)
+    kept = out / "00000.ds"
+    before = kept.stat()
+    assert (out / "00000.ds.json").exists()
+    (out / "00005.ds.part").write_bytes(b"left behind")
+    prepare([texts], out, shard_tokens=60)
+    after = kept.stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    # Nor is anything, once all is done.
+    listed = (out / "manifest.json").stat()
+    assert prepare([texts], out, shard_tokens=60, processes=5).documents == 24
+    assert (out / "manifest.json").stat().st_ino == listed.st_ino
+
+
+# Mistakes
+
+
+def refused(message: str, *arguments, **options) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare(*arguments, **options)
+
+
+def test_other_input_or_settings_do_not_go_on(texts, tokenizer, tmp_path):
+    message = r"out holds tokens of other input, or by another tokenizer or other settings"
+    for finished in (False, True):
+        out = tmp_path / "out"
+        if finished:
+            prepare([texts], out)
+        else:
+            assert dies_at(8, [texts], out)
+        before = content(out)
+        refused(message, [texts], out, tokenizer)
+        refused(message, [texts], out, shard_tokens=7)
+        refused(message, [texts / "a.jsonl"], out)
+        os.utime(texts / "c.txt", (finished, finished))
+        refused(message, [texts], out)
+        assert content(out) == before
+        shutil.rmtree(out)
+
+
+def test_outputs_that_are_something_else(texts, tmp_path):
+    refused(r"texts holds something else: remove it, or name another folder$", [texts], texts)
+    refused(r"c.txt is there already, and is not a folder$", [texts], texts / "c.txt")
+    (tmp_path / "out").mkdir()
+    assert prepare([texts], tmp_path / "out").documents == 24
+
+
+def test_mistakes_before_anything_is_written(texts, tokenizer, tmp_path):
+    out = tmp_path / "out"
+    refused("^processes must be at least 1, not 0$", [texts], out, processes=0)
+    refused("^shard_tokens must be at least 1, not -5$", [texts], out, shard_tokens=-5)
+    refused("^there is no format 'csv'", [texts], out, format="csv")
+    refused(r"^there is no tokenizer at nowhere$", [texts], out, "nowhere")
+    refused(r"a.jsonl is not a readable tokenizer.json", [texts], out, texts / "a.jsonl")
+    refused(r"a.jsonl line 1: there is no column 'body'", [texts], out, text_column="body")
+    (texts / "e.jsonl.gz").write_bytes(b"nothing")
+    refused(r"e.jsonl.gz is damaged: Not a gzipped file", [texts], out)
+    spec = json.loads(tokenizer.read_text())
+    spec["added_tokens"] = []
+    letters = {piece: place for place, piece in enumerate(spec["model"]["vocab"]) if place}
+    spec["model"] |= {"vocab": {p: place - 1 for p, place in letters.items()}, "merges": []}
+    (tmp_path / "other.json").write_text(json.dumps(spec))
+    refused(
+        r"^id 0 of .*other.json is '!', but has to be the end of text",
+        [texts], out, tmp_path / "other.json",
+    )  # fmt: skip
+    assert not out.exists()
+
+
+def test_a_mistake_midway_can_be_gone_on_from(texts, tmp_path):
+    out = tmp_path / "out"
+    write_jsonl(texts / "b2.jsonl", [{"text": "a"}, {"txt": "b"}])
+    for processes in (1, 2):
+        refused(r"b2.jsonl line 2: there is no column 'text'", [texts], out, processes=processes,
+                shard_tokens=60)  # fmt: skip
+        with pytest.raises(ValueError, match="not finished"):
+            open_folder(out)
+        assert not list(out.glob("*.part"))
+
+
+def test_nothing_to_prepare(tmp_path):
+    (tmp_path / "a.txt").touch()
+    refused(r"^there is no text in what is to be prepared$", [tmp_path / "a.txt"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_at_a_time(texts, tmp_path):
+    out, errors = tmp_path / "out", []
+
+    def again(*_) -> None:
+        try:
+            prepare([texts], out)
+        except ValueError as error:
+            errors.append(str(error))
+
+    prepare([texts], out, progress=again)
+    assert set(errors) == {f"another process is preparing {out} right now"}
+
+
+def test_fingerprints(tokenizer):
+    assert tokenizer_fingerprint("bytes") == "bytes"
+    assert tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(tokenizer.parent)
+    assert len(tokenizer_fingerprint(tokenizer)) == 64
+
+
+# datatrove
+
+
+def test_the_example_with_datatrove_writes_the_same_documents(tokenizer, tmp_path, capfd):
+    pytest.importorskip("datatrove", reason="datatrove is not installed")
+    path = Path(__file__).parents[2] / "examples" / "prepare_with_datatrove.py"
+    spec = importlib.util.spec_from_file_location("prepare_with_datatrove", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    inputs, out = tmp_path / "inputs", tmp_path / "out"
+    inputs.mkdir()
+    for name in "ab":
+        write_jsonl(
+            inputs / f"{name}.jsonl", [{"text": f"{name} line {n}, naïve 🐿\n\n "} for n in range(9)]
+        )
+    for _ in range(2):  # again, and nothing is left to do
+        example.main([str(inputs), str(out), "--tokenizer", str(tokenizer), "--tasks", "3"])
+        assert capfd.readouterr().out.endswith("tokens, 18 documents\n")
+    theirs = open_folder(out, tokenizer_fingerprint=tokenizer_fingerprint(tokenizer), verify=True)
+    ours = prepare([inputs], tmp_path / "ours", tokenizer)
+    assert documents(theirs) == documents(ours)
+    with pytest.raises(ValueError, match="was prepared with another tokenizer"):
+        adopt(out, "bytes")

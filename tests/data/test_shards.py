@@ -1,0 +1,252 @@
+"""Token shards: what is written is read, and whatever is wrong with them is refused by name."""
+
+import json
+import re
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xlstm7b.data.shards import ShardFolder, ShardWriter, adopt_folder, open_folder, write_manifest
+
+DOCUMENTS = [[[5, 6, 7], [9]], [[8, 8], [], [319]]]
+
+
+def write(folder: Path, shards=DOCUMENTS, *, vocab_size=320, masked=False) -> Path:
+    """Shards of documents, with every other token in the mask."""
+    folder.mkdir(exist_ok=True)
+    entries = []
+    for number, documents in enumerate(shards):
+        path = folder / f"{number:05d}.ds"
+        with ShardWriter(path, vocab_size=vocab_size, has_mask=masked) as writer:
+            for document in documents:
+                mask = [place % 2 for place in range(len(document))]
+                writer.add(document, mask if masked else None)
+        entries.append(writer.entry)
+    write_manifest(folder, entries, vocab_size=vocab_size, tokenizer_fingerprint="bytes")
+    return folder
+
+
+def read(folder: ShardFolder) -> list[list[list[int]]]:
+    return [
+        [piece.tolist() for piece in np.split(shard.tokens, shard.ends)[:-1]]
+        for shard in folder.shards
+    ]
+
+
+def refused(*arguments: Any, **options: Any) -> str:
+    with pytest.raises(ValueError, match=r".") as raised:
+        open_folder(*arguments, **options)
+    message = str(raised.value)
+    assert "\n" not in message
+    return message
+
+
+def test_the_bytes_on_disk(tmp_path):
+    write(tmp_path, masked=True)
+    assert (tmp_path / "00000.ds").read_bytes() == bytes([5, 0, 6, 0, 7, 0, 0, 0, 9, 0, 0, 0])
+    assert (tmp_path / "00000.ds.index").read_bytes() == bytes([4, *[0] * 7, 6, *[0] * 7])
+    assert (tmp_path / "00000.ds.loss").read_bytes() == bytes([0, 1, 0, 1, 0, 1])
+    assert (tmp_path / "00001.ds").read_bytes()[-4:] == bytes([0x3F, 1, 0, 0])
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert (manifest["documents"], manifest["tokens"]) == (5, 12)
+    assert [s["tokens"] for s in manifest["shards"]] == [6, 6]
+    assert not list(tmp_path.glob("*.part"))
+
+
+@given(
+    documents=st.lists(st.lists(st.integers(0, 65_535), max_size=9), min_size=1, max_size=9),
+    wide=st.booleans(),
+    masked=st.booleans(),
+)
+def test_round_trip(tmp_path_factory, documents, wide, masked):
+    vocab_size = 65_537 if wide else 65_536
+    folder = tmp_path_factory.mktemp("shards")
+    write(folder, [documents[:4], documents[4:]], vocab_size=vocab_size, masked=masked)
+    opened = open_folder(folder, tokenizer_fingerprint="bytes", verify=True)
+    kept = [part for part in (documents[:4], documents[4:]) if part]
+    assert read(opened) == [[[*document, 0] for document in part] for part in kept]
+    assert opened.documents == len(documents)
+    assert opened.tokens == sum(len(document) + 1 for document in documents)
+    assert (opened.vocab_size, opened.has_mask) == (vocab_size, masked)
+    assert opened.name == folder.name
+    for shard, part in zip(opened.shards, kept, strict=True):
+        assert shard.tokens.dtype == (np.uint32 if wide else np.uint16)
+        assert shard.ends.dtype == np.int64
+        assert isinstance(shard.tokens, np.memmap)
+        if masked:
+            expected = [[*(p % 2 for p in range(len(d))), 1] for d in part]
+            assert shard.mask.tolist() == [*chain(*expected)]
+        else:
+            assert shard.mask is None
+
+
+def test_a_failure_leaves_no_file_behind(tmp_path):
+    with pytest.raises(ValueError, match=r"a.ds: .* ids are 0 to 9, but the vocabulary ends at 8$"):
+        with ShardWriter(tmp_path / "a.ds", vocab_size=9) as writer:
+            writer.add([9])
+    with pytest.raises(ValueError, match="ids are -1 to 0"):
+        with ShardWriter(tmp_path / "a.ds", vocab_size=9) as writer:
+            writer.add([-1])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_and_unknown_shards(tmp_path):
+    assert refused(tmp_path / "none") == f"there is no folder of token shards at {tmp_path}/none"
+    assert "has no manifest.json" in refused(tmp_path)
+    write(tmp_path, masked=True)
+    for name in ("00001.ds", "00001.ds.index", "00001.ds.loss"):
+        (tmp_path / name).rename(tmp_path / "away")
+        assert refused(tmp_path) == f"{tmp_path / name} is missing"
+        (tmp_path / "away").rename(tmp_path / name)
+    (tmp_path / "other.ds").write_bytes(b"12")
+    assert refused(tmp_path) == f"{tmp_path}/other.ds is not listed in manifest.json"
+    (tmp_path / "other.ds").unlink()
+    (tmp_path / "unfinished.json").touch()
+    assert "is not finished: run the same `xlstm7b prepare` again" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["00001.ds", "00001.ds.index", "00001.ds.loss"])
+@pytest.mark.parametrize("change", [-9, -8, -2, -1, 1, 2, 8])
+def test_lengths_are_always_checked(tmp_path, name, change):
+    path = write(tmp_path, masked=True) / name
+    content = path.read_bytes()
+    path.write_bytes(content[:change] if change < 0 else content + bytes(change))
+    message = refused(tmp_path)
+    assert "00001.ds" in message
+    assert "is damaged: " in message
+
+
+def test_a_whole_document_too_few_is_noticed(tmp_path):
+    write(tmp_path)
+    (tmp_path / "00000.ds").write_bytes((tmp_path / "00000.ds").read_bytes()[:8])
+    (tmp_path / "00000.ds.index").write_bytes((tmp_path / "00000.ds.index").read_bytes()[:8])
+    assert refused(tmp_path) == (
+        f"{tmp_path}/00000.ds is damaged: it holds 4 tokens, where manifest.json says 6"
+    )
+
+
+@pytest.mark.parametrize("ends", [[0, 6], [6, 6], [4, 3], [-1, 6], [2**63, 6], [4, 7], [4, 5]])
+def test_indices_are_always_checked(tmp_path, ends):
+    write(tmp_path)
+    values = np.array([end % 2**64 for end in ends], "<u8")
+    (tmp_path / "00000.ds.index").write_bytes(values.tobytes())
+    assert re.search(r"00000\.ds(\.index)? is damaged: ", refused(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["00000.ds", "00000.ds.index", "00001.ds.loss"])
+def test_every_bit_is_checked_on_demand(tmp_path, name):
+    path = write(tmp_path, [[[5, 6, 7]], [[8]]], masked=True) / name
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+    message = refused(tmp_path, verify=True)
+    assert message.startswith(f"{path} is damaged: ") or name.endswith(".index")
+    assert "is damaged" in message
+
+
+def test_another_tokenizer(tmp_path):
+    write(tmp_path)
+    assert refused(tmp_path, tokenizer_fingerprint="56ac4821e129d2c520fd") == (
+        f"{tmp_path} was prepared with another tokenizer: its fingerprint is bytes, "
+        "not 56ac4821e129"
+    )
+    assert refused(tmp_path, token_bytes=4) == f"{tmp_path} has tokens of 2 bytes, not of 4"
+
+
+MISTAKES = [
+    lambda m: [],
+    lambda m: "text",
+    lambda m: {},
+    lambda m: m | {"format": 2},
+    lambda m: m | {"shards": 5},
+    lambda m: m | {"shards": [5]},
+    lambda m: m | {"shards": []},
+    lambda m: m | {"shards": m["shards"] * 2},
+    lambda m: m | {"vocab_size": "320"},
+    lambda m: m | {"vocab_size": 0},
+    lambda m: m | {"tokenizer": None},
+    *[
+        lambda m, c=change: m | {"shards": [m["shards"][0] | c]}
+        for change in (
+            {"name": "../00000.ds"}, {"name": 5}, {"name": "00000"}, {"tokens": -1},
+            {"tokens": 6.0}, {"documents": None}, {"has_mask": 1}, {"sha256": {}}, {"sha256": 5},
+        )
+    ],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_garbled_manifest(tmp_path, mistake):
+    path = write(tmp_path, DOCUMENTS[:1]) / "manifest.json"
+    path.write_text(json.dumps(mistake(json.loads(path.read_text()))))
+    assert str(tmp_path) in refused(tmp_path)
+
+
+@given(content=st.binary(max_size=50))
+def test_a_manifest_of_noise(tmp_path_factory, content):
+    path = write(tmp_path_factory.mktemp("noise")) / "manifest.json"
+    path.write_bytes(content)
+    assert refused(path.parent).startswith(f"{path} is garbled: ")
+
+
+@given(cut=st.integers(0, 10_000))
+def test_a_manifest_cut_off(tmp_path_factory, cut):
+    path = write(tmp_path_factory.mktemp("cut")) / "manifest.json"
+    content = path.read_bytes()
+    path.write_bytes(content[: cut % (len(content) - 2)])
+    assert refused(path.parent).startswith(f"{path} is garbled: ")
+
+
+def bare(folder: Path, **options: Any) -> Path:
+    """As datatrove leaves a folder."""
+    write(folder, **options)
+    for file in folder.glob("*.json"):
+        file.unlink()
+    (folder / "00000.ds.metadata").write_text("gpt2|2\n6\n6 T")
+    return folder
+
+
+def test_what_datatrove_wrote(tmp_path):
+    bare(tmp_path, masked=True)
+    (tmp_path / "00002.ds").touch()  # by a process that had nothing to do
+    (tmp_path / "00002.ds.index").touch()
+    (tmp_path / "00002.ds.loss").touch()
+    assert "has no manifest.json" in refused(tmp_path)
+    opened = open_folder(tmp_path, token_bytes=2)
+    assert read(opened) == [[[*document, 0] for document in part] for part in DOCUMENTS]
+    assert (opened.vocab_size, opened.tokenizer_fingerprint) == (None, None)
+    assert opened.has_mask
+    assert "tokens have 2 or 4 bytes, not 3" in refused(tmp_path, token_bytes=3)
+    assert "00000.ds is damaged" in refused(tmp_path, token_bytes=4)
+    assert "has no manifest.json that says which tokenizer made it" in refused(
+        tmp_path, token_bytes=2, tokenizer_fingerprint="bytes"
+    )
+
+
+def test_adoption(tmp_path):
+    bare(tmp_path)
+    with pytest.raises(ValueError, match=r"00001.ds holds id 319, but ids end at 318$"):
+        adopt_folder(tmp_path, vocab_size=319, tokenizer_fingerprint="bytes")
+    for _ in range(2):  # the second time there is nothing to do
+        adopted = adopt_folder(tmp_path, vocab_size=320, tokenizer_fingerprint="bytes")
+        assert (adopted.documents, adopted.tokens, adopted.vocab_size) == (5, 12, 320)
+    with pytest.raises(ValueError, match="was prepared with another tokenizer"):
+        adopt_folder(tmp_path, vocab_size=320, tokenizer_fingerprint="other")
+    assert open_folder(tmp_path, tokenizer_fingerprint="bytes", verify=True).tokens == 12
+
+
+def test_documents_that_do_not_end(tmp_path):
+    bare(tmp_path)
+    (tmp_path / "00001.ds.index").write_bytes(np.array([2, 4, 6], "<u8").tobytes())
+    assert refused(tmp_path, token_bytes=2) == (
+        f"{tmp_path}/00001.ds: document 0 does not end with id 0, the end of text "
+        "(datatrove writes it when told the eos_token)"
+    )
+    for file in tmp_path.glob("*.ds*"):
+        file.unlink()
+    assert refused(tmp_path, token_bytes=2) == f"{tmp_path} holds no documents"

@@ -1,0 +1,297 @@
+"""Recipes: the shipped ones against the paper's appendix, and every refusal as one sentence."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from subprocess import run
+from typing import Any
+
+import pytest
+
+from xlstm7b.config import ModelConfig
+from xlstm7b.train.recipe import Layout, Recipe, Source, load_recipe
+from xlstm7b.train.settings import parse_overrides, recipe_names
+
+SMALL = """
+[model]
+size = "tiny"
+[data]
+context_length = 64
+sources.books = { path = "books" }
+[batch]
+sequences = 8
+[schedule]
+warmup = 10
+[run]
+steps = 100
+"""
+# Of each shipped recipe: model, steps, start, sequences, context, lr, warm-up, decay, cool-down.
+SHIPPED: dict[str, tuple[Any, ...]] = {
+    "quickstart": ("", 220, 0, 32, 128, 5e-3, 20, 180, 20),
+    "160m": ("160m", 95_000, 0, 128, 4096, 1e-3, 750, 92_250, 2000),
+    "400m": ("400m", 62_000, 0, 128, 8192, 8e-4, 750, 59_250, 2000),
+    "1.4b": ("1.4b", 31_000, 0, 256, 8192, 7e-4, 750, 28_250, 2000),
+    "7b": ("7b", 500_000, 0, 512, 8192, 5e-4, 3000, 540_000, 7000),
+    "7b-stage2": ("7b", 550_000, 500_000, 512, 8192, 5e-4, 3000, 540_000, 7000),
+    "7b-longctx": ("7b", 550_000, 500_000, 128, 32_768, 5e-4, 3000, 540_000, 7000),
+    "7b-ablation": ("7b", 76_000, 0, 256, 8192, 5e-4, 3000, 72_000, 1000),
+}
+
+
+def small(tmp_path: Path, *overrides: str, text: str = SMALL) -> Recipe:
+    file = tmp_path / "small.toml"
+    file.write_text(text, encoding="utf-8")
+    return load_recipe(str(file), overrides)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_recipes_hold_the_papers_numbers(name: str) -> None:
+    recipe = load_recipe(name)
+    size, steps, start, sequences, context, lr, warmup, decay, cooldown = SHIPPED[name]
+    rate = recipe.learning_rate
+    assert recipe.name == name
+    small = ModelConfig(128, 2, 2, vocab_size=320)
+    assert recipe.model == (ModelConfig.named(size) if size else small)
+    assert (recipe.run.steps, recipe.start_step) == (steps, start)
+    assert (recipe.batch.sequences, recipe.data.context_length) == (sequences, context)
+    assert (rate.peak, rate.warmup, rate.decay, rate.cooldown) == (lr, warmup, decay, cooldown)
+    assert rate.factor == 0.1
+    if name != "quickstart":
+        adamw = recipe.optimizer
+        assert (adamw.betas, adamw.eps, adamw.weight_decay, adamw.clip) == (
+            (0.99, 0.95), 1e-8, 0.1, 0.5)  # fmt: skip
+        assert recipe.run.log_every == 50
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+
+
+def test_every_shipped_recipe_is_in_the_table() -> None:
+    assert recipe_names() == sorted(SHIPPED)
+
+
+def test_the_7b_has_the_papers_ramp_schedule_and_gpus() -> None:
+    recipe = load_recipe("7b")
+    assert recipe.ramp.stages == ((0, 128), (2000, 256), (4000, 512))
+    assert (recipe.schedule.kind, recipe.schedule.reference) == ("exponential", 500_000)
+    assert recipe.layout().world == 128
+    assert load_recipe("7b-stage2").ramp == recipe.ramp
+    assert load_recipe("7b-ablation").schedule.kind == "cosine"
+
+
+def test_tokens_of_the_whole_7b_run() -> None:
+    first, second = load_recipe("7b"), load_recipe("7b-stage2")
+    one = first.tokens_between(0, 500_000)
+    assert one == (2000 * 128 + 2000 * 256 + 496_000 * 512) * 8192 == 2_086_666_240_000
+    two = second.tokens_between(500_000, 550_000)
+    assert two == 50_000 * 512 * 8192 == 209_715_200_000
+    assert one + two == second.tokens_between(0, 550_000) == 2_296_381_440_000
+    # "Keeping the number of tokens per step and the number of steps fixed."
+    assert load_recipe("7b-longctx").tokens_between(500_000, 550_000) == two
+    assert load_recipe("7b-ablation").tokens_between(0, 76_000) == 159_383_552_000  # "160B"
+
+
+def test_mixtures() -> None:
+    assert load_recipe("7b").data.weights() == {"dclm": 1.0}
+    assert load_recipe("7b-stage2").data.weights() == {
+        "dclm": 0.4,
+        "fineweb-edu": 0.15,
+        "cosmopedia": 0.1,
+        "proofpile-2": 0.15,
+        "the-stack": 0.15,
+        "sft": 0.05,
+    }
+    shares = load_recipe("7b-longctx").data.weights()
+    assert {name: round(99 * share, 9) for name, share in shares.items()} == {
+        "dclm": 20,
+        "fineweb-edu": 15,
+        "cosmopedia": 10,
+        "proofpile-2": 15,
+        "the-stack": 15,
+        "sft": 5,
+        "long-data-collections": 15,
+        "longalign-10k": 1,
+        "antihaystack": 1,
+        "longalpaca-12k": 2,
+    }
+    assert sum(shares.values()) == pytest.approx(1, abs=1e-15)
+
+
+def test_stages_share_one_learning_rate() -> None:
+    first, second = load_recipe("7b").learning_rate, load_recipe("7b-stage2").learning_rate
+    assert first == second == load_recipe("7b-longctx").learning_rate
+
+
+def test_overrides(tmp_path: Path) -> None:
+    recipe = small(
+        tmp_path,
+        "optimizer.lr=1e-3",
+        "optimizer.clip=inf",
+        "optimizer.betas=[0.9, 0.999]",
+        "data.sources.books.path=/data/my books",
+        "data.sources.more.path=x",
+        "batch.ramp=[[0, 4], [50, 8]]",
+        "run.compile=false",
+        "run.steps=50",
+        "run.steps=60",
+        "model.num_heads=8",
+        "init_from=NX-AI/xLSTM-7b",
+    )
+    assert (recipe.optimizer.lr, recipe.optimizer.clip) == (1e-3, float("inf"))
+    assert recipe.optimizer.betas == (0.9, 0.999)
+    assert recipe.data.sources == {"books": Source("/data/my books"), "more": Source("x")}
+    assert recipe.batch.ramp == ((0, 4), (50, 8))
+    assert (recipe.run.compile, recipe.run.steps, recipe.model.num_heads) == (False, 60, 8)
+    assert recipe.model == replace(ModelConfig.named("tiny"), num_heads=8)
+    assert recipe.init_from == "NX-AI/xLSTM-7b"
+    other = small(tmp_path, 'data.sources={web={path="w", weight=2}}', "data.sources.x.path=y")
+    assert other.data.sources == {"web": Source("w", 2.0), "x": Source("y")}
+
+
+def test_override_values_are_toml_or_else_text() -> None:
+    settings = ["a.b=1", "a = two", 'a."d"="3"', "e=2024-01-01", "f=", "g=x = 1", "h=1 # no"]
+    assert [value for _, value in parse_overrides(settings)] == [
+        1, "two", "3", "2024-01-01", "", "x = 1", 1]  # fmt: skip
+    assert parse_overrides([" a . b = [1, 2] "]) == [(["a", "b"], [1, 2])]
+
+
+def test_a_file_may_extend_another_and_replaces_its_mixture(tmp_path: Path) -> None:
+    small(tmp_path)
+    child = tmp_path / "child.toml"
+    child.write_text('extends = "small.toml"\n[data.sources]\nweb = {path = "w"}\n[run]\nseed = 3')
+    recipe = load_recipe(str(child))
+    assert list(recipe.data.sources) == ["web"]
+    assert (recipe.name, recipe.run.seed, recipe.run.steps) == ("child", 3, 100)
+    named = tmp_path / "mine.toml"
+    named.write_text('extends = "160m"\n[run]\nsteps = 5000')
+    assert load_recipe(str(named)).run.steps == 5000
+    named.write_text('extends = "../' + tmp_path.name + '/mine.toml"')
+    with pytest.raises(ValueError, match="recipes extend each other"):
+        load_recipe(str(named))
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        # Unknown names, with their neighbours.
+        ("optimiser.lr=1", "there is no setting optimiser; did you mean optimizer?"),
+        ("optimizer.beta=1", "there is no setting optimizer.beta; did you mean betas?"),
+        ("run.zzz=1", "there is no setting run.zzz; known: steps, seed, precision,"),
+        (
+            "data.sources.books.wieght=2",
+            "no setting data.sources.books.wieght; did you mean weight",
+        ),
+        ("model.heads=2", "there is no setting model.heads; did you mean num_heads?"),
+        # Types.
+        ("run.steps=1.5", "run.steps must be a whole number of at least 1, not 1.5"),
+        ("run.steps=many", "run.steps must be a whole number of at least 1, not 'many'"),
+        ("run.steps=true", "run.steps must be a whole number of at least 1, not True"),
+        ("run.compile=1", "run.compile must be true or false, not 1"),
+        ("data.validation=1", "data.validation must be a text, not 1"),
+        ("run=5", "run must be a table, not 5"),
+        ("data.sources=5", "data.sources must be a table, not 5"),
+        ("model=5", "model must be a table, not 5"),
+        ("model.size=5", "model: size must be a text, not 5"),
+        ("model.num_heads=a", "model: num_heads must be of type int, not 'a'"),
+        ("optimizer.betas=[0.9]", r"betas must be \[a number from 0 to below 1, a number from"),
+        ("batch.ramp=[[0, 0], [5, 8]]", r"batch.ramp must be a list of items that are \[a whole"),
+        ("batch.ramp=8", "batch.ramp must be a list of items"),
+        # Ranges.
+        ("run.steps=0", "run.steps must be a whole number of at least 1, not 0"),
+        ("run.seed=-1", "run.seed must be a whole number of at least 0, not -1"),
+        ("optimizer.lr=0", r"optimizer.lr must be a number above 0, not 0.0"),
+        ("optimizer.lr=nan", "optimizer.lr must be a number above 0, not nan"),
+        ("optimizer.betas=[1, 0.9]", "optimizer.betas must be"),
+        ("optimizer.weight_decay=-1", "weight_decay must be a number of at least 0, not -1"),
+        ("run.precision=fp8", "run.precision must be one of 'auto', 'bfloat16', 'float32', not 'f"),
+        ("data.sources.books.weight=0", "data.sources.books.weight must be a number above 0"),
+        ("parallel.dp_shard=0", "parallel.dp_shard must be at least 1, or -1 for the rest: 0"),
+        ("model.size=8b", "model: there is no size '8b'"),
+        # Contradictions.
+        ("run.steps=9", r"run.steps \(9\) is less than schedule.warmup \(10\)"),
+        ("schedule.cooldown=91", r"warmup \(10\) and schedule.cooldown \(91\) together"),
+        ("schedule.reference=5", "reference is for an exponential decay, but schedule.kind is cos"),
+        ("batch.ramp=[[0, 4]]", "ramp ends at 4 sequences, but batch.sequences is 8"),
+        ("batch.ramp=[[1, 8]]", r"ramp must start at step 0 and go up in steps, not \[1\]"),
+        ("batch.ramp=[[0, 4], [0, 8]]", r"go up in steps, not \[0, 0\]"),
+        ("start_step=100", r"start_step \(100\) is not before run.steps \(100\)"),
+        ("start_step=50", "start_step needs init_from"),
+        ("run.validate_every=10", "run.validate_every needs data.validation"),
+        ("data.sources={}", "data.sources names no source; give at least one with a path"),
+        ("parallel.tp=3", r"parallel.tp \(3\) does not divide the heads \(4\)"),
+        ("parallel.dp_replicate=-1", "only one can be -1"),
+        ("parallel.dp_shard=3", "batch of 8 sequences from step 0 does not divide among 3 data-"),
+        ("run.steps", "a setting is written a.b=c, not 'run.steps'"),
+        ("run..steps=1", "a setting is written a.b=c, not 'run..steps=1'"),
+    ],
+)
+def test_refusals_are_one_sentence(tmp_path: Path, override: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence) as error:
+        small(tmp_path, override)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (SMALL.replace("steps = 100", ""), "small.toml: run.steps is missing"),
+        (SMALL.replace("[batch]\nsequences = 8", ""), "small.toml: batch is missing"),
+        (SMALL.replace('sources.books = { path = "books" }', ""), "data.sources is missing"),
+        (SMALL.replace('{ path = "books" }', "{}"), "data.sources.books.path is missing"),
+        (SMALL.replace('sources.books = { path = "books" }', "sources = {}"), "names no source"),
+        (SMALL.replace('size = "tiny"', "num_heads = 2"), "model: embedding_dim is missing"),
+        (SMALL + "[run", "is not a TOML file"),
+        ("extends = 3", "extends must be a text, not 3"),
+        ('extends = "other.toml"', "there is no recipe file .*other.toml"),
+        ('extends = "9b"', "there is no recipe '9b'; there are 1.4b, 160m, 400m, 7b"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        small(tmp_path, text=text)
+
+
+def test_layouts(tmp_path: Path) -> None:
+    recipe = small(tmp_path)
+    assert recipe.layout() == Layout(1, 1, 1)
+    assert recipe.layout(4) == Layout(1, 4, 1)
+    with pytest.raises(ValueError, match="8 sequences from step 0 does not divide among 3"):
+        recipe.layout(3)
+    hybrid = small(tmp_path, "parallel.dp_shard=2", "parallel.dp_replicate=-1", "parallel.tp=2")
+    assert (hybrid.layout(), hybrid.layout(8)) == (Layout(1, 2, 2), Layout(2, 2, 2))
+    assert (hybrid.layout(8).data_parallel, hybrid.layout(8).world) == (4, 8)
+    with pytest.raises(
+        ValueError, match=r"6 processes cannot form .*; their number must be a mult"
+    ):
+        hybrid.layout(6)
+    with pytest.raises(ValueError, match="1 processes cannot form dp_replicate 16 × dp_shard 8"):
+        load_recipe("7b").layout(1)
+    ramped = small(tmp_path, "batch.ramp=[[0, 2], [50, 8]]")
+    with pytest.raises(
+        ValueError, match="batch of 2 sequences from step 0 does not divide among 4"
+    ):
+        ramped.layout(4)
+
+
+def test_micro_batches_fit_the_ramp() -> None:
+    recipe = load_recipe("7b")
+    layout = recipe.layout()
+    at = {step: recipe.micro_batches(step, layout) for step in (0, 2000, 4000)}
+    assert at == {0: (1, 1), 2000: (2, 1), 4000: (4, 1)}
+    few = load_recipe("7b", ["parallel.dp_replicate=1"])
+    assert few.micro_batches(4000, few.layout()) == (4, 16)
+
+
+def test_instances_check_themselves(tmp_path: Path) -> None:
+    recipe = small(tmp_path)
+    with pytest.raises(ValueError, match=r"run\.steps must be"):
+        replace(recipe.run, steps=0)
+    with pytest.raises(ValueError, match=r"start_step \(200\) is not before"):
+        replace(recipe, start_step=200)
+    with pytest.raises(ValueError, match="run must be a table"):
+        replace(recipe, run=5)  # type: ignore[arg-type]
+
+
+def test_reading_a_recipe_loads_no_torch() -> None:
+    code = "import sys; from xlstm7b.train import *; describe(resolved(load_recipe('7b')))"
+    check = "; assert not {'torch', 'numpy'} & set(sys.modules)"
+    assert run([sys.executable, "-c", code + check], check=False).returncode == 0

@@ -1,0 +1,83 @@
+"""What tests run in several gloo processes on this CPU, as torchrun would.
+
+In a module of its own: a new process imports it by name, which it could not a test's.
+"""
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.distributed.tensor import DTensor
+
+from xlstm7b.config import ModelConfig
+from xlstm7b.model import XLSTM
+from xlstm7b.train.parallel import build_mesh, parallelize
+from xlstm7b.train.recipe import Layout, Recipe
+from xlstm7b.train.trainer import Trainer, process_group
+
+CONFIG = ModelConfig(64, 2, 4, vocab_size=40)
+
+
+def in_processes(world: int, work: Callable[..., None], *arguments: object) -> None:
+    """`work(rank, *arguments)` in every process; the first failure is raised here."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(_process, (world, port, work, arguments), nprocs=world)
+
+
+def _process(rank: int, world: int, port: int, work: Callable[..., None], arguments) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    work(rank, *arguments)
+
+
+def layouts_agree(rank: int, layouts: list[Layout]) -> None:
+    with process_group("cpu"):
+        torch.manual_seed(0)
+        alone = XLSTM(CONFIG)
+        with torch.no_grad():
+            for name, parameter in alone.named_parameters():
+                if name.endswith("preact.weight"):
+                    parameter.normal_(std=0.1)
+        weights = {name: tensor.clone() for name, tensor in alone.state_dict().items()}
+        tokens, resets = torch.randint(0, 40, (4, 21)), torch.rand(4, 20) < 0.1
+        want = -alone.token_logprobs(tokens[:, :-1], tokens[:, 1:], resets=resets)[0].mean()
+        want.backward()
+        for layout in layouts:
+            model = XLSTM(CONFIG)
+            model.load_state_dict(weights)
+            parallelize(model, build_mesh(layout, "cpu"), torch.float32)
+            size = 4 // layout.data_parallel
+            start = rank // layout.tp * size
+            own, borders = tokens[start : start + size], resets[start : start + size]
+            loss = -model.token_logprobs(own[:, :-1], own[:, 1:], resets=borders)[0].mean()
+            loss.backward()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            assert abs(total / layout.world - want) < 1e-6, layout
+            names = [name for name, _ in model.named_parameters()]
+            assert names == [name for name, _ in alone.named_parameters()]
+            for parameter, exact in zip(model.parameters(), alone.parameters(), strict=True):
+                gradient = parameter.grad
+                assert isinstance(gradient, DTensor)
+                error = (gradient.full_tensor() - exact.grad).norm() / exact.grad.norm()
+                assert error < 2e-5, (layout, tuple(exact.shape), error)
+
+
+def run(rank: int, chosen: Recipe, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with process_group("cpu"):
+        trainer = Trainer(chosen, folder, "cpu")
+        trainer.resume()
+        trainer.train(lambda line: None)
