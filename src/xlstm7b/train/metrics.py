@@ -7,19 +7,31 @@ from typing import Any
 
 
 class Metrics:
-    """`metrics.jsonl` of a run; after a resume, lines of steps that are done again are dropped."""
+    """`metrics.jsonl` of a run; after a resume, lines of steps that are done again are dropped.
 
-    def __init__(self, path: Path, *, start: int, interval: int) -> None:
+    With `tensorboard` the numbers go to a folder of that name beside it, too.
+    """
+
+    def __init__(self, path: Path, *, start: int, interval: int, tensorboard: bool) -> None:
         kept = [line for line in read_metrics(path) if line["step"] < start]
         aside = path.with_name(f".{path.name}")
         aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         aside.replace(path)
         self._file = path.open("a", encoding="utf-8")
         self._recent: deque[dict[str, float]] = deque(maxlen=interval)
+        self._board: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(path.with_name("tensorboard")), purge_step=start)
 
     def write(self, **line: Any) -> None:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
+        if self._board is not None:
+            for name, value in line.items():
+                if isinstance(value, float):
+                    self._board.add_scalar(name, value, line["step"])
         if "loss" in line:
             self._recent.append({"loss": line["loss"], "gradient_norm": line["gradient_norm"]})
 
@@ -34,6 +46,8 @@ class Metrics:
 
     def close(self) -> None:
         self._file.close()
+        if self._board is not None:
+            self._board.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

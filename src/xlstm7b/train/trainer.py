@@ -163,7 +163,10 @@ class Trainer:
         metrics = None
         if dist.get_rank() == 0:
             metrics = Metrics(
-                self.folder / "metrics.jsonl", start=self.step, interval=run.log_every
+                self.folder / "metrics.jsonl",
+                start=self.step,
+                interval=run.log_every,
+                tensorboard=run.tensorboard,
             )
         saved = self.step
         with self._stopping_on_sigterm():
