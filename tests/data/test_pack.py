@@ -13,7 +13,8 @@ from torch import Tensor
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.data.pack import PackedStream, Sample, best_fit_decreasing, permutation
-from xlstm7b.data.shards import ShardFolder, ShardWriter, TokenShard, open_folder, write_manifest
+from xlstm7b.data.shards import ShardFolder, TokenShard, open_folder
+from xlstm7b.data.writing import ShardWriter, write_manifest
 from xlstm7b.model import XLSTM
 
 Document = list[tuple[int, bool]]  # tokens, the 0 behind them included, and whether they count

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xlstm7b.data.shards import ShardFolder, ShardWriter, adopt_folder, open_folder, write_manifest
+from xlstm7b.data.shards import ShardFolder, open_folder
+from xlstm7b.data.writing import ShardWriter, adopt_folder, write_manifest
 
 DOCUMENTS = [[[5, 6, 7], [9]], [[8, 8], [], [319]]]
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from workers import in_processes, run
 
-from xlstm7b.data.shards import ShardWriter, open_folder, write_manifest
+from xlstm7b.data.shards import open_folder
+from xlstm7b.data.writing import ShardWriter, write_manifest
 from xlstm7b.generate import Generator
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import ByteTokenizer

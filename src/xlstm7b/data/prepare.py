@@ -19,17 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xlstm7b.data.shards import (
-    MANIFEST,
-    UNFINISHED,
-    ShardFolder,
-    ShardWriter,
-    adopt_folder,
-    open_folder,
-    token_size,
-    write_json,
-    write_manifest,
-)
+from xlstm7b.data.shards import MANIFEST, UNFINISHED, ShardFolder, open_folder, token_size
 from xlstm7b.data.sources import (
     Batch,
     Columns,
@@ -37,6 +27,7 @@ from xlstm7b.data.sources import (
     find_sources,
     read_batches,
 )
+from xlstm7b.data.writing import ShardWriter, adopt_folder, write_json, write_manifest
 from xlstm7b.tokenizer import ByteTokenizer, FileTokenizer
 
 Progress = Callable[[str, int], None]

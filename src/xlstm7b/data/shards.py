@@ -11,23 +11,19 @@ written aside and renamed, the manifest last; what is still being written holds 
 
 import hashlib
 import json
-import os
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished.json"
-_FORMAT = 1
+FORMAT = 1
 
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
-Ids = Sequence[int] | npt.NDArray[Any]
 
 
 class TokenShard(NamedTuple):
@@ -71,126 +67,8 @@ def token_size(vocab_size: int) -> int:
     return 2 if vocab_size <= 1 << 16 else 4
 
 
-def _file_names(name: str, has_mask: bool) -> list[str]:
+def file_names(name: str, has_mask: bool) -> list[str]:
     return [name, f"{name}.index", *([f"{name}.loss"] if has_mask else [])]
-
-
-class ShardWriter:
-    """Writes one shard, `path` being its NAME.ds: there is all of it afterwards, or nothing.
-
-    A last small file, NAME.ds.json, says that it is whole and what it holds: `entry`.
-    """
-
-    def __init__(self, path: Path, *, vocab_size: int, has_mask: bool = False) -> None:
-        self.path, self.entry = path, dict[str, Any]()
-        self.documents = self.tokens = 0
-        self._vocab_size, self._has_mask = vocab_size, has_mask
-        self._dtype = np.dtype(f"<u{token_size(vocab_size)}")
-        self._ends = array("Q")
-        self._files = {
-            name: _HashedFile(path.parent / name) for name in _file_names(path.name, has_mask)
-        }
-
-    def add(self, tokens: Ids, mask: Ids | None = None) -> None:
-        """Appends a document, and the 0 that ends it, which always counts in the loss."""
-        ids = np.zeros(len(tokens) + 1, dtype=np.int64)
-        ids[:-1] = tokens
-        if ids.min() < 0 or ids.max() >= self._vocab_size:
-            raise ValueError(
-                f"{self.path}: a document's ids are {ids.min()} to {ids.max()}, "
-                f"but the vocabulary ends at {self._vocab_size - 1}"
-            )
-        assert (mask is not None) == self._has_mask
-        self._files[self.path.name].write(ids.astype(self._dtype).tobytes())
-        if mask is not None:
-            assert len(mask) == len(tokens)
-            counted = np.ones(len(ids), dtype=np.uint8)
-            counted[:-1] = mask
-            self._files[f"{self.path.name}.loss"].write(counted.tobytes())
-        self.documents += 1
-        self.tokens += len(ids)
-        self._ends.append(self.tokens)
-
-    def close(self, **noted: Any) -> None:
-        """Puts the shard in place, with what else is to be noted in its NAME.ds.json."""
-        index = np.array(self._ends, dtype="<u8").tobytes()
-        self._files[f"{self.path.name}.index"].write(index)
-        self.entry = {
-            "name": self.path.name,
-            "documents": self.documents,
-            "tokens": self.tokens,
-            "has_mask": self._has_mask,
-            "sha256": {name: file.close() for name, file in self._files.items()},
-        }
-        write_json(self.path.with_name(f"{self.path.name}.json"), {**self.entry, **noted})
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None and not self.entry:
-                self.close()
-        finally:
-            for file in self._files.values():
-                file.abandon()
-
-
-class _HashedFile:
-    """A file that is written aside, hashed on the way, and in place when it is closed."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._aside = path, path.with_name(f"{path.name}.part")
-        self._file = self._aside.open("wb")
-        self._sum = hashlib.sha256()
-
-    def write(self, piece: bytes) -> None:
-        self._sum.update(piece)
-        self._file.write(piece)
-
-    def close(self) -> str:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._aside.replace(self._path)
-        return self._sum.hexdigest()
-
-    def abandon(self) -> None:
-        self._file.close()
-        self._aside.unlink(missing_ok=True)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes a whole file or none."""
-    file = _HashedFile(path)
-    try:
-        file.write(f"{json.dumps(value, indent=1, ensure_ascii=False)}\n".encode())
-        file.close()
-    finally:
-        file.abandon()
-
-
-def write_manifest(
-    folder: Path,
-    entries: Sequence[dict[str, Any]],
-    *,
-    vocab_size: int,
-    tokenizer_fingerprint: str,
-    **noted: Any,
-) -> None:
-    """Writes what makes a folder of shards complete, from the `entry` of each."""
-    manifest = {
-        "format": _FORMAT,
-        "tokenizer": tokenizer_fingerprint,
-        "vocab_size": vocab_size,
-        "documents": sum(entry["documents"] for entry in entries),
-        "tokens": sum(entry["tokens"] for entry in entries),
-        **noted,
-        "shards": list(entries),
-    }
-    write_json(folder / MANIFEST, manifest)
 
 
 def open_folder(
@@ -271,24 +149,6 @@ def _folder(
     return ShardFolder(path, filled, vocab_size, fingerprint, masked)
 
 
-def adopt_folder(path: str | Path, *, vocab_size: int, tokenizer_fingerprint: str) -> ShardFolder:
-    """Gives a folder that datatrove wrote the manifest it lacks, after a look at every token."""
-    path, entries = Path(path), []
-    if (path / MANIFEST).exists():
-        return open_folder(path, tokenizer_fingerprint=tokenizer_fingerprint)
-    for shard in open_folder(path, token_bytes=token_size(vocab_size)).shards:
-        if (largest := int(shard.tokens.max())) >= vocab_size:
-            raise ValueError(f"{shard.path} holds id {largest}, but ids end at {vocab_size - 1}")
-        name, has_mask = shard.path.name, shard.mask is not None
-        entry = {"name": name, "documents": len(shard.ends), "tokens": len(shard.tokens)}
-        sums = {file: _sha256(path / file) for file in _file_names(name, has_mask)}
-        entries.append({**entry, "has_mask": has_mask, "sha256": sums})
-    write_manifest(
-        path, entries, vocab_size=vocab_size, tokenizer_fingerprint=tokenizer_fingerprint
-    )
-    return open_folder(path)
-
-
 def _open_shard(path: Path, size: int, has_mask: bool) -> TokenShard:
     index_path = path.with_name(f"{path.name}.index")
     tokens, ends = _map(path, f"<u{size}"), _map(index_path, "<i8")
@@ -316,7 +176,7 @@ def _map(path: Path, dtype: str) -> npt.NDArray[Any]:
     return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -325,7 +185,7 @@ def _check_sums(
     folder: Path, sums: dict[str, str], progress: Callable[[str, int], None] | None
 ) -> None:
     for name, expected in sums.items():
-        if _sha256(folder / name) != expected:
+        if sha256(folder / name) != expected:
             raise ValueError(f"{folder / name} is damaged: its sha256 is not the one in {MANIFEST}")
         if progress:
             progress(name, (folder / name).stat().st_size)
@@ -338,11 +198,11 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads(path.read_bytes())
         version = manifest["format"]
-        wrong = "" if version != _FORMAT else _wrong_part(manifest)
+        wrong = "" if version != FORMAT else _wrong_part(manifest)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is garbled: {type(error).__name__}: {error}") from error
-    if version != _FORMAT:
-        raise ValueError(f"{path} is of format {version!r}; this program reads format {_FORMAT}")
+    if version != FORMAT:
+        raise ValueError(f"{path} is of format {version!r}; this program reads format {FORMAT}")
     if wrong:
         raise ValueError(f"{path} is garbled: its {wrong} cannot be")
     return manifest
@@ -364,7 +224,7 @@ def _wrong_part(manifest: dict[str, Any]) -> str:
             return f"shard {name!r}"
         if type(masked) is not bool or any(type(n) is not int or n < 0 for n in counts):
             return f"description of {name}"
-        if list(entry["sha256"]) != _file_names(name, masked):
+        if list(entry["sha256"]) != file_names(name, masked):
             return f"sha256 of {name}"
     names = [entry["name"] for entry in manifest["shards"]]
     return "" if len(set(names)) == len(names) else "list of shards, with one of them twice,"
