@@ -120,6 +120,20 @@ def random_case(
     ).to(dtype)  # fmt: skip
 
 
+def in_reverse_order(form: Form) -> Form:
+    """The same mathematics with every head's elements reversed: only sums round differently."""
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, state: MLSTMState, **options: Any
+    ) -> tuple[Tensor, MLSTMState]:
+        C, n, m = state
+        turned = MLSTMState(C.flip(-1, -2), n.flip(-1), m)
+        h, new = form(q.flip(-1), k.flip(-1), v.flip(-1), i, f, state=turned, **options)
+        return h.flip(-1), MLSTMState(new.C.flip(-1, -2), new.n.flip(-1), new.m)
+
+    return run
+
+
 def memory(state: MLSTMState) -> tuple[Tensor, Tensor]:
     """C·exp(m) and n·exp(m): the state free of its gauge."""
     scale = torch.exp(state.m)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import FORMS, Case, memory, random_case, results_and_gradients
+from cases import FORMS, Case, in_reverse_order, memory, random_case, results_and_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure import error
@@ -29,14 +29,18 @@ from xlstm7b.mlstm.chunkwise import chunkwise_sequence
 def test_forms_agree_in_float64(seed, shape, chunk_size, eps, options):
     case = random_case(seed, *shape, **options)
     want = results_and_gradients(case, FORMS["recurrent"], eps)
+    other = results_and_gradients(case, in_reverse_order(FORMS["recurrent"]), eps)
 
     def chunked(*args, **kwargs):
         return chunkwise_sequence(*args, **kwargs, chunk_size=chunk_size)
 
     for form in (FORMS["parallel"], chunked):
-        for got_part, want_part in zip(results_and_gradients(case, form, eps), want, strict=True):
-            # A gradient that is 0 in exact arithmetic is rounding noise in every form.
-            assert (got_part - want_part).norm() <= 1e-9 * want_part.norm() + 1e-13
+        results = zip(results_and_gradients(case, form, eps), want, other, strict=True)
+        for got_part, want_part, other_part in results:
+            # A gradient that is 0 in exact arithmetic is rounding noise in every form, and one that
+            # is what little is left of large terms has the oracle's own noise.
+            noise = 1e-13 + 20 * (other_part - want_part).norm()
+            assert (got_part - want_part).norm() <= 1e-9 * want_part.norm() + noise
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -40,6 +40,8 @@ def _process(rank: int, world: int, port: int, work: Callable[..., None], argume
         "MASTER_PORT": str(port),
     }
     work(rank, *arguments)
+    # Not through the interpreter's end, where a thread of gloo's now and then aborts the process.
+    os._exit(0)
 
 
 def layouts_agree(rank: int, layouts: list[Layout]) -> None:

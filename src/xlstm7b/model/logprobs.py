@@ -33,7 +33,7 @@ class _HeadLogprobs(torch.autograd.Function):
         log_sum = torch.cat(log_sums)
         ctx.save_for_backward(x, weight, targets, log_sum)
         ctx.cap = cap
-        return (torch.cat(chosen) - log_sum).view(shape)
+        return torch.cat(chosen).view(shape) - log_sum.view(shape)
 
     @staticmethod
     @once_differentiable

@@ -62,6 +62,7 @@ def process_group(device_type: str) -> Iterator[None]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     try:
         yield
+        dist.barrier()  # nobody hangs up while another still talks
     finally:
         dist.destroy_process_group()
 
