@@ -44,8 +44,8 @@ def main() -> None:
     show("train", "quickstart", "--run", RUN)
     show("plot", RUN, "--output", RUN / "curves.png")
     show("export", RUN, MODEL)
-    for prompt in ("def __init__(self", "import os\n"):
-        show("generate", MODEL, prompt, "--max-new-tokens", 120, "--temperature", 0.6, "--seed", 0)
+    for prompt in ("    def __init__(self", "import "):
+        show("generate", MODEL, prompt, "--max-new-tokens", 120, "--temperature", 0.9, "--seed", 2)
     print("\nNext: source .venv/bin/activate")
     for command, purpose in (
         (f"chat {MODEL}", "talk to it: it has read code, and not much of it"),
