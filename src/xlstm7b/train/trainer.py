@@ -222,13 +222,13 @@ class Trainer:
         targets = counts[0].item() / self.layout.tp
         # FSDP takes the mean over data-parallel processes; this makes it the mean over targets.
         scale = self.layout.data_parallel / max(targets, 1.0)
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)  # read once, at the end
         for index in range(count):
             self._sync_gradients(index == count - 1)
             rows = slice(index * size, (index + 1) * size)
             loss = self._summed_loss(batch, rows)
             (loss * scale).backward()
-            total += loss.detach().double().cpu()
+            total += loss.detach()
         dist.all_reduce(total)
         mean_loss = total.item() / self.layout.tp / max(targets, 1.0)
         parameters = list(self.model.parameters())
