@@ -1,10 +1,13 @@
 """`xlstm7b train`, `export` and `plot`, on a handful of bytes."""
 
-import json
+import shutil
 from pathlib import Path
 
 import pytest
-from cli.commands import Cli
+from cli.commands import Cli, Outcome, refused, succeeded
+from workers import full_disk
+
+from xlstm7b.train.metrics import read_metrics
 
 MODEL = "model={embedding_dim=64,num_blocks=1,num_heads=2,vocab_size=320}"
 
@@ -79,11 +82,148 @@ def test_mistakes(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_shard_is_named(cli: Cli, settings: list[str], tmp_path: Path) -> None:
-    (tmp_path / "data" / "00000.ds").unlink()
+@pytest.fixture
+def trained(cli: Cli, settings: list[str], tmp_path: Path) -> Path:
+    """A run that has come to its end, with checkpoints of steps 2 and 3."""
     run = tmp_path / "run"
-    code, _, err = cli("train", "quickstart", "--run", run, "--device", "cpu", *settings)
-    assert code == 2
-    assert "00000.ds" in err
+    assert train(cli, run, *settings, "--set", "run.save_every=2").code == 0
+    return run
+
+
+def train(cli: Cli, run: Path, *arguments: object) -> Outcome:
+    return cli("train", "quickstart", "--run", run, "--device", "cpu", *arguments)
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ("data.context_length=1000000", "do not fill one context of 1,000,000"),
+        ("data.validation=nowhere", "there is no folder of token shards at nowhere"),
+        ("init_from=nowhere", "nowhere"),
+        ("init_from=data", "data"),
+        ("data.sources.text.path=elsewhere", "there is no folder of token shards at elsewhere"),
+        ("parallel.dp_replicate=2", "1 processes cannot form dp_replicate 2"),
+        ("model.vocab_size=256", "a vocabulary of 320 tokens, the model one of 256"),
+        ("run.keep_bst=true", "there is no setting run.keep_bst; did you mean keep_best"),
+    ],
+)
+def test_what_cannot_be_trained_leaves_nothing(
+    cli: Cli, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong, sentence
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = contents(tmp_path)
+    said = refused(train(cli, tmp_path / "run", *settings, "--set", wrong))
+    assert sentence in said
+    assert contents(tmp_path) == before
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_batch_that_does_not_divide(cli: Cli, settings: list[str]) -> None:
+    plan = ["train", "quickstart", *settings, "--dry-run", "--gpus", 3]
+    assert "the batch of 2 sequences from step 0 does not divide" in refused(cli(*plan))
+
+
+def test_a_stage_without_the_run_before(cli: Cli, settings: list[str], trained: Path) -> None:
+    stage = ["--set", f"init_from={trained}", "--set", "start_step=1"]
+    run = trained.with_name("stage")
+    said = refused(train(cli, run, *settings, *stage))
+    assert said == f"{trained}/checkpoints has no checkpoint of step 1"
     assert not run.exists()
-    assert json.loads((tmp_path / "data" / "manifest.json").read_text())["shards"]
+
+
+def test_a_run_folder_that_cannot_be(cli: Cli, settings: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("here")
+    assert str(tmp_path / "file") in refused(train(cli, tmp_path / "file" / "run", *settings))
+    assert str(tmp_path / "file") in refused(train(cli, tmp_path / "file", *settings))
+    assert (tmp_path / "file").read_text() == "here"
+
+
+def damage_missing(file: Path) -> None:
+    file.unlink()
+
+
+def damage_truncated(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 4])
+
+
+@pytest.mark.parametrize("damage", [damage_missing, damage_truncated])
+def test_a_damaged_shard_is_named(cli: Cli, settings: list[str], tmp_path: Path, damage) -> None:
+    damage(tmp_path / "data" / "00000.ds")
+    said = refused(train(cli, tmp_path / "run", *settings))
+    assert str(tmp_path / "data" / "00000.ds") in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "run.json"])
+@pytest.mark.parametrize("damage", [damage_missing, damage_truncated])
+def test_a_damaged_checkpoint_is_named(
+    cli: Cli, settings: list[str], trained: Path, file: str, damage
+) -> None:
+    damage(trained / "checkpoints" / "step-00000003" / file)
+    before = contents(trained)
+    more = ["--set", "run.steps=4"]
+    for said in (
+        refused(train(cli, trained, *settings, *more)),
+        refused(cli("export", trained, trained.with_name("model"))),
+    ):
+        assert said.startswith(f"{trained}/checkpoints/step-00000003 is damaged (")
+        assert said.endswith("): remove it to go on from an earlier one")
+    assert contents(trained) == before
+    shutil.rmtree(trained / "checkpoints" / "step-00000003")
+    assert train(cli, trained, *settings, *more).code == 0
+
+
+def test_a_garbled_recipe_of_a_run(cli: Cli, settings: list[str], trained: Path) -> None:
+    (trained / "recipe.json").write_text('{"model": ')
+    before = contents(trained)
+    assert refused(train(cli, trained, *settings)).startswith(f"{trained}/recipe.json is garbled: ")
+    assert contents(trained) == before
+
+
+def test_data_that_changed_under_a_run(
+    cli: Cli, settings: list[str], trained: Path, tmp_path: Path
+) -> None:
+    shutil.rmtree(tmp_path / "data")
+    (tmp_path / "text.txt").write_text("glazed with rain water " * 40)
+    assert cli("prepare", tmp_path / "text.txt", "--output", tmp_path / "data").code == 0
+    before = contents(trained)
+    said = refused(train(cli, trained, *settings, "--set", "run.steps=4"))
+    assert said == (
+        "the saved run read its data with sources text 1 of 1601 tokens, this one with text 1 of "
+        "921 tokens: it would repeat some of it and leave out some"
+    )
+    assert contents(trained) == before
+
+
+def test_a_full_disk(cli: Cli, settings: list[str], trained: Path) -> None:
+    more = [*settings, "--set", "run.steps=4", "--set", "run.log_every=9"]
+    with full_disk(room=8192):
+        said = refused(train(cli, trained, *more))
+    assert said.startswith(
+        f"the checkpoint of step 4 could not be written to {trained}/checkpoints, where "
+    )
+    assert said.endswith("; the last good checkpoint is of step 3")
+    assert sorted(path.name for path in (trained / "checkpoints").iterdir()) == [
+        "step-00000002",
+        "step-00000003",
+    ]
+    assert train(cli, trained, *more).code == 0
+    assert [line["step"] for line in read_metrics(trained / "metrics.jsonl")] == [0, 1, 2, 3]
+
+
+def test_the_best_checkpoint_is_exported(cli: Cli, settings: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    held_out = ["--set", f"data.validation={tmp_path / 'data'}", "--set", "run.validate_every=1"]
+    assert train(cli, run, *settings, *held_out).code == 0
+    heights = [line["validation_loss"] for line in read_metrics(run / "metrics.jsonl")]
+    best = 1 + heights.index(min(heights))
+    out = succeeded(cli("export", run, tmp_path / "model", "--step", "best"))
+    assert out == f"wrote step {best} of {run} to {tmp_path / 'model'}\n"
+    said = refused(cli("export", run, tmp_path / "other", "--step", "worst"))
+    assert said == "--step is a number or best, not 'worst'"
+    out = succeeded(cli("export", run, tmp_path / "third", "--step", "3"))
+    assert out == f"wrote step 3 of {run} to {tmp_path / 'third'}\n"

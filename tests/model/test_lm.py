@@ -155,6 +155,21 @@ def test_token_logprobs_and_their_gradients(rows_a_piece, monkeypatch):
         assert error(grad, want_grad) < 1e-11
 
 
+@pytest.mark.parametrize("rows_a_piece", [1, 7, 1000])
+def test_the_loss_is_that_of_the_log_probabilities(rows_a_piece, monkeypatch):
+    monkeypatch.setattr(logprobs_module, "_LOGITS_A_PIECE", rows_a_piece * CONFIG.vocab_size)
+    model, tokens, targets = random_model(), random_tokens(3, 20), random_tokens(3, 20)
+    weights, resets = torch.randn(3, 20, dtype=torch.float64), torch.rand(3, 20) < 0.2
+    want = -3 * (model.token_logprobs(tokens, targets, resets=resets)[0] * weights).sum()
+    got = 3 * model.loss(tokens, targets, weights, resets=resets)
+    assert error(got, want) < 1e-12
+    parameters = [*model.parameters()]
+    for ours, exact in zip(
+        torch.autograd.grad(got, parameters), torch.autograd.grad(want, parameters), strict=True
+    ):
+        assert error(ours, exact) < 1e-11
+
+
 def test_token_logprobs_in_bfloat16_are_float32():
     model = random_model(dtype=torch.bfloat16)
     tokens, targets = random_tokens(2, 30), random_tokens(2, 30)

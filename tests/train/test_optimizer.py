@@ -17,7 +17,7 @@ from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
 from xlstm7b.train.optimizer import (
     build_optimizer,
-    clip_gradients,
+    clipped_step,
     gradient_norm,
     is_decayed,
     parameter_groups,
@@ -117,12 +117,26 @@ def test_norm_and_clipping_are_the_brute_force_ones() -> None:
     torch.testing.assert_close(
         norm, torch.nn.utils.get_total_norm([p.grad for p in parameters[:3]])
     )
-    clip_gradients(parameters, 100.0, norm)
-    torch.testing.assert_close(gradient_norm(parameters), norm, rtol=0, atol=0)
-    clip_gradients(parameters, float("inf"), norm)
-    torch.testing.assert_close(gradient_norm(parameters), norm, rtol=0, atol=0)
-    clip_gradients(parameters, 0.5, norm)
-    torch.testing.assert_close(gradient_norm(parameters), torch.tensor(0.5))
+
+
+@pytest.mark.parametrize("clip", [100.0, float("inf"), 0.5])
+def test_a_clipped_step_is_adamw_on_clipped_gradients(clip: float) -> None:
+    parameters, others = gradients((3, 5), (7,)), gradients((3, 5), (7,))
+    optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True)
+    plain = torch.optim.AdamW(others, lr=0.1)
+    for is_bad in (False, True, False):
+        for parameter, other in zip(parameters, others, strict=True):
+            parameter.grad = torch.randn(parameter.shape)
+            other.grad = parameter.grad.clone()
+        norm = gradient_norm(parameters)
+        if is_bad:
+            parameters[0].grad[1] = torch.nan
+        else:
+            torch.nn.utils.clip_grad_norm_(others, clip)
+            plain.step()
+        clipped_step(optimizer, clip, norm, torch.tensor(is_bad))
+        for parameter, other in zip(parameters, others, strict=True):
+            torch.testing.assert_close(parameter, other)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -139,7 +153,6 @@ def test_bfloat16_gradients_are_summed_in_float32_and_none_at_all_are_zero() -> 
     expected = parameter.grad.float().norm()
     torch.testing.assert_close(gradient_norm([parameter]), expected)
     assert gradient_norm([nn.Parameter(torch.zeros(2))]) == 0
-    clip_gradients([nn.Parameter(torch.zeros(2))], 0.5, torch.zeros(()))
 
 
 def test_norm_over_two_processes(tmp_path: Path) -> None:
@@ -181,11 +194,6 @@ def _work(rank: int, store: str) -> None:
     norm = gradient_norm(parameters)
     assert not isinstance(norm, DTensor)
     torch.testing.assert_close(norm, expected)
-    clip_gradients(parameters, 0.5, norm)
-    torch.testing.assert_close(gradient_norm(parameters), torch.tensor(0.5))
-    for parameter, part in zip(parameters[1:], whole[1:], strict=True):
-        assert isinstance(parameter.grad, DTensor)
-        torch.testing.assert_close(parameter.grad.full_tensor(), part * 0.5 / expected)
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()

@@ -6,67 +6,20 @@ import os
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from small_runs import losses, recipe, weights
+from torch.testing import assert_close
 from workers import in_processes, run
 
-from xlstm7b.data.shards import open_folder
-from xlstm7b.data.writing import ShardWriter, write_manifest
 from xlstm7b.generate import Generator
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import ByteTokenizer
 from xlstm7b.train.checkpoint import read_model, steps
 from xlstm7b.train.export import export_run, plot_runs
 from xlstm7b.train.metrics import read_metrics
-from xlstm7b.train.recipe import Recipe, load_recipe
-from xlstm7b.train.trainer import Trainer, process_group
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    """Forty documents of bytes that are half a pattern and half noise."""
-    folder = tmp_path_factory.mktemp("data")
-    draw = np.random.default_rng(0)
-    with ShardWriter(folder / "00000.ds", vocab_size=320) as writer:
-        for _ in range(40):
-            length = int(draw.integers(20, 120))
-            pattern = np.arange(length) % 7 + 100
-            writer.add(np.where(draw.random(length) < 0.2, draw.integers(2, 258, length), pattern))
-    write_manifest(folder, [writer.entry], vocab_size=320, tokenizer_fingerprint="bytes")
-    assert open_folder(folder).documents == 40
-    return folder
-
-
-def recipe(data: Path, *settings: str) -> Recipe:
-    return load_recipe(
-        "quickstart",
-        [
-            f'data.sources={{noise={{path="{data}"}}}}',
-            f"data.validation={data}",
-            "data.validation_sequences=8",
-            "data.context_length=32",
-            "model={embedding_dim=64,num_blocks=2,num_heads=2,vocab_size=320}",
-            "batch.sequences=8",
-            "batch.micro_batch=4",
-            "schedule.warmup=2",
-            "schedule.cooldown=2",
-            "run.steps=8",
-            "run.save_every=3",
-            "run.validate_every=4",
-            "run.log_every=4",
-            *settings,
-        ],
-    )
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in read_metrics(folder / "metrics.jsonl")]
-
-
-def weights(folder: Path, chosen: Recipe) -> dict[str, torch.Tensor]:
-    last = steps(folder / "checkpoints")[-1]
-    return read_model(folder / f"checkpoints/step-{last:08}", chosen.model).state_dict()
+from xlstm7b.train.processes import process_group
+from xlstm7b.train.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +40,7 @@ def test_a_run_learns_and_keeps_its_books(whole, data):
     assert lines[7]["loss"] < lines[0]["loss"] - 1
     assert lines[7]["validation_loss"] < lines[3]["validation_loss"]
     assert len(lines[3]["validation_loss_by_position"]) == 8
-    assert steps(whole / "checkpoints") == [6, 8]  # the last two
+    assert steps(whole / "checkpoints") == [6, 8]  # the last two, of which one is the best
 
 
 @pytest.mark.parametrize("stopped_at", [1, 5])
@@ -110,7 +63,8 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole, data, tmp_path, stopped_at):
 @pytest.mark.parametrize(
     ("world", "settings"),
     [(1, ["batch.micro_batch=2"]), (1, ["run.activation_checkpointing=block"]),
-     (1, ["run.activation_checkpointing=selective"]), (2, []), (2, ["parallel.tp=2"])],
+     (1, ["run.activation_checkpointing=selective"]), (2, []), (2, ["parallel.tp=2"]),
+     (2, ["batch.micro_batch=2", "parallel.dp_shard=1", "parallel.dp_replicate=2"])],
 )  # fmt: skip
 def test_layouts_and_micro_batches_change_nothing_but_rounding(
     whole, data, tmp_path, world, settings
@@ -121,6 +75,12 @@ def test_layouts_and_micro_batches_change_nothing_but_rounding(
     else:
         in_processes(world, run, chosen, tmp_path)
     assert losses(tmp_path) == pytest.approx(losses(whole), abs=2e-6)
+    gates, others = (
+        [line[name] for name in line if "gate_" in name]
+        for line in (read_metrics(path / "metrics.jsonl")[7] for path in (whole, tmp_path))
+    )
+    assert_close(gates, others, rtol=1e-5, atol=1e-5)
+    assert [len(gate) for gate in gates] == [2] * 4  # blocks
     once, other = weights(whole, chosen), weights(tmp_path, chosen)
     assert max(float((once[name] - other[name]).abs().max()) for name in once) < 1e-5
 
@@ -132,18 +92,38 @@ def test_a_run_goes_on_with_other_processes(whole, data, tmp_path):
     assert losses(tmp_path) == pytest.approx(losses(whole), abs=2e-6)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu, id="cuda")])
+def test_in_bfloat16_the_loss_is_float32(data, tmp_path, device):
+    """What a bfloat16 model gives for the first batch, to float32's digits."""
+    chosen = recipe(data, "run.precision=bfloat16", "batch.sequences=6", "batch.micro_batch=2")
+    with process_group(device):
+        trainer = Trainer(chosen, tmp_path, device)
+        first = next(trainer.loader)
+        trainer.loader.load_state_dict(trainer.loader.state_dict() | {"samples": 0})
+        model = XLSTM(chosen.model).to(device, torch.bfloat16)
+        model.load_state_dict({n: p.full_tensor() for n, p in trainer.model.named_parameters()})
+        tokens, targets, resets = (
+            first[name].to(device) for name in ("tokens", "targets", "resets")
+        )
+        with torch.no_grad():
+            logprobs, _ = model.token_logprobs(tokens, targets, resets=resets)
+        update = trainer.update()
+        assert update.tokens == 6 * 32
+        assert update.loss == pytest.approx(-logprobs.double().mean().item(), rel=2e-6)
+
+
 @pytest.mark.parametrize("policy", ["skip", "stop"])
 def test_bad_numbers_change_nothing(data, tmp_path, monkeypatch, policy):
     with process_group("cpu"):
         trainer = Trainer(recipe(data, f"run.nan_policy={policy}"), tmp_path, "cpu")
-        summed = trainer._summed_loss
+        plain = trainer._loss
         monkeypatch.setattr(
             trainer,
-            "_summed_loss",
-            lambda *arguments: summed(*arguments) * (math.nan if trainer.step == 1 else 1),
+            "_loss",
+            lambda *arguments: plain(*arguments) * (math.nan if trainer.step == 1 else 1),
         )
         if policy == "stop":
-            with pytest.raises(FloatingPointError, match="at step 1; the last good checkpoint"):
+            with pytest.raises(FloatingPointError, match="at step 1; none is saved yet"):
                 trainer.train(lambda line: None)
             return
         before = {}
@@ -183,6 +163,32 @@ def test_weights_to_start_from(whole, data, tmp_path):
         with pytest.raises(ValueError, match="not of the recipe's shape"):
             Trainer(recipe(data, f"init_from={tmp_path / 'model'}", "model.num_blocks=3"),
                     tmp_path, "cpu")  # fmt: skip
+
+
+def test_a_later_stage_goes_on_with_text_of_its_own(whole, data, tmp_path):
+    stage = [f"init_from={whole}", "start_step=6", "run.steps=11"]
+    chosen = recipe(data, *stage)
+    with process_group("cpu"):
+        trainer = Trainer(chosen, tmp_path / "once", "cpu")
+        assert not trainer.resume()
+        exact = read_model(whole / "checkpoints/step-00000006", chosen.model).state_dict()
+        for name, parameter in trainer.model.named_parameters():
+            assert torch.equal(parameter.full_tensor(), exact[name])
+            assert float(trainer.optimizer.state[parameter]["step"]) == 6
+        own = next(trainer.loader)["tokens"]
+        first = next(Trainer(recipe(data), tmp_path / "before", "cpu").loader)["tokens"]
+        assert not torch.equal(own, first)
+    run(0, chosen, tmp_path / "once")
+    lines = read_metrics(tmp_path / "once" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [6, 7, 8, 9, 10]
+    run(0, recipe(data, *stage, "run.time_limit=1e-9"), tmp_path / "twice")
+    assert steps(tmp_path / "twice" / "checkpoints") == [7]
+    run(0, chosen, tmp_path / "twice")
+    assert losses(tmp_path / "twice") == losses(tmp_path / "once")
+    again, once = weights(tmp_path / "twice", chosen), weights(tmp_path / "once", chosen)
+    assert all(torch.equal(again[name], once[name]) for name in once)
+    with process_group("cpu"), pytest.raises(ValueError, match="with stage 6, this one with 0"):
+        Trainer(recipe(data, "run.steps=11"), tmp_path / "once", "cpu").resume()
 
 
 def test_metrics_survive_a_cut_line(tmp_path):

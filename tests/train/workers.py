@@ -3,31 +3,52 @@
 In a module of its own: a new process imports it by name, which it could not a test's.
 """
 
+import multiprocessing
 import os
+import resource
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing import ProcessContext
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
+from xlstm7b.train import parallel
+from xlstm7b.train.checkpoint import steps
 from xlstm7b.train.parallel import build_mesh, parallelize
+from xlstm7b.train.processes import process_group
 from xlstm7b.train.recipe import Layout, Recipe
-from xlstm7b.train.trainer import Trainer, process_group
+from xlstm7b.train.trainer import Trainer, Update
 
 CONFIG = ModelConfig(64, 2, 4, vocab_size=40)
 
 
 def in_processes(world: int, work: Callable[..., None], *arguments: object) -> None:
     """`work(rank, *arguments)` in every process; the first failure is raised here."""
+    started = start_processes(world, work, *arguments)
+    while not started.join():
+        pass
+
+
+def start_processes(world: int, work: Callable[..., None], *arguments: object) -> ProcessContext:
+    """As above, without waiting. They are forked off one that has imported what they need."""
+    late = ["torch._dynamo", "fsspec.core"]  # which PyTorch imports when they are needed
+    multiprocessing.set_forkserver_preload(["xlstm7b.train.trainer", *late])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_process, (world, port, work, arguments), nprocs=world)
+    return torch.multiprocessing.start_processes(
+        _process, (world, port, work, arguments), world, join=False, start_method="forkserver"
+    )
 
 
 def _process(rank: int, world: int, port: int, work: Callable[..., None], arguments) -> None:
@@ -56,7 +77,8 @@ def layouts_agree(rank: int, layouts: list[Layout]) -> None:
         tokens, resets = torch.randint(0, 40, (4, 21)), torch.rand(4, 20) < 0.1
         want = -alone.token_logprobs(tokens[:, :-1], tokens[:, 1:], resets=resets)[0].mean()
         want.backward()
-        for layout in layouts:
+        for layout, together in product(layouts, (True, False)):
+            parallel._UNIT_PARAMETERS = 30_000_000 if together else 0  # all blocks at once, or each
             model = XLSTM(CONFIG)
             model.load_state_dict(weights)
             parallelize(model, build_mesh(layout, "cpu"), torch.float32)
@@ -77,9 +99,44 @@ def layouts_agree(rank: int, layouts: list[Layout]) -> None:
                 assert error < 2e-5, (layout, tuple(exact.shape), error)
 
 
-def run(rank: int, chosen: Recipe, folder: Path) -> None:
+def run(rank: int, chosen: Recipe, folder: Path, device: str = "cpu") -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    with process_group("cpu"):
-        trainer = Trainer(chosen, folder, "cpu")
+    with process_group(device):
+        trainer = Trainer(chosen, folder, device)
         trainer.resume()
         trainer.train(lambda line: None)
+
+
+@contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """No file of this process can grow beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def fails_on_a_full_disk(rank: int, full: int, chosen: Recipe, folder: Path) -> None:
+    """The process `full` can no longer write after step 4; all of them stop, and say so."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with process_group("cpu"), ExitStack() as stack:
+        with pytest.raises(ValueError, match="does not divide among 2 data-parallel processes"):
+            Trainer(replace(chosen, batch=replace(chosen.batch, sequences=3)), folder, "cpu")
+        trainer = Trainer(chosen, folder, "cpu")
+        update = trainer.update
+
+        def fill_the_disk() -> Update:
+            if trainer.step == 4:
+                trainer.checkpoints.finish()
+                if rank == full:
+                    stack.enter_context(full_disk(8192))
+            return update()
+
+        trainer.update = fill_the_disk
+        words = rf"of step 5 .* written to {folder}/checkpoints, where .* is of step 4"
+        with pytest.raises(OSError, match=words):
+            trainer.train(lambda line: None)
+        assert steps(folder / "checkpoints")[-1] == 4
+        assert not list((folder / "checkpoints").glob("writing-*"))

@@ -13,6 +13,7 @@ import torch
 from xlstm7b import accounting
 from xlstm7b.bench.generation_results import Plan, Result
 from xlstm7b.bench.peer import seconds
+from xlstm7b.config import ModelConfig
 from xlstm7b.generate.decoder import Decoder
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.sampling import SamplingSettings
@@ -40,17 +41,21 @@ def made(make: Callable[[], Module], plan: Plan) -> Module:
         torch.set_default_dtype(before)
 
 
+def random_model(config: ModelConfig, dtype: torch.dtype, device: str) -> XLSTM:
+    """Of random weights, the same every time, and with gates that look at their input."""
+    torch.manual_seed(0)
+    model = XLSTM.empty(config, dtype=dtype, device=device)
+    init_parameters(model, config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate_preact.weight"):
+                parameter.normal_(std=0.02)
+    return model
+
+
 def our_model(plan: Plan) -> FusedModel:
-    """Of random weights, and with gates that look at their input."""
     try:
-        torch.manual_seed(0)
-        model = XLSTM.empty(plan.config, dtype=plan.torch_dtype, device=plan.device)
-        init_parameters(model, plan.config)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name.endswith("gate_preact.weight"):
-                    parameter.normal_(std=0.02)
-        return FusedModel(model)
+        return FusedModel(random_model(plan.config, plan.torch_dtype, plan.device))
     except torch.OutOfMemoryError as error:
         raise ValueError(f"a {plan.size} in {plan.dtype} does not fit into this GPU") from error
 

@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from xlstm7b.cli import bench, chat, checkpoints, generate, prepare, train
+from xlstm7b.cli import bench, chat, checkpoints, evaluate, generate, prepare, train
 
 app = typer.Typer(
     help="xLSTM 7B: a recurrent large language model with constant memory and constant cost "
@@ -26,6 +26,7 @@ for command in (
     checkpoints.compare,
 ):
     app.command()(command)
+app.add_typer(evaluate.app, name="eval")
 app.add_typer(bench.app, name="bench")
 
 

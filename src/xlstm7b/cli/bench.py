@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from xlstm7b.cli.options import listed
+
 app = typer.Typer(help="Measure this package, beside its peers where asked.", no_args_is_help=True)
 
 
@@ -27,17 +29,17 @@ def kernels(
     """Check and time the cell's GPU kernels over sequence lengths, and single steps."""
     from xlstm7b.bench import kernels as bench_kernels
 
-    others = _listed(peers)
+    others = listed(peers)
     for peer in others:
         if peer not in bench_kernels.PEERS:
             raise ValueError(
                 f"there is no peer {peer!r}; there are: {', '.join(bench_kernels.PEERS)}"
             )
     results = bench_kernels.run(
-        _listed(sizes),
+        listed(sizes),
         tokens,
-        [int(length) for length in _listed(lengths)],
-        [int(batch) for batch in _listed(batches)],
+        [int(length) for length in listed(lengths)],
+        [int(batch) for batch in listed(batches)],
         bench_kernels.Peaks(peak_tflops * 1e12, peak_tbs * 1e12),
         others,
     )
@@ -85,7 +87,7 @@ def generation(
         size=size,
         dtype=dtype,
         state_dtype=state_dtype,
-        parts=None if parts is None else _listed(parts),
+        parts=None if parts is None else listed(parts),
         batches=_numbers(batches),
         contexts=_numbers(contexts),
         prompts=_numbers(prompts),
@@ -95,17 +97,41 @@ def generation(
         peak_flops=None if peak_tflops is None else peak_tflops * 1e12,
         peak_bytes=None if peak_tbs is None else peak_tbs * 1e12,
     )
-    write(run(plan, _listed(peers), timeout=timeout), json_path, plot)
+    write(run(plan, listed(peers), timeout=timeout), json_path, plot)
+
+
+@app.command()
+def training(
+    cases: Annotated[
+        str | None,
+        typer.Option(help="SIZE:BATCHxLENGTH[xN][:block|:selective], with commas.",
+                     show_default="160m to 7b; on a CPU tiny"),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cuda or cpu.", show_default="a GPU if there is one")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="To take the median of.")] = 10,
+    peers: Annotated[str, typer.Option(help="To time too: xlstm.")] = "",
+    timeout: Annotated[float, typer.Option(help="Of a case, in seconds.")] = 300,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the results.")] = None,
+) -> None:  # fmt: skip
+    """Time training with random text: tokens per second, MFU, memory."""
+    import torch
+
+    from xlstm7b.bench.generation import check_outputs
+    from xlstm7b.bench.training import parse_cases, run, write
+
+    check_outputs(json_path, None)
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = parse_cases(cases, where)
+    results = run(chosen, listed(peers), steps=steps, device=where, timeout=timeout)
+    write(results, where, json_path)
 
 
 def _numbers(text: str | None) -> list[int] | None:
     if text is None:
         return None
     try:
-        return [int(part) for part in _listed(text)]
+        return [int(part) for part in listed(text)]
     except ValueError:
         raise ValueError(f"{text!r} is not a list of numbers, as 1,8,64") from None
-
-
-def _listed(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]

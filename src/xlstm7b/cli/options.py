@@ -82,6 +82,11 @@ def check_stops(stops: list[str] | None) -> tuple[str, ...]:
     return tuple(stops or ())
 
 
+def listed(text: str) -> list[str]:
+    """The parts of an option that names several things, as a,b,c."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def to_dtype(name: str, known: tuple[str, ...] = _DTYPES) -> "torch.dtype":
     import torch
 
@@ -132,7 +137,7 @@ def byte_progress(what: str, total: int) -> "Iterator[Progress]":
 
 
 @contextmanager
-def count_progress(what: str, total: int, shown: bool) -> "Iterator[Any]":
+def count_progress(what: str, total: int | None, shown: bool) -> "Iterator[Any]":
     """A bar on stderr, over things; called for each that is done, or with how many are."""
     from rich.progress import MofNCompleteColumn
 

@@ -62,16 +62,13 @@ def train(
     if device not in (None, "cuda", "cpu"):
         raise ValueError(f"the device must be cuda or cpu, not {device!r}")
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    from xlstm7b.train.trainer import Trainer, process_group
+    from xlstm7b.train.processes import in_first_process, process_group
+    from xlstm7b.train.trainer import Trainer
 
     with process_group(where):
         trainer = Trainer(chosen, folder, where)
-        if torch.distributed.get_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(chosen.to_dict(), indent=2)
-            (folder / "recipe.json").write_text(text, encoding="utf-8")
-        torch.distributed.barrier()
         trainer.resume()
+        in_first_process(_write_recipe, folder, chosen)  # now that nothing stands against it
         with _bar(chosen, trainer.step, where) as report:
             trainer.train(report)
     if int(os.environ.get("RANK", "0")) == 0:
@@ -82,7 +79,11 @@ def export(
     run: Annotated[Path, typer.Argument(help="The folder of a run.")],
     folder: Annotated[Path, typer.Argument(help="Folder to write, in Hugging Face layout.")],
     step: Annotated[
-        int | None, typer.Option(help="Of the checkpoint.", show_default="the last one's")
+        str | None,
+        typer.Option(
+            help="Of the checkpoint; best: of the lowest held-out loss.",
+            show_default="the last one's",
+        ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     tokenizer: Annotated[
@@ -94,7 +95,12 @@ def export(
 
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"{folder} exists already")
-    done = export_run(run, folder, step=step, dtype=to_dtype(dtype), tokenizer=tokenizer)
+    chosen: Any = step
+    if step not in (None, "best"):
+        if not str(step).isdecimal():
+            raise ValueError(f"--step is a number or best, not {step!r}")
+        chosen = int(str(step))
+    done = export_run(run, folder, step=chosen, dtype=to_dtype(dtype), tokenizer=tokenizer)
     print(f"wrote step {done} of {run} to {folder}")
 
 
@@ -116,13 +122,23 @@ def _check_same_run(folder: Path, recipe: "Recipe") -> None:
         if folder.is_dir() and any(folder.iterdir()):
             raise ValueError(f"{folder} holds something else than a run: choose another --run")
         return
-    before = json.loads(path.read_text(encoding="utf-8"))
     now = json.loads(json.dumps(recipe.to_dict()))
-    for section in _SAME:
-        if before.get(section) != now[section]:
-            raise ValueError(
-                f"the run in {folder} was begun with another [{section}]: choose another --run"
-            )
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        others = [section for section in _SAME if before[section] != now[section]]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is garbled: {type(error).__name__}: {error}") from error
+    for section in others:
+        raise ValueError(
+            f"the run in {folder} was begun with another [{section}]: choose another --run"
+        )
+
+
+def _write_recipe(folder: Path, recipe: "Recipe") -> None:
+    from xlstm7b.data.writing import write_json
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "recipe.json", recipe.to_dict())
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import hashlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Self, TypedDict
+from typing import Any, Self, TypedDict
 
 import numpy as np
 import torch
@@ -28,7 +28,9 @@ class Loader:
     """Endless batches: sample s of a run is the same whatever the batch size and the ranks.
 
     A global batch is the next `global_batch` samples, of which each rank gets as many, rank 0 the
-    first. All that changes is the number of samples consumed, so that is what is saved.
+    first. All that changes is the number of samples consumed, so that is what is saved, with all
+    that their order follows from. Runs that follow each other with the same seed differ in their
+    `stage`, and so read the same documents in orders of their own.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class Loader:
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
-        start_sample: int = 0,
+        stage: int = 0,
         packing: Packing = "stream",
         vocab_size: int | None = None,
         prefetch: int = 2,
@@ -62,19 +64,28 @@ class Loader:
             PackedStream(
                 folder,
                 context_length=context_length,
-                seed=_source_seed(seed, name),
+                seed=_source_seed(seed, stage, name),
                 packing=packing,
             )
             for name, (folder, _) in sources.items()
         ]
-        self._context_length, self._seed = context_length, seed
+        self._context_length = context_length
+        self._order = {
+            "seed": seed,
+            "stage": stage,
+            "context_length": context_length,
+            "packing": packing,
+            "sources": "; ".join(
+                f"{name} {self._mixture.shares[name]} of {folder.tokens} tokens"
+                for name, (folder, _) in sources.items()
+            ),
+        }
         self._rank, self._world_size = rank, world_size
         self._prefetch, self._pin_memory = prefetch, pin_memory
         self._pool = ThreadPoolExecutor(1, "loader")
         self._ahead: deque[Future[Batch]] = deque()
         self._samples = 0
         self.set_global_batch(global_batch)
-        self._go_to(start_sample)
 
     @property
     def samples(self) -> int:
@@ -92,23 +103,24 @@ class Loader:
         self._forget_ahead()
         self._global_batch = global_batch
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the run is: the same for every rank."""
-        return {
-            "samples": self._samples,
-            "seed": self._seed,
-            "context_length": self._context_length,
-        }
+    def state_dict(self) -> dict[str, int | str]:
+        """Where the run is, and what its order follows from: the same for every rank."""
+        return {"samples": self._samples, **self._order}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where the state was taken, with any number of ranks and any batch size."""
-        for name, mine in (("seed", self._seed), ("context_length", self._context_length)):
-            if state[name] != mine:
+        for name, mine in self._order.items():
+            if state.get(name) != mine:
                 raise ValueError(
-                    f"the saved run read its data with {name} {state[name]}, this one with {mine}: "
-                    "it would repeat some of it and leave out some"
+                    f"the saved run read its data with {name} {state.get(name)}, this one with "
+                    f"{mine}: it would repeat some of it and leave out some"
                 )
-        self._go_to(state["samples"])
+        self._forget_ahead()
+        self._samples = state["samples"]
+
+    def first_window(self) -> Batch:
+        """The run's first sample, whatever was read since: the same text for every rank."""
+        return self._pool.submit(self._read, 0, 1).result()
 
     def __iter__(self) -> Self:
         return self
@@ -134,12 +146,6 @@ class Loader:
         for row, (source, index) in enumerate(zip(sources.tolist(), indices.tolist(), strict=True)):
             self._streams[source].fill(index, Sample(*(part[row] for part in batch)))
         return _as_tensors(batch, self._pin_memory)
-
-    def _go_to(self, sample: int) -> None:
-        if sample < 0:
-            raise ValueError(f"a run cannot start at sample {sample}")
-        self._forget_ahead()
-        self._samples = sample
 
     def _forget_ahead(self) -> None:
         for batch in self._ahead:
@@ -200,9 +206,10 @@ def _rows_of_a_rank(global_batch: int, rank: int, world_size: int) -> int:
     return global_batch // world_size
 
 
-def _source_seed(seed: int, name: str) -> int:
+def _source_seed(seed: int, stage: int, name: str) -> int:
     """By name: sources of the same size get orders of their own, whichever others there are."""
-    return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest())
+    words = f"{seed} {stage} {name}".encode()
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest())
 
 
 def _check_sources(folders: Mapping[str, ShardFolder], vocab_size: int | None) -> None:

@@ -21,7 +21,7 @@ from xlstm7b.mlstm.parallel import parallel_sequence
 from xlstm7b.mlstm.recurrent import recurrent_sequence, recurrent_step
 from xlstm7b.mlstm.state import MLSTMState
 
-__all__ = ["MLSTMState", "headwise_norm", "mlstm_sequence", "mlstm_step"]
+__all__ = ["MLSTMState", "has_kernels", "headwise_norm", "mlstm_sequence", "mlstm_step"]
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 # On a CPU Triton's kernels run in its interpreter alone, which tests switch on.
@@ -125,9 +125,14 @@ def _pick(
     return backend
 
 
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels are the way to compute there."""
+    return _HAS_TRITON and device.type in ("cuda", "xpu")
+
+
 def _why_not_triton(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> str | None:
     """None where the Triton forms apply."""
-    if not (_HAS_TRITON and (q.device.type in ("cuda", "xpu") or _INTERPRETED)):
+    if not (has_kernels(q.device) or (_HAS_TRITON and _INTERPRETED)):
         return f"it needs a GPU and Triton, and the tensors are on {q.device.type}"
     if not q.dtype == k.dtype == v.dtype != torch.float64 or i.dtype != f.dtype:
         return f"q, k, v must have one dtype up to float32, not {q.dtype}, {k.dtype}, {v.dtype}"

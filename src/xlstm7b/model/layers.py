@@ -1,5 +1,7 @@
 """The small parts: soft-cap, RMSNorm, linear layers with a stated output precision, SwiGLU."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,16 +36,65 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 _ROWS_A_PIECE = 8192
 
 
+def product_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """x Wᵀ for x [R, K], accumulated and returned in float32 (float64 stays)."""
+    if weight.dtype.itemsize >= 4:
+        return F.linear(x, weight)
+    if x.is_cuda:
+        return torch.mm(x, weight.mT, out_dtype=torch.float32)
+    # Widened by pieces: a vocabulary's whole head in float32 would be a second copy of it.
+    pieces = [F.linear(x.float(), rows.float()) for rows in weight.split(_ROWS_A_PIECE)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
+
+
+@torch.library.custom_op("xlstm7b::linear_float32", mutates_args=())
+def _linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """`product_float32` for x [..., K]: PyTorch's own has no gradient."""
+    y = product_float32(x.flatten(0, -2), _whole_tiles(weight))
+    return y[:, : len(weight)].contiguous().view(*x.shape[:-1], len(weight))
+
+
+@_linear_float32.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight), dtype=torch.float32)
+
+
+@torch.library.custom_op("xlstm7b::linear_float32_backward", mutates_args=())
+def _linear_float32_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x and W, by products in their dtype."""
+    rows = _whole_tiles(grad.flatten(0, -2).mT.to(x.dtype))
+    dx = linear(rows.mT, _whole_tiles(weight).mT).view(x.shape)
+    return dx, linear(rows, x.flatten(0, -2).mT)[: len(weight)].clone()
+
+
+@_linear_float32_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _whole_tiles(rows: Tensor) -> Tensor:
+    """Gates are few: with 8 rows of them, memory is aligned as GPUs' fast products want it."""
+    return F.pad(rows, (0, 0, 0, -len(rows) % 8))
+
+
+def _keep_factors(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    gradients: tuple[Tensor, Tensor] = _linear_float32_backward(grad, *ctx.saved_tensors)
+    return gradients
+
+
+_linear_float32.register_autograd(_backward, setup_context=_keep_factors)
+
+
 def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b, accumulated and returned in float32 (float64 stays) whatever the weights' dtype."""
     if weight.dtype.itemsize >= 4:
         return F.linear(x, weight, bias)
-    x, bias = x.float(), None if bias is None else bias.float()
-    if len(weight) <= _ROWS_A_PIECE:
-        return F.linear(x, weight.float(), bias)
-    # Widened by pieces: a vocabulary's whole head in float32 would be a second copy of it.
-    y = torch.cat([F.linear(x, rows.float()) for rows in weight.split(_ROWS_A_PIECE)], dim=-1)
-    return y if bias is None else y + bias
+    y: Tensor = _linear_float32(x, weight)
+    return y if bias is None else y + bias.float()
 
 
 class Linear(nn.Linear):

@@ -12,7 +12,7 @@ from xlstm7b.mlstm import MLSTMState
 from xlstm7b.model.block import Block
 from xlstm7b.model.init import init_parameters
 from xlstm7b.model.layers import Float32Linear, RMSNorm, soft_cap
-from xlstm7b.model.logprobs import head_logprobs
+from xlstm7b.model.logprobs import head_logprobs, head_loss
 from xlstm7b.model.state import ModelState
 from xlstm7b.weights import open_checkpoint, save_checkpoint
 
@@ -100,6 +100,17 @@ class XLSTM(nn.Module):
             self.config.output_logit_soft_cap,
         )
         return logprobs if padded is None else logprobs.masked_fill(padded, 0), state
+
+    def loss(
+        self, tokens: Tensor, targets: Tensor, weights: Tensor, *, resets: Tensor | None = None
+    ) -> Tensor:
+        """−Σ weights · log p(targets) over [B, T], as training wants it: one number, float32.
+
+        What `token_logprobs` gives, at the price of one product with the head less.
+        """
+        x, _, _ = self._read(tokens, None, resets, None)
+        cap = self.config.output_logit_soft_cap
+        return head_loss(self.backbone.out_norm(x), self.lm_head.weight, targets, weights, cap)
 
     def _read(
         self,

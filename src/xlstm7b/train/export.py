@@ -1,10 +1,11 @@
 """From a run's folder to what everyone reads: a Hugging Face folder, and curves as PNG."""
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from xlstm7b.train.checkpoint import read_model, read_run, steps
+from xlstm7b.train.checkpoint import best_step, read_model, read_run, steps
 from xlstm7b.train.metrics import read_metrics
 from xlstm7b.train.recipe import Recipe
 from xlstm7b.weights import save_checkpoint
@@ -14,18 +15,23 @@ def export_run(
     run: Path,
     target: Path,
     *,
-    step: int | None = None,
+    step: int | Literal["best"] | None = None,
     dtype: torch.dtype | None = None,
     tokenizer: Path | None = None,
 ) -> int:
     """Writes a checkpoint's weights, the last one's if none is named; returns its step.
 
+    The best one is that with the lowest held-out loss.
     `tokenizer` is a tokenizer.json to lay beside them.
     """
     folder = run / "checkpoints"
     found = steps(folder)
     if not found:
         raise ValueError(f"{run} holds no checkpoint to export")
+    if step == "best":
+        step = best_step(folder)
+        if step is None:
+            raise ValueError(f"{run} has no best checkpoint: it kept none by held-out loss")
     step = found[-1] if step is None else step
     if step not in found:
         raise ValueError(f"{run} has no checkpoint of step {step}; there are: {found}")

@@ -2,6 +2,7 @@
 
 import json
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,19 @@ class Metrics:
             self._board = SummaryWriter(str(path.with_name("tensorboard")), purge_step=start)
 
     def write(self, **line: Any) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:
+            with suppress(OSError):  # closing tries to write once more
+                self._file.close()
+            raise OSError(f"{self._file.name} could not be written ({error})") from error
         if self._board is not None:
             for name, value in line.items():
-                if isinstance(value, float):
+                if isinstance(value, list):
+                    for index, part in enumerate(value):
+                        self._board.add_scalar(f"{name}/{index}", part, line["step"])
+                elif name != "step":
                     self._board.add_scalar(name, value, line["step"])
         if "loss" in line:
             self._recent.append({"loss": line["loss"], "gradient_norm": line["gradient_norm"]})

@@ -81,11 +81,18 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scales all gradients by min(1, max_norm / norm), where `norm` is their `gradient_norm`."""
-    gradients = [g.to_local() if isinstance(g, DTensor) else g for g in _gradients(parameters)]
-    if gradients:
-        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+def clipped_step(
+    optimizer: torch.optim.Optimizer, max_norm: float, norm: Tensor, is_bad: Tensor
+) -> None:
+    """An update with gradients times min(1, max_norm / norm); where `is_bad` is true, none at all.
+
+    AdamW's fused kernel does both, by the attributes that PyTorch's gradient scaler gives it: no
+    pass over the gradients of its own, and the host waits for nothing.
+    """
+    scaled: Any = optimizer
+    scaled.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)
+    scaled.found_inf = is_bad.float()
+    optimizer.step()
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -94,5 +101,7 @@ def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 def _whole_values(gradient: DTensor) -> DTensor:
     """Without partial sums, whose norms would say nothing of the sum's."""
+    if not any(p.is_partial() for p in gradient.placements):
+        return gradient
     placements = [Replicate() if p.is_partial() else p for p in gradient.placements]
     return gradient.redistribute(placements=placements)

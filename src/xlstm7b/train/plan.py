@@ -26,7 +26,7 @@ from xlstm7b.train.recipe import Layout, Recipe
 H100_FLOPS = 989e12  # dense bfloat16 of one H100, as its maker states it
 PAPER_MFU = 0.374  # of that: 9.15K tokens a second on each H100 (paper, table 2)
 _CHUNK = 64
-_LOGITS_A_PIECE = 1 << 26  # as in model/logprobs.py
+_LOGITS_A_PIECE = 1 << 28  # as in model/logprobs.py
 _HEAD_BUFFERS = 3  # logits, their softmax, and one on the way
 
 

@@ -129,6 +129,7 @@ class Run(Settings):
     keep_last: Count = 2
     keep_every: Tally = 0
     validate_every: Tally = 0
+    keep_best: bool = True  # the checkpoint with the lowest held-out loss, beside the last ones
     log_every: Count = 50  # mean and max over 50 steps, as in the paper's figure 2
     time_limit: NonNegative = 0.0  # hours after which to save and stop; 0: none
     tensorboard: bool = False

@@ -11,6 +11,7 @@ from xlstm7b.generate.triton.rows import MOST_ROWS, multiply_rows
 from xlstm7b.mlstm import MLSTMState
 from xlstm7b.mlstm.triton.launch import step_tile
 from xlstm7b.mlstm.triton.step import launch_step
+from xlstm7b.model.layers import product_float32
 
 __all__ = ["add_product", "head", "head_norm", "project", "step_cell", "swiglu"]
 
@@ -25,7 +26,7 @@ def project(
     x = pointwise.rms_norm(x, norm, eps)
     if len(x) <= MOST_ROWS:
         return multiply_rows(x, W, gates=gates, live=live, cap=cap)
-    products = _float32_product(x, W_gates)
+    products = product_float32(x, W_gates)
     pointwise.cap_gates(products, bias, cap, live)
     return x @ W.mT, products
 
@@ -65,11 +66,4 @@ def head(x: Tensor, norm: Tensor, eps: float, W: Tensor, cap: float) -> Tensor:
     x = pointwise.rms_norm(x, norm, eps)
     if len(x) <= MOST_ROWS:
         return multiply_rows(x, W, cap=cap, out_dtype=wide)[0]
-    return _float32_product(x, W).div_(cap).tanh_().mul_(cap)
-
-
-def _float32_product(x: Tensor, W: Tensor) -> Tensor:
-    """x Wᵀ, accumulated and returned in float32."""
-    if x.dtype == torch.float32:
-        return x @ W.mT
-    return torch.mm(x, W.mT, out_dtype=torch.float32)
+    return product_float32(x, W).div_(cap).tanh_().mul_(cap)

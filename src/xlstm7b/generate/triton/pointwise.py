@@ -7,15 +7,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from xlstm7b.generate.triton.launch import overlap
-
-
-@triton.jit
-def soft_cap(y, cap):
-    """cap · tanh(y / cap): tanh(z) = 1 − 2 / (exp(2 z) + 1), and near 0 its series, for digits."""
-    z = y / cap
-    square = z * z
-    series = z * (1.0 - square * (1.0 / 3 - square * (2.0 / 15)))
-    return cap * tl.where(tl.abs(z) < 0.05, series, 1.0 - 2.0 / (tl.exp(2.0 * z) + 1.0))
+from xlstm7b.model.triton.head import soft_cap
 
 
 @triton.jit

@@ -16,7 +16,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from xlstm7b.generate.triton.launch import overlap, prefetch_rows
-from xlstm7b.generate.triton.pointwise import shut_gates, soft_cap
+from xlstm7b.generate.triton.pointwise import shut_gates
+from xlstm7b.model.triton.head import soft_cap
 
 
 @dataclass(frozen=True, order=True)

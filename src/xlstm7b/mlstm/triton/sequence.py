@@ -128,8 +128,9 @@ def _tiles(
 def mlstm_chunkwise(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,
     C_first: Tensor, n_first: Tensor, m_first: Tensor, resets: Tensor | None, eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """h, the last state's C, n, m, and the normaliser n·q of every row [B, NH, T]."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """h, the last state's C, n, m, and for the backward pass the normaliser n·q of every row
+    [B, NH, T] and C and n at the chunks' borders."""
     chosen = plan(q.shape[-1], v.shape[-1], q.dtype)
     weights, m_last = _weights(i, f, m_first, resets, chosen.chunk)
     (C, n), last = _scan(
@@ -149,25 +150,29 @@ def mlstm_chunkwise(
         query_rows=True, of_scores=False, row_weight=weights.from_state, vector_weight=unused,
         inverse=unused, slope=unused, own=q,
     )  # fmt: skip
-    return h, *last, m_last, normaliser[0]
+    return h, *last, m_last, normaliser[0], C, n
 
 
 @mlstm_chunkwise.register_fake
 def _(q, k, v, i, f, C_first, n_first, m_first, resets, eps):
-    batch, length, heads, _ = q.shape
+    batch, length, heads, d_qk = q.shape
+    d_hv = v.shape[-1]
+    borders = batch, heads, triton.cdiv(length, plan(d_qk, d_hv, q.dtype).chunk) + 1, d_qk
+    kept = q.new_empty(*borders, d_hv, dtype=state_dtype(q.dtype, d_qk, d_hv))
     return (
         v.new_empty(v.shape), C_first.new_empty(C_first.shape), n_first.new_empty(n_first.shape),
-        m_first.new_empty(m_first.shape), i.new_empty(batch, heads, length),
+        m_first.new_empty(m_first.shape), i.new_empty(batch, heads, length), kept,
+        i.new_empty(borders),
     )  # fmt: skip
 
 
 @torch.library.custom_op("xlstm7b::mlstm_chunkwise_backward", mutates_args=())
 def mlstm_chunkwise_backward(
-    dh: Tensor, dC: Tensor, dn: Tensor, h: Tensor, normaliser: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,
-    C_first: Tensor, n_first: Tensor, m_first: Tensor, resets: Tensor | None, eps: float,
+    dh: Tensor, dC: Tensor, dn: Tensor, h: Tensor, normaliser: Tensor, C: Tensor, n: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, m_first: Tensor,
+    resets: Tensor | None, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v, i, f, C_first, n_first. States are computed again, not kept."""
+    """Gradients of q, k, v, i, f, C_first, n_first. C and n are those at the chunks' borders."""
     chosen = plan(q.shape[-1], v.shape[-1], q.dtype)
     chunk, scale = chosen.chunk, q.shape[-1] ** -0.5
     batch, length, heads, _ = q.shape
@@ -179,10 +184,6 @@ def mlstm_chunkwise_backward(
         *h.stride()[:3], *dh.stride()[:3], scale, eps, length, heads, v.shape[-1],
         BLOCK_T=32, BLOCK_D=min(128, triton.next_power_of_2(v.shape[-1])),
     )  # fmt: skip
-    states, _ = _scan(
-        k, v, weights.to_state, weights.to_state, weights.decay, (C_first, n_first),
-        chosen.states, chunk,
-    )  # fmt: skip
     gradients, first = _scan(
         q, dh, q_weight, n_weight, weights.decay, (dC, dn), chosen.state_gradients, chunk,
         reverse=True,
@@ -190,7 +191,7 @@ def mlstm_chunkwise_backward(
     d_qk, d_hv = q.shape[-1], v.shape[-1]
     products = i.new_empty(batch, heads, chunks + 1)
     state_products_kernel[(chunks + 1, rows)](
-        *states, *gradients, products, DK=d_qk, DV=d_hv, BLOCK=4096, PADDED_K=padded(d_qk),
+        C, n, *gradients, products, DK=d_qk, DV=d_hv, BLOCK=4096, PADDED_K=padded(d_qk),
         num_warps=8,
     )  # fmt: skip
 
@@ -211,7 +212,7 @@ def mlstm_chunkwise_backward(
         v, dh, q, k, gradients, chosen.dk, to_state, to_state, query_rows=False, of_scores=True
     )
     dq, q_dq = tiles(
-        dh, v, k, q, states, chosen.dq, q_weight, n_weight, query_rows=True, of_scores=True
+        dh, v, k, q, (C, n), chosen.dq, q_weight, n_weight, query_rows=True, of_scores=True
     )
     di, df = (torch.empty(i.shape, dtype=i.dtype, device=i.device) for _ in range(2))
     gates.gate_gradients_kernel[(chunks, rows)](
@@ -223,23 +224,22 @@ def mlstm_chunkwise_backward(
 
 
 @mlstm_chunkwise_backward.register_fake
-def _(dh, dC, dn, h, normaliser, q, k, v, i, f, C_first, n_first, m_first, resets, eps):
-    return tuple(x.new_empty(x.shape) for x in (q, k, v, i, f, C_first, n_first))
+def _(dh, dC, dn, h, normaliser, C, n, q, k, v, i, f, m_first, resets, eps):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v, i, f, dC, dn))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, resets, eps = inputs
-    h, _, _, m_last, normaliser = output
-    ctx.save_for_backward(h, normaliser, *tensors, resets)
-    ctx.mark_non_differentiable(m_last, normaliser)
-    ctx.eps = eps
+    q, k, v, i, f, _, _, m_first, resets, ctx.eps = inputs
+    h, _, _, *kept = output
+    _, *for_backward = kept
+    ctx.save_for_backward(h, *for_backward, q, k, v, i, f, m_first, resets)
+    ctx.mark_non_differentiable(*kept)
 
 
 def _backward(ctx: Any, dh: Tensor, dC: Tensor, dn: Tensor, *_: object) -> tuple[Any, ...]:
-    h, normaliser, *tensors, resets = ctx.saved_tensors
     dh = dh if dh.stride(-1) == 1 else dh.contiguous()
     gradients = mlstm_chunkwise_backward(
-        dh, dC.contiguous(), dn.contiguous(), h, normaliser, *tensors, resets, ctx.eps
+        dh, dC.contiguous(), dn.contiguous(), *ctx.saved_tensors, ctx.eps
     )
     return *gradients, None, None, None
 
@@ -256,5 +256,5 @@ def triton_sequence(
     C, n, m = (part.float().contiguous() for part in state)
     if resets is not None:
         resets = resets.contiguous()
-    h, C, n, m, _ = mlstm_chunkwise(q, k, v, i, f, C, n, m.detach(), resets, eps)
+    h, C, n, m, *_ = mlstm_chunkwise(q, k, v, i, f, C, n, m.detach(), resets, eps)
     return h, MLSTMState(C, n, m)

@@ -1,0 +1,1 @@
+"""How good a model is: the LM Evaluation Harness, perplexity, RULER, and results to compare."""

@@ -1,0 +1,67 @@
+"""A recipe's model, laid out over the processes and filled with its first weights."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from xlstm7b.model import XLSTM
+from xlstm7b.model.init import init_parameter
+from xlstm7b.train.activations import checkpoint_activations
+from xlstm7b.train.parallel import build_mesh, parallelize
+from xlstm7b.train.recipe import Layout, Recipe
+from xlstm7b.weights import open_checkpoint
+
+
+def build_model(recipe: Recipe, layout: Layout, device: torch.device) -> XLSTM:
+    """Float32 masters, sharded; every layout on one kind of device starts from the same numbers."""
+    auto = "bfloat16" if device.type == "cuda" else "float32"
+    precision = auto if recipe.run.precision == "auto" else recipe.run.precision
+    with torch.device("meta"):
+        model = XLSTM(recipe.model)
+    blocks: Any = model.backbone.blocks
+    for block in blocks:
+        checkpoint_activations(block, recipe.run.activation_checkpointing)
+        if recipe.run.compile and device.type == "cuda":
+            # Its forward, not the block: what FSDP does before and after stays outside the graph.
+            block.forward = torch.compile(block.forward, fullgraph=True)
+    # Gathered weights are dropped in between where that is worth memory: where they are shards, or
+    # where activations are dropped, too.
+    spare = layout.dp_shard == 1 and recipe.run.activation_checkpointing == "none"
+    mesh = build_mesh(layout, device.type)
+    parallelize(model, mesh, getattr(torch, precision), keep_gathered=spare)
+    model.to_empty(device=device)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, whole in _first_weights(recipe, device):
+            _fill(parameters.pop(name), whole)
+    assert not parameters, "every parameter has a first value"
+    return model
+
+
+def _first_weights(recipe: Recipe, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """One by one: a process never holds the whole model."""
+    if recipe.init_from and not recipe.start_step:
+        checkpoint = open_checkpoint(recipe.init_from)
+        if checkpoint.config != recipe.model:
+            raise ValueError(f"the model in {recipe.init_from} is not of the recipe's shape")
+        yield from checkpoint.tensors()
+        return
+    torch.manual_seed(recipe.run.seed)
+    for name, shape in recipe.model.parameter_shapes().items():
+        drawn = torch.empty(shape, device=device)
+        init_parameter(name, drawn, recipe.model)
+        yield name, drawn
+
+
+def _fill(parameter: Tensor, whole: Tensor) -> None:
+    """Each process takes its own part of what all of them have: nothing is sent."""
+    assert isinstance(parameter, DTensor)
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    own = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    parameter.to_local().copy_(whole[own])

@@ -1,0 +1,117 @@
+"""eval ruler: from a folder of weights to a table, a folder of answers and a plot."""
+
+import json
+from pathlib import Path
+
+import pytest
+from checkpoints import names_in
+from cli.commands import Cli, refused, succeeded
+from ruler_cases import write_sources
+
+from xlstm7b.generate import Generator
+
+SMALL = ("--lengths", "1536,2048", "--samples", 2, "--tasks", "fwe,niah_single_1")
+
+
+def test_end_to_end(
+    cli: Cli, speller: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    called = ("eval", "ruler", speller, *SMALL, "--output", folder, "--batch-size", 2)
+    table = succeeded(cli(*called))
+    assert [line.split() for line in table.splitlines()] == [
+        ["1536", "2048"],
+        ["fwe", "0.0", "0.0"],
+        ["niah_single_1", "0.0", "0.0"],
+        ["average", "0.0", "0.0"],
+    ]
+    assert names_in(folder) == {
+        "scores.json",
+        *(f"{task}-{n}.jsonl" for task in ("fwe", "niah_single_1") for n in (1536, 2048)),
+    }
+    generator = Generator.from_pretrained(speller)
+    for line in map(json.loads, (folder / "niah_single_1-1536.jsonl").open()):
+        (wanted,) = generator.generate([line["prompt"]], max_new_tokens=128, temperature=0)
+        assert line["answer"] == wanted.text
+        assert line["length"] == wanted.prompt_tokens + 128
+        assert 0.95 * 1536 <= line["length"] <= 1536
+    scores = json.loads((folder / "scores.json").read_text())
+    assert (scores["seed"], scores["samples"], scores["lengths"]) == (42, 2, [1536, 2048])
+    assert (scores["model"], scores["tokenizer"]) == (str(speller), "bytes")
+    assert scores["xlstm7b"]["model"]["fingerprint"] == scores["model_fingerprint"]
+    assert "torch" in scores["xlstm7b"]["versions"]
+    assert "ruler" in scores["xlstm7b"]["command"]
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("all is answered, and weights were loaded")
+
+    monkeypatch.setattr(Generator, "__init__", load)
+    assert succeeded(cli(*called)) == table
+    said = refused(cli(*called, "--seed", 1))
+    assert said == f"{folder} was begun with another seed: choose another --output"
+
+
+def test_what_is_left_out_is_said(cli: Cli, speller: Path, tmp_path: Path) -> None:
+    paths = write_sources(tmp_path)
+    called = ("eval", "ruler", speller, "--output", tmp_path / "run", "--lengths", 2048,
+              "--samples", 1, "--haystack", paths["haystack"], "--hotpotqa", paths["hotpotqa"],
+              "--tasks", "niah_single_2,qa_1,qa_2")  # fmt: skip
+    code, out, err = cli(*called)
+    assert code == 0
+    assert err == "qa_1 is left out: no --squad is given\n"
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[1:5] == [
+        ["niah_single_2", "0.0"],
+        ["qa_1", "–"],
+        ["qa_2", "0.0"],
+        ["average", "0.0"],
+    ]
+    assert out.splitlines()[5] == "– qa_1 is not in the average: no --squad is given"
+    table = succeeded(cli(*called, "--squad", paths["squad"]))
+    assert "–" not in table
+
+
+def test_plots(cli: Cli, speller: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    called = ("eval", "ruler", speller, "--lengths", 1024, "--samples", 1, "--tasks", "fwe")
+    succeeded(cli(*called, "--output", tmp_path / "run", "--plot"))
+    assert (tmp_path / "run" / "ruler.png").read_bytes().startswith(b"\x89PNG")
+    scores, drawn = tmp_path / "run" / "scores.json", tmp_path / "both.png"
+    said = succeeded(cli("eval", "ruler-plot", scores, scores, "--output", drawn))
+    assert said == f"wrote {drawn}\n"
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "other.json").write_text("{}")
+    said = refused(cli("eval", "ruler-plot", tmp_path / "other.json", "--output", drawn))
+    assert said == f'{tmp_path / "other.json"} is not a results file: it has no "results"'
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--tasks", "niah"), "there is no task 'niah'; there are: niah_single_1, niah_single_2"),
+        (("--lengths", "4k"), "'4k' is not a list of lengths, as 4096,8192"),
+        (("--lengths", "256"), "256 tokens for fwe are too few: 786 for the shortest"),
+        (("--samples", 0), "a number of samples must be at least 1, not 0"),
+        (("--batch-size", 0), "batch_size must be at least 1, not 0"),
+        (("--tasks", "qa_1"), "nothing can be made: no --squad is given"),
+        (("--squad", "HERE/nothing.json"), "[Errno 2] No such file or directory: "),
+        (("--squad", "HERE/text"), "HERE/text is not SQuAD v2's JSON file: "),
+        (("--hotpotqa", "HERE/list"), "HERE/list is not HotpotQA's JSON file: "),
+        (("--hotpotqa", "HERE/empty"), "HERE/empty holds no question with an answer"),
+        (("--haystack", "HERE/blank"), "HERE/blank holds no words"),
+        (("--haystack", "HERE/binary"), "HERE/binary is not UTF-8 text: "),
+        (("--output", "HERE"), "HERE holds something else than a run: choose another --output"),
+        (("--output", "HERE/text"), "[Errno 20] Not a directory: "),
+    ],
+)
+def test_mistakes(
+    cli: Cli, speller: Path, tmp_path: Path, options: tuple[object, ...], said: str
+) -> None:
+    for name, content in (("text", b"no JSON"), ("list", b"[1]"), ("empty", b"[]"),
+                          ("blank", b" \n"), ("binary", b"\xff\xfe")):  # fmt: skip
+        (tmp_path / name).write_bytes(content)
+    given = [str(option).replace("HERE", str(tmp_path)) for option in options]
+    outcome = cli("eval", "ruler", speller, "--output", tmp_path / "run", *SMALL, *given)
+    assert refused(outcome).startswith(said.replace("HERE", str(tmp_path)))
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,85 @@
+"""Loss over whole documents and by position, against one pass over each."""
+
+import gzip
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from naive import open_gates
+
+from xlstm7b.config import ModelConfig
+from xlstm7b.evaluate import perplexity as module
+from xlstm7b.evaluate.perplexity import perplexity, plot, read_documents
+from xlstm7b.evaluate.scoring import Scorer
+from xlstm7b.model import XLSTM
+from xlstm7b.tokenizer import ByteTokenizer
+
+DOCUMENTS = ["abc " * 200, "", "é", "so much depends upon " * 20, "x" * 128, "y" * 129]
+
+
+@pytest.fixture(scope="module")
+def model() -> XLSTM:
+    torch.manual_seed(0)
+    return open_gates(XLSTM(ModelConfig(32, 2, 2, vocab_size=320)).double())
+
+
+@torch.no_grad()
+def losses(model: XLSTM, document: str) -> list[float]:
+    ids = torch.tensor([[0, *ByteTokenizer().encode(document)]])
+    logprobs, _ = model.token_logprobs(ids[:, :-1], ids[:, 1:])
+    found: list[float] = (-logprobs[0]).tolist()
+    return found
+
+
+@pytest.mark.parametrize("at_once", [1 << 22, 100])
+def test_documents_are_as_if_alone(
+    model: XLSTM, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_TOKENS_AT_ONCE", at_once)
+    found = perplexity(Scorer(model, batch_size=2), ByteTokenizer(), DOCUMENTS)
+    alone = [losses(model, document) for document in DOCUMENTS if document]
+    every = [loss for document in alone for loss in document]
+    assert (found.documents, found.tokens, found.bytes) == (6, len(every), len(every))
+    assert found.loss == pytest.approx(sum(every) / len(every), abs=1e-10)
+    assert found.perplexity == pytest.approx(math.exp(found.loss))
+    assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))
+    edges = [(bucket.first, bucket.last) for bucket in found.buckets]
+    assert edges == [(0, 127), (128, 255), (256, 511), (512, 1023)]
+    for bucket in found.buckets:
+        own = [loss for document in alone for loss in document[bucket.first : bucket.last + 1]]
+        assert bucket.tokens == len(own)
+        assert bucket.loss == pytest.approx(sum(own) / len(own), abs=1e-10)
+        assert bucket.perplexity == pytest.approx(math.exp(bucket.loss))
+
+
+def test_results_are_in_the_harness_layout(model: XLSTM) -> None:
+    found = perplexity(Scorer(model), ByteTokenizer(), DOCUMENTS)
+    results = found.results("text")
+    assert results["results"]["text"]["loss,none"] == found.loss
+    assert results["results"]["text, tokens 128–255"]["loss,none"] == found.buckets[1].loss
+    assert results["n-samples"]["text"] == {"original": 6, "effective": 6}
+    assert json.loads(json.dumps(results["perplexity"]))["buckets"][3]["first"] == 512
+
+
+def test_documents_of_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo")
+    lines = "".join(json.dumps({"body": body}) + "\n" for body in ("three", "four"))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    assert list(read_documents([tmp_path / "b.jsonl.gz"], "body")) == ["three", "four"]
+    assert list(read_documents([tmp_path / "a.txt"])) == ["one\ntwo"]
+    with pytest.raises(ValueError, match="line 1: there is no column 'text'; there are: body"):
+        list(read_documents([tmp_path]))
+
+
+def test_nothing_to_measure(model: XLSTM) -> None:
+    with pytest.raises(ValueError, match="there is no text to measure"):
+        perplexity(Scorer(model), ByteTokenizer(), ["", ""])
+
+
+def test_a_plot(model: XLSTM, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    plot(perplexity(Scorer(model), ByteTokenizer(), DOCUMENTS), tmp_path / "loss.png", "a model")
+    assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]

@@ -1,0 +1,151 @@
+"""Continuations over a tree of contexts, and documents in packed rows, against the plain way."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from naive import naive_score, small_model
+
+from xlstm7b.config import ModelConfig
+from xlstm7b.evaluate import prefixes, scoring
+from xlstm7b.evaluate.prefixes import Node, PrefixTree
+from xlstm7b.evaluate.scoring import Continuation, Scorer
+from xlstm7b.model import XLSTM
+
+MODEL = small_model()
+TOKENS = st.integers(0, 23)
+# Few words of few letters: contexts share beginnings, end within one another, and recur.
+WORDS = st.sampled_from([[5], [5, 6], [7] * 9, [8, 9, 10, 11] * 4])
+CONTEXTS = st.lists(WORDS, max_size=5).map(
+    lambda words: [token for word in words for token in word]
+)
+ROWS, SHORTEST, SAVED = st.integers(1, 5), st.integers(1, 12), st.integers(1, 30)
+REQUESTS = st.lists(
+    st.tuples(CONTEXTS, st.lists(TOKENS, min_size=1, max_size=5)), min_size=1, max_size=12
+)
+
+
+@given(REQUESTS, ROWS, SHORTEST, SAVED, st.integers(1, 40), st.integers(0, 3))
+@settings(max_examples=15)
+def test_a_tree_of_requests_is_the_plain_way(
+    asked: list[tuple[list[int], list[int]]],
+    rows: int,
+    shortest: int,
+    saved: int,
+    piece: int,
+    waiting: int,
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scoring, "_TOKENS_A_PIECE", piece)
+        patch.setattr(scoring, "_LOGITS_A_PIECE", piece * 24)
+        patch.setattr(scoring, "_MOST_WAITING", waiting)
+        patch.setattr(prefixes, "SHORTEST_SHARED", shortest)
+        patch.setattr(prefixes, "LEAST_SAVED", saved)
+        requests = [Continuation(*request) for request in asked]
+        wanted = [naive_score(MODEL, *request) for request in asked]
+        grouped = Scorer(MODEL, batch_size=rows)
+        plain = Scorer(MODEL, batch_size=rows, grouping=False)
+        told: list[int] = []
+        for scorer in (grouped, plain):
+            found = scorer.score(requests, told.append)
+            assert [score.is_greedy for score in found] == [greedy for _, greedy in wanted]
+            for score, (logprob, _) in zip(found, wanted, strict=True):
+                assert score.logprob == pytest.approx(logprob, abs=1e-10)
+    assert sum(told) == 2 * len(requests)
+    whole = [len(context) + 1 + len(continuation) - 1 for context, continuation in asked]
+    assert plain.tokens_processed == sum(whole)
+    assert grouped.tokens_processed <= plain.tokens_processed
+
+
+@given(st.lists(CONTEXTS, min_size=1, max_size=20), SHORTEST, SAVED)
+def test_a_tree_holds_every_context_once(
+    contexts: list[list[int]], shortest: int, saved: int
+) -> None:
+    contexts = [[0, *context] for context in contexts]
+    tree = PrefixTree(contexts)
+    found: dict[int, list[int]] = {}
+
+    def visit(node: Node, path: list[int]) -> None:
+        if node.end and tree.ends_at(node):
+            found.update(dict.fromkeys(tree.asked[node.first], path))
+        for child in tree.children(node):
+            segment = tree.tokens(child, node.end)
+            saves = len(segment) * (child.last - child.first - 1)
+            assert child.is_leaf or (len(segment) >= shortest and saves >= saved)
+            visit(child, path + segment)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefixes, "SHORTEST_SHARED", shortest)
+        patch.setattr(prefixes, "LEAST_SAVED", saved)
+        visit(tree.root, [])
+    assert [found[place] for place in range(len(contexts))] == contexts
+
+
+def test_what_is_shared_is_read_once() -> None:
+    shots = [3 + n % 20 for n in range(110)]
+    questions = [[*shots, n, *[n + 1] * 9] for n in range(6)]
+    options = [[1], [2], [3, 4], [5, 6, 7]]
+    requests = [Continuation(q, option) for q in questions for option in options]
+    scorer = Scorer(MODEL, batch_size=4)
+    scorer.score(requests)
+    assert scorer.tokens_processed == 1 + 110 + 6 * (10 + 0 + 0 + 1 + 2)
+
+
+def test_batch_sizes_agree() -> None:
+    draw = torch.Generator().manual_seed(1)
+    ids = [torch.randint(24, (n,), generator=draw).tolist() for n in range(1, 60, 3)]
+    requests = [Continuation(context, [*context[:3], 4]) for context in ids]
+    one, eight = (Scorer(MODEL, batch_size=rows).score(requests) for rows in (1, 8))
+    assert [score.logprob for score in one] == pytest.approx([s.logprob for s in eight], abs=1e-10)
+
+
+@given(st.lists(st.lists(TOKENS, max_size=40), max_size=8), st.integers(1, 4), st.integers(1, 50))
+@settings(max_examples=40)
+def test_packed_documents_are_as_if_alone(
+    documents: list[list[int]], rows: int, piece: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scoring, "_TOKENS_A_PIECE", piece)
+        scorer = Scorer(MODEL, batch_size=rows)
+        found = scorer.logprobs(documents)
+    for document, logprobs in zip(documents, found, strict=True):
+        text = document if document[:1] in ([0], []) else [0, *document]
+        assert len(logprobs) == max(0, len(text) - 1)
+        if len(text) > 1:
+            whole = torch.tensor([text])
+            with torch.no_grad():
+                wanted, _ = MODEL.token_logprobs(whole[:, :-1], whole[:, 1:])
+            torch.testing.assert_close(logprobs, wanted[0], rtol=0, atol=1e-10)
+    assert scorer.tokens_processed == sum(map(len, found))
+
+
+def test_a_long_document_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "_TOKENS_A_PIECE", 700)
+    text = torch.randint(1, 24, (5000,), generator=torch.Generator().manual_seed(2))
+    (found,) = Scorer(MODEL).logprobs([text.tolist()])
+    with torch.no_grad():
+        before = torch.cat([torch.zeros(1, dtype=torch.long), text[:-1]])
+        wanted, _ = MODEL.token_logprobs(before[None], text[None])
+    assert float(found.sum()) == pytest.approx(float(wanted.sum()), abs=1e-8)
+
+
+def test_a_model_without_a_first_token() -> None:
+    config = ModelConfig(32, 2, 2, vocab_size=24, force_bos_token_insert=False)
+    model = XLSTM(config)
+    scorer = Scorer(model)
+    assert [len(logprobs) for logprobs in scorer.logprobs([[5, 6, 7], [5]])] == [2, 0]
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        scorer.score([Continuation([], [5])])
+
+
+def test_mistakes() -> None:
+    scorer = Scorer(MODEL)
+    with pytest.raises(ValueError, match="a continuation must have at least one token"):
+        scorer.score([Continuation([1], [])])
+    with pytest.raises(ValueError, match="token 24 is outside the vocabulary of 24"):
+        scorer.score([Continuation([1], [24])])
+    with pytest.raises(ValueError, match="token -1 is outside the vocabulary of 24"):
+        scorer.logprobs([[3, -1]])
+    assert scorer.score([]) == []
+    assert scorer.logprobs([]) == []
+    assert scorer.tokens_processed == 0

@@ -1,0 +1,125 @@
+"""From conversations to a tuned model: only answers count, and packed documents are alone."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_runs import recipe
+from torch import Tensor
+from workers import run
+
+from xlstm7b.config import ModelConfig
+from xlstm7b.data.loader import Loader
+from xlstm7b.data.pack import best_fit_decreasing
+from xlstm7b.data.prepare import prepare
+from xlstm7b.data.shards import ShardFolder
+from xlstm7b.model import XLSTM
+from xlstm7b.train.export import export_run
+from xlstm7b.train.metrics import read_metrics
+
+LENGTH = 224
+TALKS = [("What is a wheel barrow?", "It is red."), ("And rain?", "Water, glazed."), ("So?", "So.")]
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> ShardFolder:
+    folder = tmp_path_factory.mktemp("chats")
+    with (folder / "chats.jsonl").open("w") as file:
+        for number in range(9):
+            messages = [
+                {"role": role, "content": content * (1 + number % 2)}
+                for talk in TALKS[: 1 + number % 3]
+                for role, content in zip(("user", "assistant"), talk, strict=True)
+            ]
+            print(json.dumps({"messages": messages}), file=file)
+    return prepare([folder / "chats.jsonl"], folder / "tokens", "bytes", format="chat")
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its gates follow their input, its logits are far from even."""
+    torch.manual_seed(1)
+    model = XLSTM(ModelConfig(64, 2, 2, vocab_size=320))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("preact.weight"):
+                parameter.normal_(std=0.3)
+            elif name.endswith("igate_preact.bias"):
+                parameter.zero_()
+        model.lm_head.weight *= 10
+    folder = tmp_path_factory.mktemp("models") / "pretrained"
+    model.save_pretrained(folder)
+    return folder
+
+
+def windows(folder: ShardFolder) -> int:
+    """How many an epoch takes."""
+    (shard,) = folder.shards
+    lengths = np.diff(shard.ends, prepend=0)
+    assert lengths.max() < LENGTH
+    return int(best_fit_decreasing(lengths, LENGTH).max()) + 1
+
+
+def loss_of_each_alone(model: XLSTM, folder: ShardFolder) -> tuple[Tensor, int]:
+    """The sum over all that counts, document by document, and how many targets that are."""
+    (shard,) = folder.shards
+    assert shard.mask is not None
+    total, counted = torch.zeros((), dtype=torch.float64), 0
+    for start, end in zip([0, *shard.ends[:-1]], shard.ends, strict=True):
+        targets = torch.from_numpy(shard.tokens[start:end].astype(np.int64))[None]
+        mask = torch.from_numpy(shard.mask[start:end].astype(np.bool_))[None]
+        tokens = torch.cat([targets.new_zeros(1, 1), targets[:, :-1]], dim=1)
+        logprobs, _ = model.token_logprobs(tokens, targets)
+        total = total - logprobs[mask].double().sum()
+        counted += int(mask.sum())
+    return total, counted
+
+
+def test_packed_documents_have_the_loss_and_gradients_of_each_alone(chats, pretrained):
+    model = XLSTM.from_pretrained(pretrained, dtype=torch.float64)
+    want, counted = loss_of_each_alone(model, chats)
+    exact = torch.autograd.grad(want, list(model.parameters()))
+    rows = windows(chats)
+    loader = Loader(
+        {"chats": (chats, 1.0)}, context_length=LENGTH, global_batch=rows, packing="best_fit"
+    )
+    batch = next(loader)
+    loader.close()
+    assert batch["resets"].sum() > rows  # several documents share a window
+    assert int(batch["mask"].sum()) == counted < chats.tokens < rows * LENGTH
+    logprobs, _ = model.token_logprobs(batch["tokens"], batch["targets"], resets=batch["resets"])
+    got = -(logprobs * batch["mask"]).sum()
+    assert got.item() == pytest.approx(want.item(), rel=1e-12)
+    gradients = torch.autograd.grad(got, list(model.parameters()))
+    for gradient, alone in zip(gradients, exact, strict=True):
+        assert float((gradient - alone).norm() / alone.norm()) < 1e-10
+
+
+def test_tuning_counts_answers_alone(chats, pretrained, tmp_path):
+    rows = windows(chats)
+    chosen = recipe(
+        chats.path,
+        "data.packing=best-fit",
+        f"data.context_length={LENGTH}",
+        f"batch.sequences={rows}",
+        "batch.micro_batch=1",
+        f"init_from={pretrained}",
+        "schedule.warmup=0",
+        "optimizer.lr=1e-3",
+    )
+    run(0, chosen, tmp_path / "run")
+    model = XLSTM.from_pretrained(pretrained)
+    total, counted = loss_of_each_alone(model, chats)
+    (total / counted).backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["tokens"] for line in lines] == [counted] * 8  # an epoch a step
+    assert lines[0]["loss"] == pytest.approx(total.item() / counted, rel=1e-5)
+    assert lines[0]["gradient_norm"] == pytest.approx(float(norm), rel=1e-4)
+
+    export_run(tmp_path / "run", tmp_path / "tuned")
+    with torch.no_grad():
+        tuned, _ = loss_of_each_alone(XLSTM.from_pretrained(tmp_path / "tuned"), chats)
+    assert float(tuned) < 0.9 * total.item()

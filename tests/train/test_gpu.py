@@ -1,0 +1,38 @@
+"""Training on a GPU: compiled and not, with and without recomputation, saved and gone on with."""
+
+import pytest
+import torch
+from small_runs import losses, recipe, weights
+from workers import run
+
+pytestmark = pytest.mark.gpu
+MODEL = "model={embedding_dim=256,num_blocks=2,num_heads=2,vocab_size=320}"
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """An uninterrupted run in float32, not compiled."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(0, recipe(data, MODEL, "run.precision=float32"), folder, "cuda")
+    return folder
+
+
+@pytest.mark.parametrize("activations", ["none", "block", "selective"])
+def test_compiled_blocks_change_nothing_but_rounding(whole, data, tmp_path, activations):
+    settings = "run.compile=true", f"run.activation_checkpointing={activations}"
+    run(0, recipe(data, MODEL, "run.precision=float32", *settings), tmp_path / "wide", "cuda")
+    assert losses(tmp_path / "wide") == pytest.approx(losses(whole), abs=1e-4)
+    run(0, recipe(data, MODEL, *settings), tmp_path / "narrow", "cuda")
+    assert losses(tmp_path / "narrow") == pytest.approx(losses(whole), abs=3e-2)
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(data, tmp_path):
+    chosen = recipe(data, MODEL, "run.compile=true")
+    run(0, chosen, tmp_path / "once", "cuda")
+    stopped = recipe(data, MODEL, "run.compile=true", "run.time_limit=1e-9")
+    for _ in range(3):  # one step each
+        run(0, stopped, tmp_path / "parts", "cuda")
+    run(0, chosen, tmp_path / "parts", "cuda")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "once")
+    once, parts = weights(tmp_path / "once", chosen), weights(tmp_path / "parts", chosen)
+    assert all(torch.equal(once[name], parts[name]) for name in once)
