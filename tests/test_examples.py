@@ -3,11 +3,15 @@
 import importlib.util
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from xlstm7b import XLSTM, ModelConfig
+from xlstm7b.train import load_recipe, resolved
+from xlstm7b.train.build import _first_weights
 
 FILE = Path(__file__).parents[1] / "examples" / "gsm8k.py"
 QUESTIONS = [
@@ -182,3 +186,27 @@ def test_gsm8k_command_line(gsm8k, tmp_path, capsys):
     with pytest.raises(SystemExit, match=r"^2$"):
         gsm8k.main(["nowhere", path, "--n", "0"])
     assert "must be at least 1, not 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted(FILE.parent.glob("*.toml")), ids=lambda path: path.name)
+def test_recipes_among_the_examples(path):
+    recipe = load_recipe(str(path))
+    assert recipe.name == path.stem
+    plan = resolved(recipe, gpus=8 if recipe.init_from else 1)
+    assert plan.memory["total"] < 80e9
+
+
+def test_the_released_models_own_tokens_do_not_stand_in_the_way(tmp_path):
+    """Its config calls token 2 the end of text: weights are taken all the same."""
+    config = ModelConfig(64, 2, 2, vocab_size=320, eos_token_id=2, bos_token_id=0)
+    XLSTM(config).save_pretrained(tmp_path)
+    settings = [
+        f"init_from={tmp_path}",
+        "model={embedding_dim=64,num_blocks=2,num_heads=2,vocab_size=320}",
+    ]
+    recipe = load_recipe(str(FILE.parent / "finetune-7b.toml"), settings)
+    names = [name for name, _ in _first_weights(recipe, torch.device("cpu"))]
+    assert sorted(names) == sorted(config.parameter_shapes())
+    other = replace(recipe, model=replace(recipe.model, gate_soft_cap=10.0))
+    with pytest.raises(ValueError, match=r"has gate_soft_cap 15\.0, the recipe 10\.0"):
+        next(_first_weights(other, torch.device("cpu")))

@@ -86,19 +86,36 @@ def test_windows_are_slices_of_the_packed_stream(shards, length, seed, data):
     windows = 3 * folder.tokens // length + 1
     epochs = windows * length // folder.tokens + 2
     want = Reference([document for shard in shards for document in shard], seed, epochs)
-    for window in data.draw(st.permutations(range(windows))):
-        assert_sample(stream.sample(window), want, window * length, length)
+    page = max(1, min(8192, folder.tokens // length))
+    for index in data.draw(st.permutations(range(windows // page * page))):
+        number, place = divmod(index, page)
+        window = number * page + permutation(page, seed, 2**63 + number)[place]
+        assert_sample(stream.sample(index), want, int(window) * length, length)
 
 
 @given(shards=sharded_documents(), length=st.integers(1, 50))
 def test_every_token_is_a_target_once_an_epoch(shards, length):
+    """On disk's order, and shuffled: the samples of a page are its windows."""
     folder = in_memory(shards)
-    stream = PackedStream(folder, context_length=length, seed=3)
+    plain = PackedStream(folder, context_length=length, seed=None)
     windows = range(-(-3 * folder.tokens // length))
-    targets = [token for window in windows for token in stream.sample(window).targets.tolist()]
+    targets = [token for window in windows for token in plain.sample(window).targets.tolist()]
     want = Counter(token for shard in shards for document in shard for token, _ in document)
     for epoch in range(3):
         assert Counter(targets[epoch * folder.tokens :][: folder.tokens]) == want
+    if folder.tokens % length == 0:
+        shuffled = PackedStream(folder, context_length=length, seed=3)
+        page = range(min(8192, folder.tokens // length))
+        assert want == Counter(token for n in page for token in shuffled.sample(n).targets.tolist())
+
+
+def test_a_long_document_does_not_fill_a_batch():
+    """Of two long documents, each has about half of every batch."""
+    documents = [[(number, True)] * 4096 for number in (5, 9)]
+    stream = PackedStream(in_memory([documents]), context_length=16, seed=1)
+    for batch in range(16):
+        found = [int(stream.sample(32 * batch + row).targets[0]) for row in range(32)]
+        assert 5 < found.count(5) < 27
 
 
 def test_reads_files(tmp_path):

@@ -139,6 +139,19 @@ def test_bad_numbers_change_nothing(data, tmp_path, monkeypatch, policy):
         assert all(value.isfinite().all() for value in before.values())
 
 
+def test_a_run_goes_on_with_the_recipes_optimizer(data, tmp_path):
+    run(0, recipe(data, "run.time_limit=1e-9"), tmp_path)
+    changed = ["optimizer.weight_decay=0.3", "optimizer.betas=[0.8, 0.7]", "optimizer.eps=1e-5"]
+    with process_group("cpu"):
+        trainer = Trainer(recipe(data, *changed), tmp_path, "cpu")
+        assert trainer.resume()
+        for group, decay in zip(trainer.optimizer.param_groups, (0.3, 0.0), strict=True):
+            assert group["weight_decay"] == decay
+            assert (tuple(group["betas"]), group["eps"]) == ((0.8, 0.7), 1e-5)
+        states = [state["step"].item() for state in trainer.optimizer.state.values()]
+        assert set(states) == {1.0}
+
+
 def test_export_is_read_by_all(whole, data, tmp_path):
     assert export_run(whole, tmp_path / "model") == 8
     model = XLSTM.from_pretrained(tmp_path / "model")

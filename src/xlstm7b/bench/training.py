@@ -10,6 +10,7 @@ it: compiled whole, with PyTorch's cross-entropy over all logits, nothing comput
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -159,14 +160,14 @@ def theirs(case: Case, steps: int, device: str) -> Result:
     kernel = "triton_limit_chunk" if device == "cuda" else "native_autograd"
     model = package.xLSTMLarge(
         package.xLSTMLargeConfig(
-            **shape, chunkwise_kernel=f"chunkwise--{kernel}", mode="train", return_last_states=False
+            **shape, chunkwise_kernel=f"chunkwise--{kernel}", mode="train", return_last_states=True
         )
     ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, fused=True)
 
     def loss_of(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            logits = model(tokens)
+            logits, _ = model(tokens)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     compiled = torch.compile(loss_of) if device == "cuda" else loss_of
@@ -201,8 +202,9 @@ def in_process(case: Case, name: str, steps: int, device: str, timeout: float) -
         if line.startswith("result "):
             values = json.loads(line.removeprefix("result "))
             return Result(**values | {"case": case, "losses": tuple(values["losses"])})
-    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return Result(case, name, error=last[:300])
+    said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    errors = [line for line in said if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return Result(case, name, error=(errors or said)[-1][:300])
 
 
 def run(

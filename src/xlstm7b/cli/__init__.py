@@ -40,6 +40,9 @@ def main() -> None:
     except (ValueError, OSError) as error:
         print(f"xlstm7b: {error}", file=sys.stderr)
         sys.exit(2)
+    except FloatingPointError as error:  # a run that must not go on, by nobody's mistake
+        print(f"xlstm7b: {error}", file=sys.stderr)
+        sys.exit(1)
     except ModuleNotFoundError as error:
         print(f"xlstm7b: this needs {error.name}, which is not installed here", file=sys.stderr)
         sys.exit(2)

@@ -18,6 +18,7 @@ from xlstm7b.data.shards import ShardFolder
 
 END_OF_TEXT, PADDING = 0, 1
 Packing = Literal["stream", "best_fit"]
+_MOST_WINDOWS = 8192  # of a page: of 8192 two-byte tokens each, 134 MB to read here and there
 Numbers = NDArray[np.uint32 | np.int64]
 Lengths = NDArray[np.int64]
 Pieces = tuple[Numbers, Lengths, Lengths]  # documents, and from where to where each is predicted
@@ -46,8 +47,10 @@ class PackedStream:
     """Endless windows over a folder: `sample(index)` depends on nothing but its arguments.
 
     "stream": an epoch is all documents in an order drawn from (seed, epoch), end to end, and epochs
-    follow each other end to end; window `index` predicts tokens index·T … index·T + T − 1 of that.
-    A window that begins inside a document has no reset at its first position: its state is zero.
+    follow each other end to end; window w predicts tokens w·T … w·T + T − 1 of that. Windows are
+    shuffled, too, within pages of an epoch or 8192 windows, so that the windows of a long document
+    do not fill a batch by themselves. One that begins inside a document has no reset at its first
+    position: its state is zero.
 
     "best_fit": few documents are cut. Those longer than T are split every T tokens, then all pieces
     are placed best-fit-decreasing into windows of T; the room that is left is padding (tokens 1,
@@ -139,9 +142,17 @@ class _Stream:
         self._shard_ends, self._context_length, self._seed = shard_ends, context_length, seed
         self._epoch_length = sum(int(ends[-1]) for ends in shard_ends)
         self._epochs: dict[int, _Epoch] = {}
+        self._page_size = max(1, min(_MOST_WINDOWS, self._epoch_length // context_length))
+        self._page, self._order = -1, permutation(0, None, 0)
 
     def pieces(self, index: int) -> Pieces:
-        number, offset = divmod(index * self._context_length, self._epoch_length)
+        page, place = divmod(index, self._page_size)
+        if page != self._page:
+            # Drawn as the documents' orders are, from numbers that no epoch has.
+            self._order = permutation(self._page_size, self._seed, 2**63 + page)
+            self._page = page
+        window = page * self._page_size + int(self._order[place])
+        number, offset = divmod(window * self._context_length, self._epoch_length)
         missing = self._context_length
         parts = []
         while missing:
@@ -168,8 +179,8 @@ class _Stream:
 
     def _epoch(self, number: int) -> _Epoch:
         if number not in self._epochs:
-            # A window may reach into the next epoch, never back.
-            self._epochs = {n: epoch for n, epoch in self._epochs.items() if n == number - 1}
+            # A window may reach into the next epoch; windows of two take turns where they meet.
+            self._epochs = {n: epoch for n, epoch in self._epochs.items() if abs(n - number) == 1}
             lengths = _lengths(self._shard_ends)
             documents = permutation(len(lengths), self._seed, number)
             self._epochs[number] = _Epoch(documents, np.cumsum(lengths[documents]))

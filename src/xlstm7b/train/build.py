@@ -15,6 +15,8 @@ from xlstm7b.train.parallel import build_mesh, parallelize
 from xlstm7b.train.recipe import Layout, Recipe
 from xlstm7b.weights import open_checkpoint
 
+_CONSTANTS = ("norm_eps", "cell_norm_eps", "eps", "gate_soft_cap", "output_logit_soft_cap")
+
 
 def build_model(recipe: Recipe, layout: Layout, device: torch.device) -> XLSTM:
     """Float32 masters, sharded; every layout on one kind of device starts from the same numbers."""
@@ -46,8 +48,15 @@ def _first_weights(recipe: Recipe, device: torch.device) -> Iterator[tuple[str, 
     """One by one: a process never holds the whole model."""
     if recipe.init_from and not recipe.start_step:
         checkpoint = open_checkpoint(recipe.init_from)
-        if checkpoint.config != recipe.model:
+        theirs, ours = checkpoint.config, recipe.model
+        if theirs.parameter_shapes() != ours.parameter_shapes():
             raise ValueError(f"the model in {recipe.init_from} is not of the recipe's shape")
+        for name in _CONSTANTS:  # and not its special tokens, which are the recipe's to choose
+            if getattr(theirs, name) != getattr(ours, name):
+                raise ValueError(
+                    f"the model in {recipe.init_from} has {name} {getattr(theirs, name)}, "
+                    f"the recipe {getattr(ours, name)}"
+                )
         yield from checkpoint.tensors()
         return
     torch.manual_seed(recipe.run.seed)

@@ -92,10 +92,16 @@ class Checkpoints:
         """Puts a checkpoint's values into model and optimizer; returns what `run.json` says."""
         path = self.folder / f"step-{step:08}"
         run = read_run(path)
+        settings = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
         weights, averages = get_state_dict(model, optimizer)
         with _naming_damage(path):
             load({"model": weights, "optimizer": averages}, checkpoint_id=path)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=averages)
+        for group, values in zip(optimizer.param_groups, settings, strict=True):
+            group.update(values)  # the recipe's, which may have changed, not the checkpoint's
         return run
 
     def last(self) -> str:
