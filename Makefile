@@ -2,30 +2,35 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+PACKAGE := $(VENV)/.package
+TOOLS := $(VENV)/.tools
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: setup test lint quickstart clean
 
-setup: $(STAMP)
+setup: $(TOOLS)
 
-$(STAMP): pyproject.toml constraints.txt
+$(PACKAGE): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "xlstm7b needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --editable '.[train]'
+	touch $@
+
+$(TOOLS): $(PACKAGE)
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
 
-lint: $(STAMP)
+lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
 test: lint
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal
 
-quickstart: $(STAMP)
+quickstart: $(PACKAGE)
 	$(BIN)/python examples/quickstart.py
 
 clean:

@@ -1,6 +1,7 @@
 """`bench training`: cases, figures, and that a failure is reported, not raised."""
 
 import json
+import math
 
 import pytest
 
@@ -45,7 +46,8 @@ def test_ours_and_a_peer_on_a_cpu(tmp_path, capsys):
     ours, theirs = results
     assert ours.seconds is not None
     assert len(ours.losses) == 3
-    assert ours.losses[0] == pytest.approx(5.77, abs=0.2)  # log 320
+    # New logits have a variance of 2/5: log 320, and half of that.
+    assert ours.losses[0] == pytest.approx(math.log(320) + 0.2, abs=0.25)
     if theirs.seconds is None:  # the authors' package is not installed
         assert "xlstm" in theirs.error
     training.write(results, "cpu", tmp_path / "training.json")
