@@ -29,7 +29,8 @@ def build_model(recipe: Recipe, layout: Layout, device: torch.device) -> XLSTM:
         checkpoint_activations(block, recipe.run.activation_checkpointing)
         if recipe.run.compile and device.type == "cuda":
             # Its forward, not the block: what FSDP does before and after stays outside the graph.
-            block.forward = torch.compile(block.forward, fullgraph=True)
+            # A run has few shapes: each is compiled for itself.
+            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
     # Gathered weights are dropped in between where that is worth memory: where they are shards, or
     # where activations are dropped, too.
     spare = layout.dp_shard == 1 and recipe.run.activation_checkpointing == "none"
