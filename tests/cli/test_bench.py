@@ -1,6 +1,7 @@
 """bench: what is refused where it cannot run."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,3 +19,18 @@ def test_a_package_that_is_missing(cli: Cli, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delitem(sys.modules, "xlstm7b.bench.kernels", raising=False)
     monkeypatch.delattr("xlstm7b.bench.kernels", raising=False)
     assert refused(cli("bench", "kernels")) == "this needs triton, which is not installed here"
+
+
+def test_bench_loader(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("so much depends upon a red wheel barrow " * 40)
+    assert cli("prepare", tmp_path / "text.txt", "--output", tmp_path / "data")[0] == 0
+    options = ["--lengths", "16,32", "--batches", "4", "--seconds", "0.05"]
+    code, out, _ = cli("bench", "loader", tmp_path / "data", *options)
+    rows = [line.split() for line in out.splitlines()[1:]]
+    assert code == 0
+    assert [row[:3] for row in rows] == [
+        ["stream", "16", "4"], ["stream", "32", "4"], ["best_fit", "16", "4"],
+        ["best_fit", "32", "4"],
+    ]  # fmt: skip
+    assert all(int(row[3].replace(",", "")) > 100 for row in rows)
+    assert "no folder" in refused(cli("bench", "loader", tmp_path / "nowhere"))

@@ -128,6 +128,19 @@ def training(
     write(results, where, json_path)
 
 
+@app.command()
+def loader(
+    folders: Annotated[list[Path], typer.Argument(help="Prepared folders, mixed evenly.")],
+    lengths: Annotated[str, typer.Option(help="Context lengths.")] = "2048,8192",
+    batches: Annotated[str, typer.Option(help="Batch sizes.")] = "8,64",
+    seconds: Annotated[float, typer.Option(help="That each timing takes.")] = 3,
+) -> None:
+    """Time how fast training's batches come from prepared shards."""
+    from xlstm7b.bench.loader import run
+
+    run(folders, _numbers(lengths) or [], _numbers(batches) or [], seconds)
+
+
 def _numbers(text: str | None) -> list[int] | None:
     if text is None:
         return None
