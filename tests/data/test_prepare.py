@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from xlstm7b.data.prepare import adopt, prepare, tokenizer_fingerprint
+from xlstm7b.data.prepare import adopt, prepare
 from xlstm7b.data.shards import ShardFolder, open_folder
+from xlstm7b.data.tokenising import tokenizer_fingerprint
 from xlstm7b.tokenizer import ByteTokenizer, FileTokenizer
 
 BYTES = ByteTokenizer()

@@ -47,7 +47,7 @@ def ruler(
     """
     if plot:
         import matplotlib  # noqa: F401 (missed now rather than after all the work)
-    from xlstm7b.data.prepare import tokenizer_fingerprint
+    from xlstm7b.data.tokenising import tokenizer_fingerprint
     from xlstm7b.evaluate.results import described
     from xlstm7b.evaluate.ruler.report import plot_scores, to_table
     from xlstm7b.evaluate.ruler.runner import SCORES, GreedyModel, Plan, Run

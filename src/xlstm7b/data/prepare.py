@@ -3,23 +3,16 @@
 import fcntl
 import hashlib
 import json
-import multiprocessing
-import multiprocessing.connection
 import os
-import signal
-import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from xlstm7b.data.shards import MANIFEST, UNFINISHED, ShardFolder, open_folder, token_size
+from xlstm7b.data.shards import MANIFEST, UNFINISHED, ShardFolder, open_folder
 from xlstm7b.data.sources import (
     Batch,
     Columns,
@@ -27,40 +20,11 @@ from xlstm7b.data.sources import (
     find_sources,
     read_batches,
 )
+from xlstm7b.data.tokenising import Tokenised, load, tokenise, tokenizer_fingerprint
 from xlstm7b.data.writing import ShardWriter, adopt_folder, write_json, write_manifest
-from xlstm7b.tokenizer import ByteTokenizer, FileTokenizer
 
 Progress = Callable[[str, int], None]
 """Called with the name of an input file and how many of its bytes were just dealt with."""
-
-
-def tokenizer_fingerprint(tokenizer: str | Path) -> str:
-    """What tells tokenizers apart: "bytes", or the sha256 of a tokenizer.json, or of a folder's."""
-    file = _tokenizer_file(tokenizer)
-    return "bytes" if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def _tokenizer_file(tokenizer: str | Path) -> Path | None:
-    if str(tokenizer) == "bytes":
-        return None
-    path = Path(tokenizer)
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ValueError(f"there is no tokenizer at {file}")
-    return file
-
-
-def _load(tokenizer: str | Path) -> ByteTokenizer | FileTokenizer:
-    file = _tokenizer_file(tokenizer)
-    if file is None:
-        return ByteTokenizer()
-    loaded = FileTokenizer(file)
-    if text := loaded.token_bytes(0):
-        raise ValueError(
-            f"id 0 of {file} is {text.decode(errors='replace')!r}, "
-            "but has to be the end of text, with which documents are parted"
-        )
-    return loaded
 
 
 def prepare(
@@ -90,7 +54,7 @@ def prepare(
         if value < 1:
             raise ValueError(f"{name} must be at least 1, not {value}")
     output, sources = Path(output), find_sources(inputs, text_endings)
-    vocab_size = _load(tokenizer).vocab_size
+    vocab_size = load(tokenizer).vocab_size
     fingerprint = tokenizer_fingerprint(tokenizer)
     plan = _digest([fingerprint, vars(columns), shard_tokens, *map(_identity, sources)])
     if _is_done(output, plan):
@@ -102,7 +66,7 @@ def prepare(
             done = _finished_shards(output)
             start = done[-1]["next"] if done else [0, 0]
             found = _read(sources, columns, text_endings, start, progress)
-            tokenised = _tokenise_all(found, tokenizer, columns, processes)
+            tokenised = tokenise(found, tokenizer, columns, processes)
             _write(output, tokenised, sources, done, vocab_size, columns.has_mask, shard_tokens)
             if not done:
                 (output / UNFINISHED).unlink()
@@ -128,7 +92,7 @@ def adopt(folder: str | Path, tokenizer: str | Path) -> ShardFolder:
     """Makes a folder that datatrove wrote with this tokenizer one of ours: adds the manifest."""
     return adopt_folder(
         folder,
-        vocab_size=_load(tokenizer).vocab_size,
+        vocab_size=load(tokenizer).vocab_size,
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
     )
 
@@ -223,82 +187,9 @@ def _read(
                 progress(source.name, batch.read)
 
 
-class _Tokenised(NamedTuple):
-    """A batch's documents, one behind the other."""
-
-    path: Path
-    places: list[int]
-    lengths: list[int]
-    tokens: npt.NDArray[Any]
-    mask: npt.NDArray[np.uint8] | None
-
-
-def _tokenise(
-    batch: Batch, tokenizer: ByteTokenizer | FileTokenizer, columns: Columns
-) -> _Tokenised:
-    documents = list(batch.documents(columns))
-    encoded = iter(tokenizer.encode_batch([text for _, doc in documents for text, _ in doc]))
-    dtype = f"<u{token_size(tokenizer.vocab_size)}"
-    places, lengths, tokens, mask = [], [], [np.empty(0, dtype)], [np.empty(0, np.uint8)]
-    for place, segments in documents:
-        parts = [(next(encoded), counts) for _, counts in segments]
-        places.append(place)
-        lengths.append(sum(len(ids) for ids, _ in parts))
-        tokens += [np.array(ids, dtype) for ids, _ in parts]
-        mask += [np.full(len(ids), counts, np.uint8) for ids, counts in parts]
-    whole = np.concatenate(mask) if columns.has_mask else None
-    return _Tokenised(batch.path, places, lengths, np.concatenate(tokens), whole)
-
-
-_ours: Any = None  # a worker's tokenizer and columns
-
-
-def _start_worker(tokenizer: str | Path, columns: Columns) -> None:
-    global _ours
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)  # nobody else would tell us if the parent was killed
-
-    threading.Thread(target=follow, daemon=True).start()
-    _ours = _load(tokenizer), columns
-
-
-def _work(batch: Batch) -> _Tokenised:
-    return _tokenise(batch, *_ours)
-
-
-def _tokenise_all(
-    batches: Iterator[Batch], tokenizer: str | Path, columns: Columns, processes: int
-) -> Iterator[_Tokenised]:
-    if processes == 1:
-        here = _load(tokenizer)
-        yield from (_tokenise(batch, here, columns) for batch in batches)
-        return
-    pool = ProcessPoolExecutor(
-        processes, multiprocessing.get_context("spawn"), _start_worker, (tokenizer, columns)
-    )
-    waiting: deque[Future[_Tokenised]] = deque()
-    try:
-        for batch in batches:
-            waiting.append(pool.submit(_work, batch))
-            if len(waiting) > 2 * processes:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    except BrokenProcessPool as error:
-        raise OSError("a worker process died, perhaps for want of memory") from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
 def _write(
     output: Path,
-    batches: Iterable[_Tokenised],
+    batches: Iterable[Tokenised],
     sources: Sequence[Path],
     done: list[dict[str, Any]],
     vocab_size: int,
@@ -323,7 +214,7 @@ def _write(
 
 
 def _documents(
-    batches: Iterable[_Tokenised], sources: Sequence[Path]
+    batches: Iterable[Tokenised], sources: Sequence[Path]
 ) -> Iterator[tuple[list[int], npt.NDArray[Any], npt.NDArray[np.uint8] | None]]:
     """Documents that are not empty, each with its place: that of its file, and in its file."""
     number = {source: place for place, source in enumerate(sources)}
