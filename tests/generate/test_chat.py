@@ -8,7 +8,7 @@ from cli.commands import CHATML, save_chat_model, save_reciter
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate import Generator, TextState
-from xlstm7b.generate.chat import MOST_UNDONE, Chat, PlainTurns, TemplateTurns
+from xlstm7b.generate.chat import MOST_UNDONE, Chat, PlainTurns, TemplateTurns, Turns
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import ByteTokenizer, ChatTemplate
 
@@ -264,3 +264,19 @@ def test_later_turns_do_not_depend_on_words() -> None:
         f"<|im_end|>\n<|im_start|>user\n{words}<|im_end|>\n<|im_start|>assistant\n"
     )
     assert PlainTurns().later(words) == f"\nUser: {words}\nAssistant:"
+
+
+@pytest.mark.parametrize("turns", [PlainTurns(), TemplateTurns(ChatTemplate(CHATML, {}))])
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_a_whole_conversation_is_its_turns(turns: Turns, system: str | None) -> None:
+    """A server reads from the start what `Chat` reads turn by turn."""
+    said = [{"role": "user", "content": "Hello"}]
+    if system is not None:
+        said.insert(0, {"role": "system", "content": system})
+    start = turns.first(system, "Hello")
+    assert turns.whole(said) == start
+    answer = " Hi!" if isinstance(turns, PlainTurns) else "Hi!"
+    said += [{"role": "assistant", "content": "Hi!"}, {"role": "user", "content": "Go on."}]
+    assert turns.whole(said) == start + answer + turns.later("Go on.")
+    closed = turns.whole(said[:-1], to_answer=False)
+    assert closed.rstrip() == start + answer + turns.ending.removesuffix("\nUser:")

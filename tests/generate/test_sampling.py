@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from xlstm7b.generate import sampling
+from xlstm7b.generate import randomness
 from xlstm7b.generate.sampling import Needs, Sampler, SamplingSettings
 
 EVERYTHING = Needs(True, True, True, True, True, 5)
@@ -260,13 +260,13 @@ def test_uniform_numbers():
     # splitmix64's published first numbers from the state 1234567.
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert splitmix64(1234567, 3) == published
-    got = sampling._uniform(torch.tensor(1234567), torch.arange(3))
+    got = randomness.uniform(torch.tensor(1234567), torch.arange(3))
     assert got[:, 0].tolist() == [(bits >> 11) / 2**53 for bits in published]
     n = 50_000
     keys, steps, zeros = torch.arange(n), torch.arange(n), torch.zeros(n, dtype=torch.int64)
-    scrambled = sampling._scramble(keys)
+    scrambled = randomness.scramble(keys)
     assert scrambled.unique().numel() == n
-    for uniform in sampling._uniform(scrambled, zeros), sampling._uniform(scrambled[7], steps):
+    for uniform in randomness.uniform(scrambled, zeros), randomness.uniform(scrambled[7], steps):
         ordered = uniform[:, 0].sort().values
         assert 0 <= ordered[0] < ordered[-1] < 1
         # Kolmogorov and Smirnov's bound at a chance of 1e-6.
@@ -283,7 +283,7 @@ def test_draws_at_both_ends(vocab):
     assert w.sum() < 2**53
     first, last = w[0].nonzero()[[0, -1], 0].tolist()
     for uniform, want in (0.0, first), (5e-324, first), (1 - 2**-53, last):
-        got = sampling._draw(w, torch.tensor([[uniform]], dtype=torch.float64))
+        got = randomness.draw(w, torch.tensor([[uniform]], dtype=torch.float64))
         assert got.tolist() == [[want]]
 
 
@@ -291,7 +291,7 @@ def test_draws_just_at_a_border():
     w = torch.tensor([[0.0, 1.0, 0.0, 2.0, 0.0, 1.0, 0.0]], dtype=torch.float64).expand(6, -1)
     below = [math.nextafter(0.25, 0), math.nextafter(0.75, 0)]
     uniform = torch.tensor([0.0, below[0], 0.25, below[1], 0.75, 1 - 2**-53], dtype=torch.float64)
-    assert sampling._draw(w.contiguous(), uniform[:, None])[:, 0].tolist() == [1, 1, 3, 3, 5, 5]
+    assert randomness.draw(w.contiguous(), uniform[:, None])[:, 0].tolist() == [1, 1, 3, 3, 5, 5]
 
 
 @settings(max_examples=30)

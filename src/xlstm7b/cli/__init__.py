@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from xlstm7b.cli import bench, chat, checkpoints, evaluate, generate, prepare, train
+from xlstm7b.cli import bench, chat, checkpoints, evaluate, generate, prepare, serve, train
 
 app = typer.Typer(
     help="xLSTM 7B: a recurrent large language model with constant memory and constant cost "
@@ -16,6 +16,7 @@ app = typer.Typer(
 for command in (
     generate.generate,
     chat.chat,
+    serve.serve,
     prepare.prepare,
     train.train,
     train.export,

@@ -141,6 +141,44 @@ def loader(
     run(folders, _numbers(lengths) or [], _numbers(batches) or [], seconds)
 
 
+@app.command()
+def serve(
+    url: Annotated[str, typer.Argument(help="The server's address, as http://127.0.0.1:8000.")],
+    rate: Annotated[float, typer.Option(help="Requests a second, at random times.")] = 4.0,
+    clients: Annotated[
+        int, typer.Option(help="Instead: so many that wait for an answer, then ask again.")
+    ] = 0,
+    seconds: Annotated[float, typer.Option(help="In which requests come.")] = 30.0,
+    prompt_tokens: Annotated[str, typer.Option(help="Lengths to draw from.")] = "32,128,512",
+    new_tokens: Annotated[str, typer.Option(help="Of answers, likewise.")] = "16,64,128",
+    seed: Annotated[int, typer.Option(help="Of lengths, times and prompts.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Of an answer, in seconds.")] = 120.0,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="XLSTM7B_API_KEY", help="The server's key.")
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the results.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the results, as PNG.")] = None,
+) -> None:
+    """Put a running server under load: first tokens, times between tokens, throughput, errors."""
+    from xlstm7b.bench.generation import check_outputs
+    from xlstm7b.bench.serve import Load, run, show, write
+
+    check_outputs(json_path, plot)
+    load = Load(
+        url,
+        rate=rate,
+        clients=clients,
+        seconds=seconds,
+        prompt_tokens=tuple(_numbers(prompt_tokens) or ()),
+        new_tokens=tuple(_numbers(new_tokens) or ()),
+        seed=seed,
+        timeout=timeout,
+    )
+    report = run(load, api_key)
+    show(report)
+    write(report, json_path, plot)
+
+
 def _numbers(text: str | None) -> list[int] | None:
     if text is None:
         return None

@@ -13,7 +13,7 @@ from xlstm7b.cli.loading import open_model, stopping_on_interrupt
 from xlstm7b.cli.options import check_stops, checked_settings, to_target
 
 if TYPE_CHECKING:
-    from xlstm7b.generate.chat import Chat, Turns
+    from xlstm7b.generate.chat import Chat
 
 _HELP = """\
 /save PATH  save the conversation's state
@@ -68,7 +68,7 @@ def chat(
     opened = open_model(
         model, tokenizer=tokenizer, dtype=dtype, device=device, state_dtype=state_dtype
     )
-    turns = _turns(opened.folder, system)
+    turns = opened.turns(system)
     from xlstm7b.generate.chat import Chat
 
     conversation = Chat(opened.load(), turns, system=system, stop_strings=stops, **settings)
@@ -84,18 +84,6 @@ def chat(
             raise
         except (ValueError, OSError) as error:
             _tell(str(error))
-
-
-def _turns(folder: Path, system: str | None) -> "Turns":
-    from xlstm7b.generate.chat import PlainTurns, TemplateTurns
-    from xlstm7b.tokenizer import load_chat_template
-
-    try:
-        template = load_chat_template(folder)
-        return PlainTurns() if template is None else TemplateTurns(template, system)
-    except ValueError as error:
-        _tell(f"{error}; turns are written as User: and Assistant: instead")
-        return PlainTurns()
 
 
 def _lines() -> Iterator[str]:

@@ -1,6 +1,7 @@
 """A model for generation, in two steps: what mistakes can be found by, then the weights."""
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from xlstm7b.config import ModelConfig
     from xlstm7b.generate import Generator, TextState
+    from xlstm7b.generate.chat import Turns
     from xlstm7b.tokenizer import Tokenizer
 
 
@@ -48,6 +50,19 @@ class OpenedModel:
         if len(state) != 1:
             raise ValueError(f"{path} holds {len(state)} texts; here one goes on")
         return state
+
+    def turns(self, system: str | None = None) -> "Turns":
+        """How a conversation is written down: by the folder's chat template, if that will do."""
+        from xlstm7b.generate.chat import PlainTurns, TemplateTurns
+        from xlstm7b.tokenizer import load_chat_template
+
+        try:
+            template = load_chat_template(self.folder)
+            return PlainTurns() if template is None else TemplateTurns(template, system)
+        except ValueError as error:
+            told = f"{error}; turns are written as User: and Assistant: instead"
+            print(told, file=sys.stderr, flush=True)
+            return PlainTurns()
 
 
 def open_model(

@@ -1,7 +1,7 @@
 """A conversation: every turn is read on top of the state, and nothing is ever read again."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -26,6 +26,9 @@ class Turns(Protocol):
     def later(self, text: str) -> str:
         """What is read after the end of an answer, the rest of its turn included."""
 
+    def whole(self, messages: Sequence[Mapping[str, str]], *, to_answer: bool = True) -> str:
+        """A conversation from its start; `to_answer`: and the start of an answer to it."""
+
 
 class PlainTurns:
     """For a model that was taught no chat format: a dialogue as it is written in plays."""
@@ -38,6 +41,15 @@ class PlainTurns:
 
     def later(self, text: str) -> str:
         return f"\nUser: {text}\nAssistant:"
+
+    def whole(self, messages: Sequence[Mapping[str, str]], *, to_answer: bool = True) -> str:
+        forms = {
+            "system": "{}\n\n".format,
+            "user": "User: {}\n".format,
+            "assistant": lambda answer: f"Assistant: {answer.strip()}\n",
+        }
+        turns = "".join(forms[message["role"]](message["content"]) for message in messages)
+        return f"{turns}Assistant:" if to_answer else turns
 
 
 class TemplateTurns:
@@ -75,8 +87,21 @@ class TemplateTurns:
         # From the left: the user may say the same words.
         return whole.partition(self._ANSWER)[2]
 
+    def whole(self, messages: Sequence[Mapping[str, str]], *, to_answer: bool = True) -> str:
+        return self._template.render(messages, add_generation_prompt=to_answer)
 
-def _less_start(text: str, read: str) -> str:
+
+def ends_of_answers(
+    turns: Turns, generator: Generator
+) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
+    """What ends an answer: stop strings, and ids if it is more than the model's end of text."""
+    ids = generator.tokenizer.encode(turns.ending)
+    # One id is a special token: it has no text to look for.
+    special = (generator.config.eos_token_id, *ids) if len(ids) == 1 else None
+    return (turns.ending,) if turns.ending else (), special
+
+
+def less_start(text: str, read: str) -> str:
     """The text without as much of its start as `read` begins with."""
     same = 0
     for mine, other in zip(text, read, strict=False):
@@ -133,14 +158,11 @@ class Chat:
         **settings: Any,
     ) -> None:
         self._generator, self._turns, self._system = generator, turns or PlainTurns(), system
-        self._settings, self._stops = settings, stop_strings
-        ending = self._turns.ending
-        if ending:
-            self._stops = (*stop_strings, ending)
-        ids = generator.tokenizer.encode(ending)
-        if len(ids) == 1 and settings.get("eos_token_id") is None:
-            # A special token, that is: it has no text to look for.
-            settings["eos_token_id"] = (generator.config.eos_token_id, *ids)
+        self._settings = settings
+        endings, special = ends_of_answers(self._turns, generator)
+        self._stops = (*stop_strings, *endings)
+        if settings.get("eos_token_id") is None:
+            settings["eos_token_id"] = special
         self._place, self._past = _Place(), deque[_Place](maxlen=MOST_UNDONE)
 
     def say(self, text: str, should_stop: Callable[[], bool] = lambda: False) -> Iterator[Piece]:
@@ -148,7 +170,7 @@ class Chat:
         place, turns, settings = self._place, self._turns, dict(self._settings)
         fresh = place.state is None
         prompt = turns.first(self._system, text) if fresh else turns.later(text)
-        prompt = _less_start(prompt, place.overread)
+        prompt = less_start(prompt, place.overread)
         if settings.get("seed") is not None:
             settings["seed"] = (settings["seed"] + place.exchanges) % (1 << 64)
         pieces = self._generator.stream(

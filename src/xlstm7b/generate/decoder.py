@@ -1,25 +1,27 @@
 """Prefill and decode: read a prompt once, then one token at a time from the state alone."""
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate.fused import FusedModel
-from xlstm7b.generate.sampling import Needs, Sampler
+from xlstm7b.generate.sampling import Needs, Sampler, on_device
 from xlstm7b.generate.states import TextState
 from xlstm7b.model import ModelState
 
 # Tokens of prompt read at once, so that memory does not grow with a prompt. One text has the least
 # memory to spare; for several, whose states are larger than this work, it would mean short pieces.
 PIECE, MOST_TOKENS = 4096, 16384
+_SCORED = 512  # tokens whose logits are held at a time when a prompt's own tokens are scored
 _CHUNK = 256  # the cell's kernels work in chunks of this many tokens
 # One text's pieces are padded to one of these lengths, each a CUDA graph: launched kernel by kernel
 # a prompt of a few hundred tokens would wait for the host.
-_LENGTHS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, PIECE)
+LENGTHS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, PIECE)
 
 
 def with_first_token(config: ModelConfig, prompt: Sequence[int]) -> list[int]:
@@ -58,6 +60,13 @@ class Decoder:
             self._length = torch.zeros(1, dtype=torch.long, device=model.device)
             self._hidden = model.embedding.new_zeros(1, model.config.embedding_dim)
 
+    def first(self, rows: int) -> Self:
+        """The first rows as a decoder for `decode_one` and `results`, over the same memory."""
+        view = copy.copy(self)
+        view.batch, view.state, view.logits = rows, self.state.rows(0, rows), self.logits[:rows]
+        view.sampler, view._graphs = self.sampler.first(rows), {}
+        return view
+
     @torch.inference_mode()
     def start(self, place: TextState | None) -> None:
         """Puts every row at a place in a text, or before any."""
@@ -89,18 +98,37 @@ class Decoder:
             size = max(1, min(PIECE, MOST_TOKENS // rows))
             size = min(size if size < _CHUNK else size - size % _CHUNK, lengths[0] - position)
             taken = [min(size, length - position) for length in lengths[:rows]]
-            piece = torch.zeros(rows, size, dtype=torch.long)
-            for row, (prompt, count) in enumerate(zip(prompts[:rows], taken, strict=True)):
-                piece[row, :count] = torch.tensor(prompt[position : position + count])
-            hidden[:rows] = self._read(piece, taken)
+            piece = [
+                [*prompt[position : position + count], *[0] * (size - count)]
+                for prompt, count in zip(prompts[:rows], taken, strict=True)
+            ]
+            hidden[:rows] = self._read(on_device(piece, self.model.device), taken)
             position += size
             if progress is not None:
                 progress(sum(taken))
         self.logits[: len(prompts)] = self.model.logits(hidden)
 
+    @torch.inference_mode()
+    def prefill_scored(self, tokens: Sequence[int], targets: Sequence[int], top: int) -> "Results":
+        """Reads tokens into row 0, and scores what follows each of them in the text.
+
+        The results: the targets' log-probabilities, and those of the `top` likeliest tokens with
+        their ids. The row's logits stay as they were.
+        """
+        read, wanted = on_device([tokens, targets], self.model.device)
+        vectors = self.model.vectors(read[None], self.state.rows(0, 1))[0]
+        scores = []
+        for x, target in zip(vectors.split(_SCORED), wanted.split(_SCORED), strict=True):
+            logits = self.model.logits(x)
+            log_total = logits.logsumexp(-1, keepdim=True)
+            likeliest = logits.topk(top)
+            own = (logits.gather(-1, target[:, None]) - log_total)[:, 0]
+            scores.append((own, likeliest.values - log_total, likeliest.indices))
+        return Results([torch.cat(parts) for parts in zip(*scores, strict=True)])
+
     def _read_one(self, tokens: list[int]) -> None:
         """Reads one token a row as decoding does; what is sampled then means nothing."""
-        self.sampler.pending.copy_(torch.tensor(tokens))
+        self.sampler.pending.copy_(on_device(tokens, self.model.device))
         self._decode_by(Needs())
         self.sampler.pending.fill_(-1)
 
@@ -109,13 +137,13 @@ class Decoder:
         rows, size = piece.shape
         if rows > 1 or self.model.device.type != "cuda":
             ragged = min(lengths) < size
-            counts = torch.tensor(lengths).to(self.model.device) if ragged else None
-            return self.model.read(piece.to(self.model.device), self.state.rows(0, rows), counts)
-        padded = next(length for length in _LENGTHS if length >= size)
+            counts = on_device(lengths, self.model.device) if ragged else None
+            return self.model.read(piece, self.state.rows(0, rows), counts)
+        padded = next(length for length in LENGTHS if length >= size)
         if padded not in self._graphs:
             self._length.zero_()  # rehearsed with nothing to read: the state stays as it is
             self._graphs[padded] = self._captured(partial(self._read_padded, padded))
-        self._piece[:, :size] = piece.to(self.model.device)
+        self._piece[:, :size] = piece
         self._length.fill_(size)
         self._graphs[padded].replay()
         return self._hidden
@@ -139,9 +167,12 @@ class Decoder:
         return Results(tensors)
 
     @torch.inference_mode()
-    def decode_one(self) -> None:
-        """Reads every row's pending token and samples the next, without waiting for the device."""
-        self._decode_by(self.sampler.needs)
+    def decode_one(self, needs: Needs | None = None) -> None:
+        """Reads every row's pending token and samples the next, without waiting for the device.
+
+        `needs` may be more than the rows have: then fewer graphs serve them all.
+        """
+        self._decode_by(needs or self.sampler.needs)
 
     def _decode_by(self, needs: Needs) -> None:
         if self.model.device.type != "cuda":
@@ -165,7 +196,8 @@ class Decoder:
         """The work as a graph, once it has run: what it compiles or sets up is then in place."""
         work()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # What other threads do with the device meanwhile is their own affair.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             work()
         return graph
 
@@ -175,7 +207,7 @@ class Results:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         on_gpu = tensors[0].is_cuda
-        self._copies = [_to_host(tensor) if on_gpu else tensor.clone() for tensor in tensors]
+        self._copies = [to_host(tensor) if on_gpu else tensor.clone() for tensor in tensors]
         self._arrived = torch.cuda.Event() if on_gpu else None
         if self._arrived is not None:
             self._arrived.record()
@@ -187,6 +219,7 @@ class Results:
         return [copy.tolist() for copy in self._copies]
 
 
-def _to_host(tensor: Tensor) -> Tensor:
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory, on its way from the GPU."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return copy.copy_(tensor, non_blocking=True)

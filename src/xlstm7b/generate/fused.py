@@ -61,15 +61,23 @@ class FusedModel:
         With `lengths` rows are padded on the right; a row of length 0 stays as it is.
         """
         batch, length = tokens.shape
+        last = torch.full((batch,), length - 1, device=tokens.device)
+        if lengths is not None:
+            last = (lengths - 1).clamp(min=0)
+        vectors = self.vectors(tokens, state, lengths)
+        return vectors[torch.arange(batch, device=tokens.device), last]
+
+    def vectors(self, tokens: Tensor, state: ModelState, lengths: Tensor | None = None) -> Tensor:
+        """Reads tokens as `read` does; the vectors [B, T, d] at all of them."""
+        batch, length = tokens.shape
         x = F.embedding(tokens.flatten(), self.embedding)
-        live, last = None, torch.full((batch,), length - 1, device=tokens.device)
+        live = None
         if lengths is not None:
             live = (torch.arange(length, device=tokens.device) < lengths[:, None]).flatten()
-            last = (lengths - 1).clamp(min=0)
         for block, memory in zip(self.blocks, state.blocks, strict=True):
             self._block(x, block, memory, live, batch)
         state.tokens_seen.add_(length if lengths is None else lengths)
-        return x.view(batch, length, -1)[torch.arange(batch, device=tokens.device), last]
+        return x.view(batch, length, -1)
 
     def logits(self, x: Tensor) -> Tensor:
         config = self.config

@@ -1,13 +1,16 @@
 """From logits to the next token: every row of a batch by its own settings, seed and history."""
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+
+from xlstm7b.generate.randomness import draw, scramble, signed, uniform
 
 MOST_LOGPROBS = 20
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -159,19 +162,19 @@ class Sampler:
         """Starts a text in a row, by settings that were checked; `seed` stands for theirs."""
         self.clear_row(row)
         last_rank = min(settings.top_k or self._shape[1], self._shape[1]) - 1
-        key = int(_scramble(torch.tensor(_signed(seed))))
+        key = int(scramble(torch.tensor(signed(seed))))
         limits = settings.max_new_tokens, settings.min_new_tokens, last_rank
-        self._integers[:, row] = torch.tensor([0, 0, *limits, key])
+        self._integers[:, row] = on_device([0, 0, *limits, key], self._device)
         reals = [getattr(settings, name) for name in _REALS]
-        self._reals[:, row, 0] = torch.tensor(reals, dtype=torch.float64)
+        self._reals[:, row, 0] = on_device(reals, self._device, torch.float64)
         _mark(self._ends[row], settings.eos_token_ids)
         needs = settings.needs
         if needs.penalties:
             _mark(self._in_prompt[row], prompt)
             self._counts[row] = 0
         if needs.bias:
-            biases = torch.tensor([*settings.logit_bias.values()], dtype=torch.float32)
-            self._bias[row, [*settings.logit_bias]] = biases.to(self._device)
+            biases = on_device([*settings.logit_bias.values()], self._device, torch.float32)
+            self._bias[row].index_copy_(0, on_device([*settings.logit_bias], self._device), biases)
         self._row_needs[row] = needs
 
     @torch.inference_mode()
@@ -188,6 +191,31 @@ class Sampler:
         self.pending[row] = -1
 
     @torch.inference_mode()
+    def take_row(self, row: int, other: "Sampler", source: int) -> None:
+        """Goes on in a row with the text that another sampler, or this one, has in `source`."""
+        self.clear_row(row)
+        needs = other._row_needs[source]
+        self.tokens[row] = other.tokens[source]
+        self._integers[:, row] = other._integers[:, source]
+        self._reals[:, row] = other._reals[:, source]
+        self._ends[row] = other._ends[source]
+        if needs.penalties:
+            self._in_prompt[row] = other._in_prompt[source]
+            self._counts[row] = other._counts[source]
+        if needs.bias:
+            self._bias[row] = other._bias[source]
+        self._row_needs[row] = needs
+
+    def first(self, rows: int) -> Self:
+        """The first rows as a sampler to call, over the same memory; rows are set in this one."""
+        _ = self._bias, self._in_prompt, self._counts  # allocated, so that both have the same
+        view = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor) and name not in ("_integers", "_reals"):  # for rows set
+                setattr(view, name, value[:rows])
+        return view
+
+    @torch.inference_mode()
     def __call__(self, logits: Tensor, needs: Needs) -> None:
         """One token a row from logits [B, V], which stay; `needs` holds at least the rows' own.
 
@@ -199,7 +227,7 @@ class Sampler:
             best = scores.gather(-1, token)
             certain = (self._temperature == 0) | (best == -torch.inf)
             weights = self._weights(scores, best, needs)
-            token = torch.where(certain, token, _draw(weights, _uniform(self._key, self.index)))
+            token = torch.where(certain, token, draw(weights, uniform(self._key, self.index)))
         self._record(logits, token, needs)
 
     def _scores(self, logits: Tensor, needs: Needs) -> Tensor:
@@ -260,40 +288,12 @@ class Sampler:
 
 def _mark(mask: Tensor, tokens: Sequence[int]) -> None:
     """Makes a mask over the vocabulary true at these tokens alone."""
-    where = torch.tensor(tokens, dtype=torch.int64, device=mask.device)
-    mask.zero_().index_fill_(0, where, True)
+    mask.zero_().index_fill_(0, on_device(tokens, mask.device), True)
 
 
-def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The token [B, 1] at which the weights [B, V] so far exceed the fraction `uniform` [B, 1].
-
-    A fraction below 1 times the total is below the total, in float64, too: there is such a token,
-    and its weight is not 0.
-    """
-    reached = weights.cumsum(-1)
-    token = torch.searchsorted(reached, uniform * reached[:, -1:], right=True)
-    # Only an idle row or one of NaN gets past the end, and it may not stop the device for all.
-    return token.clamp(max=weights.shape[1] - 1)
-
-
-def _uniform(key: Tensor, index: Tensor) -> Tensor:
-    """Numbers in [0, 1) of 53 bits [B, 1], the index-th of each key's: splitmix64's sequence."""
-    bits = _scramble(key + (index + 1) * _signed(0x9E3779B97F4A7C15))
-    return (_shift_right(bits, 11).double() * 2**-53)[:, None]
-
-
-def _scramble(x: Tensor) -> Tensor:
-    """splitmix64's mixing of 64 bits; int64 multiplication wraps around."""
-    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shift_right(x, 31)
-
-
-def _shift_right(x: Tensor, by: int) -> Tensor:
-    """int64's own shift copies the sign bit; this one lets zeros in."""
-    return (x >> by) & ((1 << (64 - by)) - 1)
-
-
-def _signed(bits: int) -> int:
-    """The int64 of these 64 bits."""
-    return bits - (bits >> 63 << 64)
+def on_device(
+    values: Sequence[Any], device: torch.device | str, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """Numbers on a device, without waiting for what it is busy with."""
+    tensor = torch.tensor(values, dtype=dtype, pin_memory=torch.device(device).type == "cuda")
+    return tensor.to(device, non_blocking=True)

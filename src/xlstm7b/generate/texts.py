@@ -51,9 +51,9 @@ class GrowingText:
         self._decoder = StreamDecoder(tokenizer)
         self._settings, self._stops = settings, stop_strings
         self._text, self._given = "", 0
-        self._logprobs: list[float] = []
-        self._top_logprobs: list[dict[int, float]] = []
         self.token_ids: list[int] = []
+        self.logprobs: list[float] = []  # one a token, as are these
+        self.top_logprobs: list[dict[int, float]] = []
         self.finish_reason: FinishReason | None = None
 
     def push(
@@ -67,9 +67,9 @@ class GrowingText:
         if token in self._settings.eos_token_ids:
             return self.finish("stop")
         self.token_ids.append(token)
-        self._logprobs.append(logprob)
+        self.logprobs.append(logprob)
         own = slice(self._settings.logprobs or 0)  # of as many as the batch's greediest row wants
-        self._top_logprobs.append(dict(zip(top_tokens[own], top_logprobs[own], strict=True)))
+        self.top_logprobs.append(dict(zip(top_tokens[own], top_logprobs[own], strict=True)))
         searched = max(0, len(self._text) - max(map(len, self._stops), default=0) + 1)
         self._text += self._decoder.push(token)
         found = [at for stop in self._stops if (at := self._text.find(stop, searched)) >= 0]
@@ -98,8 +98,8 @@ class GrowingText:
             prompt_tokens_per_second=speeds.prompt_tokens / max(speeds.prompt_seconds, 1e-9),
             tokens_per_second=max(0, len(self.token_ids) - 1) / max(speeds.seconds, 1e-9),
             peak_memory=speeds.peak_memory,
-            logprobs=None if wanted is None else self._logprobs,
-            top_logprobs=self._top_logprobs if wanted else None,
+            logprobs=None if wanted is None else self.logprobs,
+            top_logprobs=self.top_logprobs if wanted else None,
             state=state,
         )
 

@@ -1,0 +1,147 @@
+"""`xlstm7b serve MODEL`: an OpenAI-compatible server."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from xlstm7b.cli import options
+from xlstm7b.cli.loading import open_model
+from xlstm7b.cli.options import listed
+
+_KEY_VARIABLE = "XLSTM7B_API_KEY"
+
+
+def _server(explained: str, default: bool | str = True) -> Any:
+    return typer.Option(help=explained, rich_help_panel="Server", show_default=default)
+
+
+def _engine(explained: str, default: bool | str = True) -> Any:
+    return typer.Option(help=explained, rich_help_panel="Engine", show_default=default)
+
+
+def serve(
+    model: options.Model,
+    host: Annotated[str, _server("Address to listen at; 0.0.0.0: all.")] = "127.0.0.1",
+    port: Annotated[int, _server("Port; 0: any that is free.")] = 8000,
+    name: Annotated[
+        str | None, _server("What clients call the model.", "the folder's name, or the hub id")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None, _server(f"A key that lets clients in; repeatable. Or {_KEY_VARIABLE}.")
+    ] = None,
+    api_key_file: Annotated[Path | None, _server("A file of keys, one a line.")] = None,
+    cors: Annotated[str, _server("Origins whose pages may ask, with commas; *: all.")] = "",
+    drain_seconds: Annotated[float, _server("After SIGTERM, for what runs to finish.")] = 30.0,
+    states_folder: Annotated[
+        Path | None, _server("Where /v1/states keeps saved states.", "no states are saved")
+    ] = None,
+    states_gb: Annotated[float, _server("The most that they may take.")] = 20.0,
+    max_prompt_tokens: Annotated[int, _server("Of a request.")] = 1 << 20,
+    max_new_tokens: Annotated[int, _server("Of each of its texts.")] = 1 << 16,
+    slots: Annotated[
+        int | None, _engine("Texts generated at once.", "as many as fit, 8 on a CPU")
+    ] = None,
+    max_waiting: Annotated[int, _engine("Texts that may wait for a slot.")] = 256,
+    cache_gb: Annotated[float, _engine("Of states of prompts' beginnings, beside the model.")] = 4,
+    host_cache_gb: Annotated[float, _engine("Of more of them, in the host's memory.")] = 0,
+    cache_folder: Annotated[Path | None, _engine("Where yet more of them go.", "nowhere")] = None,
+    tokenizer: options.TokenizerPath = None,
+    dtype: options.DType = None,
+    device: options.Device = None,
+    state_dtype: options.StateDType = "float32",
+) -> None:
+    """Serve a model to OpenAI's clients, and a page to talk with it.
+
+    SIGTERM or Ctrl-C ends it when what runs has finished; a second one at once.
+    """
+    from xlstm7b.serve.lifecycle import bind, is_loopback
+    from xlstm7b.serve.lifecycle import serve as run
+    from xlstm7b.serve.limits import Limits, check_keys
+
+    keys = check_keys(_keys(api_key, api_key_file))
+    _check_positive(
+        max_waiting=max_waiting, max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens, slots=1 if slots is None else slots,
+    )  # fmt: skip
+    _check_not_negative(
+        states_gb=states_gb,
+        cache_gb=cache_gb,
+        host_cache_gb=host_cache_gb,
+        drain_seconds=drain_seconds,
+    )
+    for folder in (states_folder, cache_folder):
+        if folder is not None and not folder.is_dir():
+            raise ValueError(f"there is no folder {folder}")
+    opened = open_model(
+        model, tokenizer=tokenizer, dtype=dtype, device=device, state_dtype=state_dtype
+    )
+    turns = opened.turns()
+    bound = bind(host, port)
+    if not keys and not is_loopback(bound):
+        told = f"{host} is open to others, and there is no API key: whoever connects may ask"
+        print(told, file=sys.stderr)
+    from xlstm7b.generate.engine import Engine
+    from xlstm7b.serve.app import create_app
+    from xlstm7b.serve.metrics import Metrics
+    from xlstm7b.serve.states import StateStore
+    from xlstm7b.serve.work import Service
+
+    generator = opened.load()
+    engine = Engine(
+        generator,
+        slots=slots,
+        most_waiting=max_waiting,
+        cache_bytes=int(cache_gb * 1e9),
+        host_cache_bytes=int(host_cache_gb * 1e9),
+        cache_folder=cache_folder,
+    )
+    service = Service(
+        engine,
+        generator,
+        turns,
+        name or _name(model),
+        int(time.time()),
+        Limits(
+            requests=engine.stats().slots + max_waiting + 64,  # some that need no slot
+            prompt_tokens=max_prompt_tokens,
+            new_tokens=max_new_tokens,
+            choices=min(128, max_waiting),
+        ),
+        Metrics(engine),
+        None
+        if states_folder is None
+        else StateStore(states_folder, opened.config, int(states_gb * 1e9)),
+    )
+    run(create_app(service, keys=keys, cors=listed(cors)), service, bound, drain_seconds)
+
+
+def _keys(given: list[str] | None, file: Path | None) -> list[str]:
+    keys = list(given or ())
+    if file is not None:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        keys += filter(None, lines)
+        if not any(lines):
+            raise ValueError(f"{file} holds no key")
+    if _KEY_VARIABLE in os.environ:
+        keys.append(os.environ[_KEY_VARIABLE])
+    return keys
+
+
+def _name(model: str) -> str:
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def _check_positive(**numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {number}")
+
+
+def _check_not_negative(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if not 0 <= number < float("inf"):
+            raise ValueError(f"--{name.replace('_', '-')} must not be negative, not {number}")

@@ -1,0 +1,176 @@
+"""From the engine's thread to clients: pieces of texts as they come, events as they are written.
+
+The engine never waits for a reader. One that falls far behind, or stops reading, loses its stream.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from xlstm7b.generate.engine import EngineStopped, Job, Piece, QueueFull
+from xlstm7b.serve.limits import ApiError
+from xlstm7b.serve.metrics import Metrics
+
+FAR_BEHIND = 4096  # pieces that wait for their reader, besides what the sockets hold
+STALLED = 60.0  # seconds in which a reader takes nothing
+
+_News = Piece | Exception
+_Result = TypeVar("_Result")
+
+
+@dataclass
+class _Timing:
+    submitted: float
+    last_token: float | None = None
+
+
+class Texts:
+    """The texts that one request waits for: jobs of the engine, and what it says of them."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[tuple[int, _News]] = asyncio.Queue(FAR_BEHIND)
+        self._metrics = metrics
+        self._jobs: list[Job] = []
+        self._timings: list[_Timing] = []
+        self._unfinished = 0
+        self._fell_behind = False
+
+    def submit(self, submit: Callable[[Callable[[_News], None]], Job]) -> None:
+        """Gives the engine one more text; an `ApiError` takes back all of them."""
+        index = len(self._jobs)
+
+        def receive(news: _News) -> None:  # called in the engine's thread
+            with suppress(RuntimeError):  # the loop has ended, and all requests with it
+                self._loop.call_soon_threadsafe(self._put, index, news)
+
+        self._timings.append(_Timing(time.monotonic()))
+        try:
+            self._jobs.append(submit(receive))
+        except (ValueError, QueueFull, EngineStopped) as error:
+            self.cancel()
+            raise to_api_error(error) from error
+        self._unfinished += 1
+
+    def cancel(self) -> None:
+        """Frees what the unfinished texts hold."""
+        for job in self._jobs:
+            job.cancel()
+        if self._unfinished:
+            self._metrics.aborted(self._unfinished)
+            self._unfinished = 0
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """(which text, what it grew by) until all have ended; an `ApiError` if one cannot."""
+        while self._unfinished or not self._queue.empty():
+            index, news = await self._queue.get()
+            if isinstance(news, Exception):
+                self.cancel()
+                raise to_api_error(news)
+            yield index, news
+        if self._fell_behind:
+            raise ApiError(408, "the stream ended because its reader fell too far behind")
+
+    def _put(self, index: int, news: _News) -> None:
+        if not self._unfinished:  # cancelled while this was on its way
+            return
+        if isinstance(news, Piece):
+            self._measure(self._timings[index], news)
+        try:
+            self._queue.put_nowait((index, news))
+        except asyncio.QueueFull:
+            self._fell_behind = True
+            self.cancel()
+
+    def _measure(self, timing: _Timing, piece: Piece) -> None:
+        now = time.monotonic()
+        if piece.token_ids and timing.last_token is None:
+            self._metrics.first_token(now - timing.submitted)
+        elif piece.token_ids and timing.last_token is not None:
+            self._metrics.next_token(now - timing.last_token)
+        timing.last_token = now
+        if piece.completion is not None:
+            self._unfinished -= 1
+            self._metrics.finished(piece.completion.finish_reason, now - timing.submitted)
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """What a client is told; never a path or a trace."""
+    match error:
+        case ApiError():
+            return error
+        case ValueError():  # of a request that was checked before it was taken
+            return ApiError(400, str(error))
+        case QueueFull():
+            return ApiError(429, "the server's queue is full", retry_after=error.retry_after)
+        case EngineStopped():
+            return ApiError(503, f"the server is not available: {error.reason}", retry_after=5)
+        case _:
+            return ApiError(500, "the model failed while this request was in flight")
+
+
+async def or_gone(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """What the work gives. If the client leaves first, the work ends: `ClientDisconnect`."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_leaving(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return await working
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _leaving(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events. However it ends, `end` is called."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[dict[str, Any]], end: Callable[[], None]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._end = events, end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with suppress(ClientDisconnect, TimeoutError):
+                await or_gone(receive, self._send_all(send))
+        finally:
+            self._end()
+
+    async def _send_all(self, send: Send) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+
+        async def tell(data: str) -> None:
+            body = f"data: {data}\n\n".encode()
+            async with asyncio.timeout(STALLED):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        try:
+            async for event in self._events:
+                await tell(json.dumps(event, ensure_ascii=False, separators=(",", ":")))
+            await tell("[DONE]")
+        except ApiError as error:
+            await tell(json.dumps(error.content))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

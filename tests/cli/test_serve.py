@@ -1,0 +1,39 @@
+"""serve: mistakes that are told before weights are read. What it does is in tests/serve."""
+
+import socket
+from pathlib import Path
+
+import pytest
+from cli.commands import Cli, refused
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_serve_mistakes(cli: Cli, speller: Path, tmp_path: Path) -> None:
+    def sentence(*options: object) -> str:
+        return refused(cli("serve", speller, *options))
+
+    assert sentence("--slots", 0) == "--slots must be at least 1, not 0"
+    assert sentence("--max-waiting", 0) == "--max-waiting must be at least 1, not 0"
+    assert sentence("--max-new-tokens", 0) == "--max-new-tokens must be at least 1, not 0"
+    assert sentence("--cache-gb", -1) == "--cache-gb must not be negative, not -1.0"
+    assert sentence("--drain-seconds", "nan") == "--drain-seconds must not be negative, not nan"
+    assert sentence("--states-folder", "no") == "there is no folder no"
+    assert sentence("--cache-folder", "no") == "there is no folder no"
+    assert sentence("--api-key", "a key").startswith("an API key must be printable ASCII")
+    (tmp_path / "keys").write_text("\n\n")
+    assert sentence("--api-key-file", tmp_path / "keys") == f"{tmp_path / 'keys'} holds no key"
+    assert "No such file" in sentence("--api-key-file", tmp_path / "none")
+    assert refused(cli("serve", "7b")).startswith("there is no folder '7b'")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        told = sentence("--port", port)
+        assert told.startswith(f"127.0.0.1:{port} cannot be served at: ")
+    assert sentence("--port", 99999).startswith("127.0.0.1:99999 cannot be served at: ")
+    assert sentence("--host", "no.host.invalid").startswith("no.host.invalid:8000 cannot be")
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_an_empty_key_is_no_key(cli: Cli, speller: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that is set to nothing must not leave the door open."""
+    monkeypatch.setenv("XLSTM7B_API_KEY", "")
+    assert refused(cli("serve", speller)).startswith("an API key must be printable ASCII")

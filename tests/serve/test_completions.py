@@ -1,0 +1,188 @@
+"""/v1/completions and its like, beside what the library says of the same model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from serve.live import GREEDY, Live
+
+from xlstm7b.generate import Generator
+from xlstm7b.model import XLSTM
+from xlstm7b.tokenizer import ByteTokenizer
+
+PATH = "/v1/completions"
+PROMPT = "The sea was"
+
+
+def texts(answer: dict) -> list[str]:
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(answer["choices"])))
+    return [choice["text"] for choice in answer["choices"]]
+
+
+def test_kinds_of_prompts(live: Live, generator: Generator) -> None:
+    want = [done.text for done in generator.generate([PROMPT, "b"], max_new_tokens=9, **GREEDY)]
+    ids = ByteTokenizer().encode(PROMPT)
+    asked = {"max_tokens": 9, **GREEDY}
+    assert texts(live.post(PATH, prompt=PROMPT, **asked)) == want[:1]
+    assert texts(live.post(PATH, prompt=ids, **asked)) == want[:1]
+    assert texts(live.post(PATH, prompt=[0, *ids], **asked)) == want[:1]
+    both = live.post(PATH, prompt=[PROMPT, "b"], **asked)
+    assert texts(both) == want
+    assert both["usage"]["prompt_tokens"] == 2 + len(PROMPT) + 1
+    assert both["usage"]["completion_tokens"] == 18
+    assert texts(live.post(PATH, prompt=[ids, ByteTokenizer().encode("b")], **asked)) == want
+    assert len(texts(live.post(PATH, prompt="", **asked))[0]) <= 9
+    assert len(live.post(PATH, prompt="a")["choices"][0]["text"]) <= 16  # OpenAI's default
+
+
+def test_several_texts_of_a_prompt(live: Live, generator: Generator) -> None:
+    settings = {"temperature": 2.0, "seed": 5, "top_k": 20}
+    want = generator.generate(PROMPT, max_new_tokens=12, num_return_sequences=3, **settings)
+    got = live.post(PATH, prompt=PROMPT, n=3, max_tokens=12, **settings)
+    assert texts(got) == [done.text for done in want]
+    assert len(set(texts(got))) == 3
+    assert got["usage"]["prompt_tokens"] == 1 + len(PROMPT)
+    assert got["usage"]["completion_tokens"] == 36
+    streamed = live.stream(PATH, prompt=PROMPT, n=3, max_tokens=12, **settings)
+    told = {0: "", 1: "", 2: ""}
+    for event in streamed:
+        (choice,) = event["choices"]
+        told[choice["index"]] += choice["text"]
+    assert [*told.values()] == texts(got)
+
+
+def test_the_best_of_several(live: Live, generator: Generator) -> None:
+    settings = {"temperature": 3.0, "seed": 1}
+    drawn = generator.generate(
+        PROMPT, max_new_tokens=5, num_return_sequences=6, logprobs=0, **settings
+    )
+    ranked = sorted(drawn, key=lambda done: -sum(done.logprobs) / len(done.logprobs))
+    got = live.post(PATH, prompt=PROMPT, n=2, best_of=6, max_tokens=5, **settings)
+    assert texts(got) == [done.text for done in ranked[:2]]
+    assert got["choices"][0]["logprobs"] is None
+    assert got["usage"]["completion_tokens"] == 30
+    assert "best_of (1) must not be less than n (2)" in live.refused(
+        PATH, 400, prompt="a", n=2, best_of=1
+    )
+    assert "a stream cannot tell" in live.refused(PATH, 400, prompt="a", best_of=2, stream=True)
+
+
+def test_settings_reach_the_sampler(live: Live) -> None:
+    (e,) = ByteTokenizer().encode("e")
+    biased = live.post(PATH, prompt=PROMPT, max_tokens=4, logit_bias={str(e): 100}, **GREEDY)
+    assert texts(biased) == ["eeee"]
+    stopped = live.post(
+        PATH, prompt=PROMPT, max_tokens=9, logit_bias={str(e): 100}, stop=["x", "ee"], **GREEDY
+    )
+    assert texts(stopped) == [""]
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+    assert stopped["usage"]["completion_tokens"] == 2
+    ended = {"prompt": PROMPT, "max_tokens": 3, "logit_bias": {"0": 100}, **GREEDY}
+    assert texts(live.post(PATH, **ended)) == [""]
+    assert live.post(PATH, **ended)["usage"]["completion_tokens"] == 0
+    assert live.post(PATH, min_tokens=2, **ended)["usage"]["completion_tokens"] == 2
+    assert live.post(PATH, ignore_eos=True, **ended)["usage"]["completion_tokens"] == 3
+    negative = {"prompt": PROMPT, "max_tokens": 8, "seed": -1, "temperature": 2}
+    assert texts(live.post(PATH, **negative)) == texts(live.post(PATH, **negative))
+
+
+def test_echo_and_logprobs_as_lm_eval_asks(live: Live, folder: Path) -> None:
+    prompt = "abc äö"
+    ids = ByteTokenizer().encode(prompt)
+    with torch.no_grad():
+        logits, _ = XLSTM.from_pretrained(folder)(torch.tensor([[0, *ids]]))
+    table = logits[0].log_softmax(-1)
+    got = live.post(PATH, prompt=ids, echo=True, logprobs=2, max_tokens=1, **GREEDY)
+    choice = got["choices"][0]
+    scores = choice["logprobs"]
+    best = int(table[-1].argmax())
+    assert choice["text"] == prompt + ByteTokenizer().decode([best])
+    want = [float(table[place, token]) for place, token in enumerate([*ids, best])]
+    assert scores["token_logprobs"] == pytest.approx(want, abs=1e-4)
+    assert scores["tokens"][:4] == ["a", "b", "c", " "]
+    assert scores["tokens"][4:6] == ["bytes:\\xc3", "bytes:\\xa4"]
+    assert scores["text_offset"][:8] == [0, 1, 2, 3, 4, 4, 5, 5]
+    for place, top in enumerate(scores["top_logprobs"]):
+        likeliest = table[place].topk(2)
+        assert sorted(top.values())[-2:] == pytest.approx(
+            sorted(likeliest.values.tolist()), abs=1e-4
+        )
+        assert len(top) in (2, 3)  # the token itself, too
+    alone = live.post(PATH, prompt=ids, echo=True, logprobs=2, max_tokens=0)
+    assert alone["choices"][0]["text"] == prompt
+    assert alone["choices"][0]["logprobs"]["token_logprobs"] == scores["token_logprobs"][:-1]
+    assert alone["usage"]["completion_tokens"] == 0
+    first = live.post(PATH, prompt=[0, *ids], echo=True, logprobs=0, max_tokens=0)
+    assert first["choices"][0]["logprobs"]["token_logprobs"][:2] == [None, pytest.approx(want[0])]
+    plain = live.post(PATH, prompt=[prompt, "b"], echo=True, max_tokens=2, n=2, **GREEDY)
+    assert [text[: len(prompt)] for text in texts(plain)[:2]] == [prompt] * 2
+    assert [text[0] for text in texts(plain)[2:]] == ["b"] * 2
+    streamed = live.stream(PATH, prompt=ids, echo=True, logprobs=2, max_tokens=1, **GREEDY)
+    assert "".join(event["choices"][0]["text"] for event in streamed) == choice["text"]
+    told = [
+        value for event in streamed for value in event["choices"][0]["logprobs"]["token_logprobs"]
+    ]
+    assert told == pytest.approx(scores["token_logprobs"])
+
+
+def test_streams_tell_the_whole_text(live: Live) -> None:
+    asked = {"prompt": PROMPT, "max_tokens": 60, "temperature": 1.0, "seed": 11, "logprobs": 1}
+    whole = live.post(PATH, **asked)["choices"][0]
+    parts = [event["choices"][0] for event in live.stream(PATH, **asked)]
+    assert "".join(part["text"] for part in parts) == whole["text"]
+    for name in whole["logprobs"]:
+        joined = [value for part in parts for value in part["logprobs"][name]]
+        assert joined == whole["logprobs"][name], name
+
+
+def test_tokens_there_and_back(live: Live) -> None:
+    ids = ByteTokenizer().encode("Grüße")
+    assert live.post("/tokenize", prompt="Grüße") == {"tokens": ids, "count": 7}
+    assert live.post("/detokenize", tokens=ids) == {"prompt": "Grüße"}
+    talk = [{"role": "user", "content": "Hi"}]
+    written = ByteTokenizer().encode("User: Hi\nAssistant:")
+    assert live.post("/tokenize", messages=talk)["tokens"] == written
+    assert "outside the vocabulary of 320" in live.refused("/detokenize", 400, tokens=[320])
+    assert "either a prompt or messages" in live.refused("/tokenize", 400)
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ({}, "there is no prompt"),
+        ({"prompt": []}, "there is no prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": "a", "max_token": 1}, "max_token: Extra inputs are not permitted"),
+        ({"prompt": "a", "temperature": "1"}, "temperature: Input should be a valid number"),
+        ({"prompt": "a", "temperature": -1}, "temperature must be 0 or a positive number"),
+        ({"prompt": "a", "n": True}, "n: Input should be a valid integer"),
+        ({"prompt": "a", "n": 129}, "n: Input should be less than or equal to 128"),
+        ({"prompt": ["a"] * 65, "n": 1}, "a request may ask for at most 64 texts in all"),
+        ({"prompt": "a", "stop": ["a"] * 17}, "stop"),
+        ({"prompt": "a", "stop": ["a" * 257]}, "stop"),
+        ({"prompt": "a", "stop": ""}, "a stop string must not be empty"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens must be between 1 and 65536"),
+        ({"prompt": "a", "max_tokens": 10**30}, "max_tokens must be between 1 and 65536"),
+        ({"prompt": [320]}, "token 320 is outside the vocabulary of 320"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs must be between 0 and 20, not 21"),
+        ({"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias is by token ids"),
+        ({"prompt": "a", "logit_bias": {"400": 1}}, "token 400 of logit_bias is outside"),
+        ({"prompt": "a", "suffix": "b"}, "suffix: Input should be None"),
+    ],
+)
+def test_mistakes(live: Live, body: dict, sentence: str) -> None:
+    assert sentence in live.refused(PATH, 400, **body)
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ({}, "messages: Field required"),
+        ({"messages": []}, "messages: List should have at least 1 item"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role: Input should be"),
+        ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 1}, "needs logprobs"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": []}, "tools: Extra inputs"),
+    ],
+)
+def test_chat_mistakes(live: Live, body: dict, sentence: str) -> None:
+    assert sentence in live.refused("/v1/chat/completions", 400, **body)

@@ -1,0 +1,144 @@
+"""Whatever is sent: an answer in OpenAI's form, and never a fault of the server's."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis.checks import not_a_server_error
+from serve.live import Live, error_of, serving
+
+from xlstm7b.generate import Generator
+from xlstm7b.serve.limits import Limits
+
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 400),
+    st.integers(),
+    st.sampled_from([2**31, 2**63, -(2**63), 2**64, 10**400, float("nan"), float("inf"), 1e308]),
+    st.floats(),
+    st.text(max_size=20),
+    st.sampled_from(["\ud800", "\x00", "tiny", "state-" + "0" * 24]),
+)
+VALUES = st.recursive(
+    ODD, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=3)
+)
+TEXT = st.text(max_size=9)
+PROMPT = TEXT | st.lists(st.integers(0, 319), max_size=9)
+ROLES = st.sampled_from(["system", "developer", "user", "assistant"])
+TALK = st.lists(st.fixed_dictionaries({"role": ROLES, "content": TEXT}), min_size=1, max_size=3)
+SAMPLING = {
+    "n": st.integers(1, 3),
+    "stop": st.text(min_size=1, max_size=2) | st.lists(st.text(min_size=1), max_size=3),
+    "seed": st.integers(-(2**63), 2**64 - 1),
+    "temperature": st.floats(0, 1e300),
+    "top_p": st.floats(1e-300, 1),
+    "top_k": st.integers(0, 10**30),
+    "min_p": st.floats(0, 1),
+    "presence_penalty": st.floats(-100, 100),
+    "frequency_penalty": st.floats(-100, 100),
+    "repetition_penalty": st.floats(0.01, 100),
+    "logit_bias": st.dictionaries(st.integers(0, 319).map(str), st.floats(-1e300, 100), max_size=3),
+    "ignore_eos": st.booleans(),
+    "min_tokens": st.integers(0, 2),
+    "stream": st.booleans(),
+    "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
+    "model": st.just("tiny"),
+    "user": TEXT,
+}
+# What a route cannot do without, and what it may have besides.
+ROUTES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "/v1/completions": (
+        {"prompt": PROMPT | st.lists(PROMPT, max_size=2), "max_tokens": st.just(2)},
+        {**SAMPLING, "best_of": st.integers(1, 3), "echo": st.booleans(),
+         "logprobs": st.integers(0, 20), "save_state": st.booleans()},
+    ),
+    "/v1/chat/completions": (
+        {"messages": TALK, "max_tokens": st.just(2)},
+        {**SAMPLING, "logprobs": st.just(True), "top_logprobs": st.integers(0, 20)},
+    ),
+    "/tokenize": ({"prompt": PROMPT}, {"model": st.just("tiny")}),
+    "/detokenize": ({"tokens": st.lists(st.integers(0, 319))}, {"model": st.just("tiny")}),
+    "/v1/states": ({"messages": TALK}, {"model": st.just("tiny")}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def live(generator: Generator, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """Of short answers: some of what is drawn asks for long ones."""
+    limits = Limits(new_tokens=8, choices=8)
+    with serving(generator, limits=limits, states=tmp_path_factory.mktemp("states")) as server:
+        yield server
+
+
+@st.composite
+def asked(draw: st.DrawFn) -> tuple[str, Any]:
+    """A sound request, or one with a part that is odd, or nothing but odd."""
+    path = draw(st.sampled_from([*ROUTES]))
+    needed, others = ROUTES[path]
+    chosen = draw(st.lists(st.sampled_from([*others]), max_size=5, unique=True))
+    body = {name: draw({**needed, **others}[name]) for name in [*needed, *chosen]}
+    if draw(st.booleans()):
+        body[draw(st.sampled_from([*needed, *others, "state"]))] = draw(VALUES)
+    return path, draw(st.sampled_from([body] * 9 + [None])) or draw(VALUES)
+
+
+def test_bodies(live: Live) -> None:
+    answers = Counter[int]()
+
+    @settings(max_examples=500, suppress_health_check=[*HealthCheck])
+    @given(asked=asked())
+    def check(asked: tuple[str, Any]) -> None:
+        path, body = asked
+        headers = {"content-type": "application/json"}
+        answer = live.client.post(path, content=json.dumps(body), headers=headers)
+        assert answer.status_code in (200, 400, 404, 409), answer.text
+        if answer.status_code != 200:
+            error_of(answer)
+        assert 'data: {"error"' not in answer.text
+        answers[answer.status_code] += 1
+
+    check()
+    assert answers[200] > 100
+    assert answers[400] > 100
+    assert live.client.get("/health").json() == {"status": "ok"}
+
+
+@settings(max_examples=100)
+@given(path=st.sampled_from([*ROUTES]), content=st.binary(max_size=200))
+def test_bytes(live: Live, path: str, content: bytes) -> None:
+    answer = live.client.post(path, content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    error_of(answer)
+
+
+def test_the_schema(live: Live) -> None:
+    """Every operation of the published schema, by what schemathesis makes of it."""
+    schema = schemathesis.openapi.from_url(f"{live.url}/openapi.json")
+    tried = 0
+    for operation in schema.get_all_operations():
+        call = operation.ok()
+
+        @settings(max_examples=25, suppress_health_check=[*HealthCheck])
+        @given(case=call.as_strategy())
+        def check(case: schemathesis.Case) -> None:
+            answer = case.call(base_url=live.url, timeout=30)
+            case.validate_response(answer, checks=[not_a_server_error])
+
+        check()
+        tried += 1
+    assert tried == 12
+    assert live.post("/v1/completions", prompt="a", max_tokens=2)["choices"]
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "PATCH", "DELETE", "TRACE"])
+def test_methods_and_routes(live: Live, method: str) -> None:
+    for path in ("/v1/completions", "/nowhere", "/v1/states/", "//", "/page/../app.js"):
+        answer = httpx.request(method, f"{live.url}{path}")
+        assert answer.status_code in (404, 405, 200), (path, answer.text)

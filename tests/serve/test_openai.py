@@ -1,0 +1,114 @@
+"""The official client, end to end."""
+
+import math
+
+import openai
+import pytest
+from serve.live import Live
+
+from xlstm7b.generate import Generator
+
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def client(live: Live) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "xlstm7b"
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt' here, only 'tiny'"):
+        client.models.retrieve("gpt")
+
+
+def test_a_completion(client: openai.OpenAI, generator: Generator) -> None:
+    (want,) = generator.generate(PROMPT, max_new_tokens=24, temperature=0)
+    done = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=24, temperature=0)
+    assert done.choices[0].text == want.text
+    assert done.choices[0].finish_reason == "length"
+    assert done.usage.prompt_tokens == 1 + len(PROMPT)  # and the first id
+    assert done.usage.completion_tokens == 24
+    assert done.usage.total_tokens == 1 + len(PROMPT) + 24
+    assert done.id.startswith("cmpl-")
+
+
+def test_a_streamed_completion(client: openai.OpenAI, generator: Generator) -> None:
+    settings = {"temperature": 1.5, "seed": 3, "top_p": 0.9}
+    (want,) = generator.generate(PROMPT, max_new_tokens=40, **settings)
+    chunks = list(
+        client.completions.create(
+            model="tiny",
+            prompt=PROMPT,
+            max_tokens=40,
+            stream=True,
+            stream_options={"include_usage": True},
+            **settings,
+        )
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == want.text
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-2]] == [None] * (len(chunks) - 2)
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == 40
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_chat(client: openai.OpenAI, generator: Generator) -> None:
+    conversation = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hi!"},
+        {"role": "user", "content": [{"type": "text", "text": "And you?"}]},
+    ]
+    written = "Be brief.\n\nUser: Hello\nAssistant: Hi!\nUser: And you?\nAssistant:"
+    (want,) = generator.generate(
+        written, max_new_tokens=12, temperature=0, logprobs=2, stop_strings="\nUser:"
+    )
+    asked = {"model": "tiny", "messages": conversation, "temperature": 0}
+    done = client.chat.completions.create(
+        max_completion_tokens=12, logprobs=True, top_logprobs=2, **asked
+    )
+    choice = done.choices[0]
+    assert choice.message.role == "assistant"
+    assert choice.message.content == want.text.lstrip()
+    assert done.usage.prompt_tokens == 1 + len(written)
+    got = [token.logprob for token in choice.logprobs.content]
+    assert got == pytest.approx(want.logprobs, abs=1e-4)
+    told = b"".join(bytes(token.bytes) for token in choice.logprobs.content)
+    assert told.decode(errors="replace") == want.text
+    for token in choice.logprobs.content:
+        assert token.top_logprobs[0].logprob == token.logprob  # the likeliest was taken
+        assert (
+            math.exp(token.top_logprobs[0].logprob) + math.exp(token.top_logprobs[1].logprob)
+            <= 1 + 1e-6
+        )
+
+    chunks = list(client.chat.completions.create(max_tokens=12, stream=True, **asked))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert streamed == want.text.lstrip()
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_a_growing_chat_is_read_once(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "A long story, please. " * 20}]
+    asked = {"model": "tiny", "temperature": 0, "max_tokens": 8}
+    first = client.chat.completions.create(messages=messages, **asked)
+    messages += [
+        {"role": "assistant", "content": first.choices[0].message.content},
+        {"role": "user", "content": "Go on."},
+    ]
+    second = client.chat.completions.create(messages=messages, **asked)
+    spared = second.usage.prompt_tokens_details.cached_tokens
+    assert first.usage.prompt_tokens <= spared < second.usage.prompt_tokens
+
+
+def test_mistakes_are_the_clients_exceptions(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="top_p must be above 0") as raised:
+        client.completions.create(model="tiny", prompt="a", top_p=0)
+    assert raised.value.type == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.completions.create(model="gpt-4", prompt="a")
+    assert unknown.value.code == "model_not_found"

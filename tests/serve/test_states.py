@@ -1,0 +1,142 @@
+"""/v1/states: a conversation's state saved, listed, gone on from, deleted."""
+
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+import torch
+from cli.commands import CHATML
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serve.live import GREEDY, Live, serving
+
+from xlstm7b.config import ModelConfig
+from xlstm7b.generate import Generator, TextState
+from xlstm7b.generate.chat import TemplateTurns
+from xlstm7b.model import XLSTM
+from xlstm7b.serve.limits import ApiError
+from xlstm7b.serve.states import StateStore
+from xlstm7b.tokenizer import ByteTokenizer, ChatTemplate
+
+COMPLETIONS, CHAT, STATES = "/v1/completions", "/v1/chat/completions", "/v1/states"
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_a_text_goes_on(live: Live, generator: Generator) -> None:
+    (want,) = generator.generate("The sea was", max_new_tokens=20, **GREEDY)
+    saved = live.post(STATES, prompt="The sea was")
+    assert (saved["object"], saved["tokens"]) == ("state", 12)
+    asked = {"max_tokens": 10, **GREEDY, "save_state": True}
+    first = live.post(COMPLETIONS, state=saved["id"], **asked)
+    second = live.post(COMPLETIONS, state=first["state_id"], **asked)
+    assert first["choices"][0]["text"] + second["choices"][0]["text"] == want.text
+    again = live.post(COMPLETIONS, state=first["state_id"], **asked)  # a fork: the state is left
+    assert again["choices"][0]["text"] == second["choices"][0]["text"]
+    forks = live.post(COMPLETIONS, state=saved["id"], max_tokens=10, n=3, **GREEDY)
+    assert {choice["text"] for choice in forks["choices"]} == {first["choices"][0]["text"]}
+    read = live.client.get(f"{STATES}/{second['state_id']}").json()
+    assert read["tokens"] == 12 + 20
+    assert read["bytes"] > live.service.state_bytes
+    listed = [state["id"] for state in live.client.get(STATES).json()["data"]]
+    assert {saved["id"], first["state_id"], second["state_id"], again["state_id"]} <= {*listed}
+    gone = live.client.delete(f"{STATES}/{saved['id']}")
+    assert gone.json() == {"id": saved["id"], "object": "state", "deleted": True}
+    for answer in (
+        live.client.delete(f"{STATES}/{saved['id']}"),
+        live.client.get(f"{STATES}/{saved['id']}"),
+        live.client.post(COMPLETIONS, json={"state": saved["id"]}),
+    ):
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "state_not_found"
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_a_conversation_goes_on(generator: Generator, tmp_path: Path, template: str | None) -> None:
+    """Turn by turn from states it is what it is from the whole text."""
+    turns = None if template is None else TemplateTurns(ChatTemplate(template, {}))
+    with serving(generator, states=tmp_path, turns=turns) as live:
+        asked = {"max_tokens": 12, **GREEDY, "save_state": True}
+        first = live.post(CHAT, messages=user("Hello"), **asked)
+        answer = first["choices"][0]["message"]
+        talk = [*user("Hello"), {"role": answer["role"], "content": answer["content"]}]
+        whole = live.post(CHAT, messages=[*talk, *user("Go on.")], max_tokens=12, **GREEDY)
+        events = live.stream(CHAT, state=first["state_id"], messages=user("Go on."), **asked)
+        told = "".join(event["choices"][0]["delta"]["content"] for event in events)
+        assert whole["choices"][0]["message"]["content"] == told
+        assert events[-1]["state_id"] != first["state_id"]
+        # Read as it is, without an answer to it, and gone on from.
+        saved = live.post(STATES, messages=talk)
+        later = live.post(CHAT, state=saved["id"], messages=user("Go on."), max_tokens=12, **GREEDY)
+        assert later["choices"][0]["message"]["content"] == told
+        assert "the user's" in live.refused(CHAT, 400, state=saved["id"], messages=talk)
+
+
+def test_limits(generator: Generator, tmp_path: Path) -> None:
+    with serving(generator) as live:
+        assert "saves no states" in live.refused(STATES, 404, prompt="a")
+        assert live.client.get(STATES).status_code == 404
+        assert "saves no states" in live.refused(COMPLETIONS, 404, prompt="a", save_state=True)
+    with serving(generator, states=tmp_path, states_bytes=live.service.state_bytes * 2) as live:
+        assert "must be 1" in live.refused(COMPLETIONS, 400, prompt="a", n=2, save_state=True)
+        live.post(STATES, prompt="a")
+        assert "delete one first" in live.refused(STATES, 409, prompt="a")
+        assert len(live.client.get(STATES).json()["data"]) == 1
+
+
+def test_damage_and_other_models(live: Live, tmp_path: Path) -> None:
+    saved = live.post(STATES, prompt="a")["id"]
+    folder = live.service.saved()._folder
+    path = folder / f"{saved}.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert "there is no saved state" in live.refused(COMPLETIONS, 404, state=saved)
+    other = Generator(XLSTM(ModelConfig(64, 1, 2, vocab_size=320)), ByteTokenizer())
+    other.read("a").save(path)
+    said = live.refused(COMPLETIONS, 409, state=saved)
+    assert said == f"the state {saved} is damaged or of another model"
+    path.unlink()
+
+
+IDS = st.one_of(
+    st.text(),
+    st.sampled_from(["..", "../secret", "%2e%2e", "/etc/passwd", "state-", "state-../../secret",
+                     "state-" + "0" * 24, "state-" + "0" * 23 + "/", "state-" + "A" * 24]),
+)  # fmt: skip
+
+
+@given(state_id=IDS)
+def test_ids_are_no_paths(tmp_path_factory: pytest.TempPathFactory, state_id: str) -> None:
+    parent = tmp_path_factory.getbasetemp() / "traversal"
+    (parent / "states").mkdir(parents=True, exist_ok=True)
+    secret = parent / "secret.safetensors"
+    config = ModelConfig(64, 1, 2, vocab_size=320)
+    if not secret.exists():
+        Generator(XLSTM(config), ByteTokenizer()).read("a").save(secret)
+    store = StateStore(parent / "states", config, 1 << 30)
+    for use in (store.find, store.load, store.delete):
+        with pytest.raises(ApiError) as raised:
+            use(state_id)
+        assert raised.value.status == 404
+        assert str(parent) not in raised.value.message
+    assert secret.exists()
+
+
+@settings(max_examples=30)
+@given(state_id=IDS.filter(bool))
+def test_ids_in_addresses_are_no_paths(live: Live, state_id: str) -> None:
+    try:
+        quoted = quote(state_id, safe="")
+    except UnicodeEncodeError:
+        return
+    assert live.client.get(f"{STATES}/{quoted}").status_code in (200, 404)
+    assert live.client.delete(f"{STATES}/{quoted}").status_code in (404, 405)
+
+
+def test_states_are_the_librarys(live: Live, generator: Generator) -> None:
+    saved = live.post(STATES, prompt="The sea")["id"]
+    path = live.service.saved()._folder / f"{saved}.safetensors"
+    ours = TextState.load(path, generator.config)
+    assert torch.allclose(ours.logits, generator.read(["The sea"]).logits, atol=1e-4)
