@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from xlstm7b.generate import TextState, prefix_store
 from xlstm7b.generate.prefix_cache import PrefixCache
-from xlstm7b.generate.prefix_store import PrefixStore, Stored, TokenChain
+from xlstm7b.generate.prefix_store import Beginnings, PrefixStore, Stored, TokenChain
 from xlstm7b.generate.state_folder import StateFolder, fingerprint
 from xlstm7b.model import ModelState
 
 CPU = torch.device("cpu")
 GENERATOR = random_generator()
-LONG = [random.Random(1).randrange(320) for _ in range(400)]
+LONG = random.Random(1).choices(range(320), k=400)
 
 
 def state(mark: int, tokens: int = 1) -> TextState:
@@ -66,6 +66,22 @@ def test_the_longest_beginning_is_found(stored, asked, longer_than):
     longer_than = min(longer_than, len(asked))
     found = store.longest(TokenChain(asked), longer_than)
     assert (None if found is None else len(found)) == (want if want > longer_than else None)
+
+
+@given(texts=st.lists(ids, max_size=8))
+def test_where_a_text_parts_from_earlier_ones(texts):
+    beginnings = Beginnings()
+    for place, text in enumerate(texts):
+        ends = range(64, len(text) + 1, 64)
+        known = [end for end in ends if any(text[:end] == other[:end] for other in texts[:place])]
+        assert beginnings.meet(TokenChain(text)) == max(known, default=0)
+
+
+def test_the_ends_of_old_texts_are_forgotten_first():
+    beginnings = Beginnings(most_blocks=4)
+    for start in (0, 200):
+        assert beginnings.meet(TokenChain(LONG[start : start + 192])) == 0
+    assert beginnings.meet(TokenChain(LONG[:192])) == 64
 
 
 @given(first=ids, second=ids)

@@ -80,6 +80,7 @@ class Job:
         self.chain = TokenChain(self.ids) if state is None and top is None else None
         self.number = 0  # in the order of admission
         self.position = 0  # how much of `ids` was read
+        self.parting = 0  # how much of it an earlier text began with
         self.follows: tuple[Job, int] | None = None  # who reads this text's beginning, up to where
         self.cached_tokens = 0
         self.row = -1

@@ -57,6 +57,26 @@ class TokenChain:
             yield self._digests[blocks], range(last, max(longer_than, blocks * _BLOCK - 1), -1)
 
 
+class Beginnings:
+    """The texts of late, to tell where a text parts from them: others may part there again."""
+
+    def __init__(self, most_blocks: int = 1 << 16) -> None:
+        self._most_blocks = most_blocks
+        self._digests: OrderedDict[bytes, None] = OrderedDict()
+
+    def meet(self, chain: TokenChain) -> int:
+        """How much of a text, in whole blocks, an earlier one began with."""
+        digests = [digest for digest, _ in chain.blocks(_BLOCK)]
+        place = next((at for at, digest in enumerate(digests) if digest in self._digests), None)
+        known = 0 if place is None else _BLOCK * (len(digests) - place)
+        for digest in digests:
+            self._digests[digest] = None
+            self._digests.move_to_end(digest)  # a text's first blocks last: they go last, too
+        while len(self._digests) > self._most_blocks:
+            self._digests.popitem(last=False)
+        return known
+
+
 @dataclass(frozen=True, eq=False)
 class Stored:
     """The state at the end of a text's beginning, or in a file where it is None."""

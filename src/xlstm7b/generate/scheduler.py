@@ -16,7 +16,7 @@ from xlstm7b.generate.decoder import Results
 from xlstm7b.generate.generator import Generator
 from xlstm7b.generate.jobs import Job, Piece
 from xlstm7b.generate.prefix_cache import PrefixCache
-from xlstm7b.generate.prefix_store import TokenChain
+from xlstm7b.generate.prefix_store import Beginnings, TokenChain
 from xlstm7b.generate.slots import Slots
 from xlstm7b.generate.states import TextState
 from xlstm7b.generate.texts import GrowingText, Speeds, peak_memory
@@ -28,8 +28,8 @@ class Scheduler:
     """The texts that have a row each. Only the engine's thread may call it.
 
     Prompts are cut at multiples of `piece_tokens` and `cache_interval` from the text's start. With
-    `keeps_all` states are stored at the latter and at the ends of prompts and texts; without, only
-    what several texts that are here share.
+    `keeps_all` states are stored at the latter, where a prompt parts from an earlier one, and at
+    the ends of prompts and texts; without, only what several texts that are here share.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Scheduler:
         self._device, self._tokenizer = generator.model.device, generator.tokenizer
         self._slots, self.cache = slots, cache
         self._piece, self._interval, self._keeps_all = piece_tokens, cache_interval, keeps_all
+        self._beginnings = Beginnings()
         self.active: dict[Job, None] = {}
         self._reading: deque[Job] = deque()  # in the order of their turns
         self._running: list[Job] = []
@@ -60,6 +61,8 @@ class Scheduler:
         self._slots.free.remove(job.row)
         self._admitted += 1
         job.number, job.admitted = self._admitted, time.monotonic()
+        if self._keeps_all and job.chain is not None:
+            job.parting = self._beginnings.meet(job.chain)
         self.active[job] = None
         self._reading.append(job)
 
@@ -122,7 +125,8 @@ class Scheduler:
     def _next_stored(self, job: Job) -> int:
         if not self._keeps_all:
             return len(job.ids)
-        return (job.position // self._interval + 1) * self._interval
+        due = (job.position // self._interval + 1) * self._interval
+        return min(due, job.parting) if job.parting > job.position else due
 
     def _place(self, job: Job) -> TextState | int | None:
         """Where the text goes on: from a stored state if one spares reading, else from its own."""
@@ -136,8 +140,8 @@ class Scheduler:
         return state
 
     def _cut(self, job: Job) -> int:
-        cuts = [(job.position // size + 1) * size for size in (self._piece, self._interval)]
-        return min(*cuts, len(job.ids))
+        piece_end = (job.position // self._piece + 1) * self._piece
+        return min(piece_end, self._next_stored(job), len(job.ids))
 
     def _read_piece(self, job: Job, end: int) -> None:
         start, job.position = job.position, end
@@ -155,7 +159,7 @@ class Scheduler:
             return
         end, is_whole = job.position, job.position == len(job.ids)
         if self._keeps_all:
-            due = is_whole or end % self._interval == 0
+            due = is_whole or end % self._interval == 0 or end == job.parting
         else:
             others = (other.chain for other in (*self._reading, *waiting))
             key = job.chain.key(end)
