@@ -1,12 +1,11 @@
 """Every text as if it were alone, whatever else goes on."""
 
-import math
 import random
 import time
 
 import pytest
 import torch
-from engines import Listener, advance, idle, random_generator, running
+from engines import ROUNDING, Listener, advance, idle, random_generator, running
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure import error
@@ -34,7 +33,7 @@ def assert_same(told: Listener, want) -> None:
     assert "".join(piece.text for piece in told.pieces) == want.text
     assert told.token_ids == want.token_ids
     if want.logprobs is not None:
-        assert got.logprobs == pytest.approx(want.logprobs, abs=1e-4)
+        assert got.logprobs == pytest.approx(want.logprobs, abs=ROUNDING)
         assert [x for piece in told.pieces for x in piece.logprobs] == got.logprobs
     if want.top_logprobs is not None:
         assert [[*top] for top in got.top_logprobs] == [[*top] for top in want.top_logprobs]
@@ -161,11 +160,12 @@ def test_a_long_prompt_does_not_hold_up_running_texts():
         advance(engine)
         rounds += 1
         assert len(told.token_ids) == before + 1
-        assert 0 < engine.stats().prompt_tokens - read <= 128
+        # A piece, and a rest that is too short for a turn of its own.
+        assert 0 < engine.stats().prompt_tokens - read <= 128 + 64
         read = engine.stats().prompt_tokens
         # The short prompt gets its turn between the long one's pieces.
         assert bool(short.pieces) == (rounds >= 2)
-    assert rounds == math.ceil(5001 / 128) + 1
+    assert rounds == 5001 // 128 + 1  # the last 9 tokens go with the piece before them
     assert long.pieces[0].token_ids == (alone(greedy(LONG * 25, 1)).token_ids[0],)
 
 
@@ -265,7 +265,7 @@ def test_states_given_and_kept():
             engine.submit(go_on, second, state=place.fork(2))
 
 
-@pytest.mark.parametrize("length", [1, 2, 40, 200])
+@pytest.mark.parametrize("length", [1, 2, 41, 190])
 def test_logprobs_of_a_texts_own_tokens(length):
     told = Listener()
     with running(GENERATOR, piece_tokens=16) as engine:

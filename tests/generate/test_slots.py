@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from engines import Listener, advance, idle, random_generator
+from engines import ROUNDING, Listener, advance, idle, random_generator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,7 +52,7 @@ def test_buckets_change_no_text(work, seed):
         (want,) = GENERATOR.run([request])
         assert told.completion().token_ids == want.token_ids
         if want.logprobs is not None:
-            assert told.completion().logprobs == pytest.approx(want.logprobs, abs=1e-4)
+            assert told.completion().logprobs == pytest.approx(want.logprobs, abs=ROUNDING)
     engine._scheduler.step(())
     assert idle(engine)
 

@@ -27,9 +27,10 @@ _Result = TypeVar("_Result")
 class Scheduler:
     """The texts that have a row each. Only the engine's thread may call it.
 
-    Prompts are cut at multiples of `piece_tokens` and `cache_interval` from the text's start. With
-    `keeps_all` states are stored at the latter, where a prompt parts from an earlier one, and at
-    the ends of prompts and texts; without, only what several texts that are here share.
+    Prompts are cut at multiples of `piece_tokens` from the text's start, unless the rest is short,
+    and of `cache_interval`. With `keeps_all` states are stored at the latter, where a prompt parts
+    from an earlier one, and at the ends of prompts and texts; without, only what several texts
+    that are here share.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Scheduler:
         self.seconds += time.perf_counter() - started
 
     def _read(self, waiting: Sequence[Job]) -> None:
-        """Reads on in prompts, in turn, until a piece's worth of tokens is read."""
+        """Reads on in prompts, in turn: one piece, and what more fits into a piece's tokens."""
         left = self._piece
         for _ in range(len(self._reading)):
             job = self._reading[0]
@@ -90,7 +91,7 @@ class Scheduler:
                 continue
             self._slots.load(self._place(job))
             end = self._cut(job)
-            if end - job.position > left:
+            if end - job.position > left and left < self._piece:
                 self._slots.park(job.row)
                 return
             left -= end - job.position
@@ -140,8 +141,10 @@ class Scheduler:
         return state
 
     def _cut(self, job: Job) -> int:
-        piece_end = (job.position // self._piece + 1) * self._piece
-        return min(piece_end, self._next_stored(job), len(job.ids))
+        end = (job.position // self._piece + 1) * self._piece
+        if len(job.ids) - end <= self._piece // 2:
+            end = len(job.ids)  # a short rest would cost a pass over the weights, and a turn
+        return min(end, self._next_stored(job), len(job.ids))
 
     def _read_piece(self, job: Job, end: int) -> None:
         start, job.position = job.position, end
