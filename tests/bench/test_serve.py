@@ -24,6 +24,7 @@ from xlstm7b.tokenizer import ByteTokenizer
         {"prompt_tokens": ()},
         {"prompt_tokens": (-1,)},
         {"new_tokens": (0,)},
+        {"shared_tokens": -1},
     ],
 )
 def test_what_is_no_load(wrong: dict) -> None:
@@ -64,6 +65,10 @@ def test_a_server_under_load(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         closed = serve.run(Load(live.url, clients=3, seconds=0.5, **lengths), "key")
         assert {answer.error for answer in closed.answers} == {None}
         assert len(closed.answers) >= 3
+        alike = serve.run(
+            Load(live.url, clients=1, seconds=0.5, shared_tokens=200, **lengths), "key"
+        )
+        assert {answer.prompt_tokens for answer in alike.answers} <= {206, 210}
         stranger = serve.run(Load(live.url, rate=20, seconds=0.3), None)
         assert set(stranger.summary()["errors"]) == {"status 401"}
     nobody = serve.run(Load(live.url, rate=20, seconds=0.3), None)

@@ -3,7 +3,8 @@
 Requests come as they do from many strangers: at random (Poisson), whether or not earlier ones are
 answered; times count from when a request was due, so that a server which makes clients wait cannot
 hide it. Or, with `--clients`, from so many that each wait for their answer and ask again. Prompts
-are random ids of mixed lengths, no two alike; answers are streamed and go on to their full length.
+are random ids of mixed lengths, no two alike, after `--shared-tokens` that all of them begin with;
+answers are streamed and go on to their full length.
 """
 
 import http.client
@@ -31,6 +32,7 @@ class Load:
     seconds: float = 30.0
     prompt_tokens: tuple[int, ...] = (32, 128, 512)  # each request draws one of these
     new_tokens: tuple[int, ...] = (16, 64, 128)
+    shared_tokens: int = 0  # of one beginning of all prompts
     seed: int = 0
     timeout: float = 120.0
 
@@ -39,7 +41,7 @@ class Load:
             raise ValueError(f"{self.url!r} is not a server's address, as http://127.0.0.1:8000")
         if not (self.rate > 0 and self.seconds > 0 and self.timeout > 0 and self.clients >= 0):
             raise ValueError("rate, seconds and timeout must be positive, and clients not negative")
-        if min((0, *self.prompt_tokens)) < 0 or min((1, *self.new_tokens)) < 1:
+        if min(self.shared_tokens, *self.prompt_tokens, 0) < 0 or min((1, *self.new_tokens)) < 1:
             raise ValueError("there must be at least one token to read and to generate")
         if not self.prompt_tokens or not self.new_tokens:
             raise ValueError("there must be lengths of prompts and of answers")
@@ -135,9 +137,10 @@ def run(load: Load, api_key: str | None = None) -> Report:
 
 
 def _bodies(load: Load, draw: random.Random) -> Iterator[bytes]:
+    shared = random.Random(load.seed).choices(_IDS, k=load.shared_tokens)
     while True:
         asked = {
-            "prompt": draw.choices(_IDS, k=draw.choice(load.prompt_tokens)),
+            "prompt": shared + draw.choices(_IDS, k=draw.choice(load.prompt_tokens)),
             "max_tokens": draw.choice(load.new_tokens),
             "ignore_eos": True,
             "stream": True,

@@ -151,6 +151,9 @@ def serve(
     seconds: Annotated[float, typer.Option(help="In which requests come.")] = 30.0,
     prompt_tokens: Annotated[str, typer.Option(help="Lengths to draw from.")] = "32,128,512",
     new_tokens: Annotated[str, typer.Option(help="Of answers, likewise.")] = "16,64,128",
+    shared_tokens: Annotated[
+        int, typer.Option(help="With which all prompts begin: a server may have them at hand.")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Of lengths, times and prompts.")] = 0,
     timeout: Annotated[float, typer.Option(help="Of an answer, in seconds.")] = 120.0,
     api_key: Annotated[
@@ -171,6 +174,7 @@ def serve(
         seconds=seconds,
         prompt_tokens=tuple(_numbers(prompt_tokens) or ()),
         new_tokens=tuple(_numbers(new_tokens) or ()),
+        shared_tokens=shared_tokens,
         seed=seed,
         timeout=timeout,
     )

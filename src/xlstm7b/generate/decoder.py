@@ -21,7 +21,7 @@ _SCORED = 512  # tokens whose logits are held at a time when a prompt's own toke
 _CHUNK = 256  # the cell's kernels work in chunks of this many tokens
 # One text's pieces are padded to one of these lengths, each a CUDA graph: launched kernel by kernel
 # a prompt of a few hundred tokens would wait for the host.
-LENGTHS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, PIECE)
+LENGTHS = (*range(64, 768, 64), 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, PIECE)
 
 
 def with_first_token(config: ModelConfig, prompt: Sequence[int]) -> list[int]:

@@ -76,7 +76,7 @@ class Engine:
         for name, size in {**sizes, "slots": 1 if slots is None else slots}.items():
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, not {size}")
-        self._generator, self._most_waiting, self._piece = generator, most_waiting, piece_tokens
+        self._generator, self._most_waiting = generator, most_waiting
         device_bytes = max(cache_bytes, _SHARED * state_bytes(generator))
         self._slots = Slots(generator, slots or fitting_slots(generator, device_bytes))
         folder = None
@@ -225,7 +225,7 @@ class Engine:
         error: Exception = EngineStopped("it was stopped")
         try:
             with torch.inference_mode():
-                self._slots.warm_up(self._piece)
+                self._slots.warm_up(self._scheduler.longest_piece)
                 while (waiting := self._admit()) is not None:
                     self._scheduler.step(waiting)
         except Exception as failure:

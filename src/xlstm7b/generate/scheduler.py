@@ -56,6 +56,11 @@ class Scheduler:
         self.seconds = self.model_seconds = 0.0
         self.job_seconds = 1.0  # how long a text has its row, of late
 
+    @property
+    def longest_piece(self) -> int:
+        """A piece with a rest that is too short for a turn of its own."""
+        return self._piece + self._piece // 2
+
     def admit(self, job: Job) -> None:
         """Gives a text a free row, in which its prompt waits between pieces."""
         job.row = max(self._slots.free)  # those in front are for running texts
@@ -142,9 +147,9 @@ class Scheduler:
 
     def _cut(self, job: Job) -> int:
         end = (job.position // self._piece + 1) * self._piece
-        if len(job.ids) - end <= self._piece // 2:
-            end = len(job.ids)  # a short rest would cost a pass over the weights, and a turn
-        return min(end, self._next_stored(job), len(job.ids))
+        if len(job.ids) <= job.position + self.longest_piece:
+            end = len(job.ids)  # by itself the rest would cost a turn and a pass over the weights
+        return min(end, self._next_stored(job))
 
     def _read_piece(self, job: Job, end: int) -> None:
         start, job.position = job.position, end

@@ -69,14 +69,14 @@ class Slots:
         self.count, self.free = count, set(range(count))
 
     def warm_up(self, piece_tokens: int) -> None:
-        """Has a GPU's graphs made before anyone waits for them."""
+        """Has a GPU's graphs made before anyone waits for them; pieces have so many at most."""
         if not self._on_gpu:
             return
         for decoder in self._buckets.values():
             for kind in _KINDS:
                 decoder.decode_one(self._needs(kind))  # no row is live: nothing moves
-        shorter = [length for length in LENGTHS if length < piece_tokens]
-        for size in (1, *shorter, min(piece_tokens, PIECE)):
+        most = min(piece_tokens, PIECE)
+        for size in (1, *(length for length in LENGTHS if length < most), most):
             self._reader.prefill([[0] * size])
 
     # A prompt is read in the reader, and waits in a row of the pool while others are.
