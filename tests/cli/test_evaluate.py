@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,66 @@ def test_mistakes(
 def test_no_folder_of_tasks(cli: Cli, byte_model: Path, tmp_path: Path) -> None:
     code, _, err = cli("eval", byte_model, "--tasks-dir", tmp_path / "no")
     assert (code, err) == (2, f"xlstm7b: there is no folder {tmp_path / 'no'} of tasks\n")
+
+
+@pytest.mark.usefixtures("offline", "no_weights")
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--num-fewshot", 6], "choices has 5 examples, not the 6 asked for"),
+        (["--apply-chat-template"], "model holds no chat template to apply"),
+    ],
+)
+def test_mistakes_with_tasks(
+    cli: Cli, byte_model: Path, tmp_path: Path, options: list[object], sentence: str
+) -> None:
+    add_choices(tmp_path, "choices", questions=2, shots=1, words=3)
+    code, _, err = cli("eval", byte_model, "--tasks-dir", tmp_path, *options)
+    assert code == 2
+    assert err.splitlines()[-1].endswith(sentence)
+
+
+@pytest.mark.usefixtures("offline", "no_weights")
+def test_a_package_that_a_task_needs(
+    cli: Cli, byte_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The harness's own check says what to install, and names no module."""
+
+    def load(*_: object) -> None:
+        raise ModuleNotFoundError("`math-verify` is required.   Please install it")
+
+    monkeypatch.setattr("xlstm7b.evaluate.harness.load_tasks", load)
+    code, _, err = cli("eval", byte_model, "--tasks", "leaderboard-v2")
+    assert (code, err) == (2, "xlstm7b: `math-verify` is required. Please install it\n")
+
+
+def test_files_of_one_name_are_told_apart(cli: Cli, tmp_path: Path) -> None:
+    paths = [tmp_path / name / "scores.json" for name in "ab"]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text('{"results": {"vt": {"4096,none": 1.5}}}')
+    heading = succeeded(cli("eval", "compare", *paths)).splitlines()[0]
+    assert heading.split() == ["task", "metric", *map(str, paths), "difference"]
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_texts_are_looked_at_before_the_model(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
+    ppl = ("eval", "ppl", "a/hub-id", tmp_path / "a.jsonl")
+    assert refused(cli(*ppl)) == "there is no text to measure"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "matplotlib" in refused(cli(*ppl, "--plot", tmp_path / "a.png"))
+
+
+def test_a_folder_is_named_by_its_own_name(
+    cli: Cli, byte_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("so much")
+    monkeypatch.chdir(tmp_path)
+    succeeded(cli("eval", "ppl", byte_model, ".", "--output", "out.json", "--device", "cpu"))
+    assert next(iter(json.loads(Path("out.json").read_text())["results"])) == tmp_path.name
 
 
 def test_help(cli: Cli) -> None:

@@ -85,6 +85,21 @@ def test_plots(cli: Cli, speller: Path, tmp_path: Path) -> None:
     assert said == f'{tmp_path / "other.json"} is not a results file: it has no "results"'
 
 
+def test_mistakes_come_before_a_download(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(*_: object) -> None:
+        raise AssertionError("the model was asked for")
+
+    monkeypatch.setattr("xlstm7b.weights.resolve", download)
+    for options, said in (
+        (("--tasks", "niah"), "there is no task 'niah'"),
+        (("--haystack", tmp_path / "nothing"), "[Errno 2] No such file or directory: "),
+    ):
+        outcome = cli("eval", "ruler", "a/hub-id", "--output", tmp_path / "run", *options)
+        assert refused(outcome).startswith(said)
+
+
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize(
     ("options", "said"),

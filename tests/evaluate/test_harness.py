@@ -195,6 +195,40 @@ def test_arguments(byte_model: Path, tmp_path: Path) -> None:
         load_tasks([], tmp_path / "nowhere")
 
 
+def test_tasks_that_cannot_be_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no task that can be read"):
+        load_tasks([], tmp_path)
+    add_choices(tmp_path, "choices", questions=2, shots=6, words=1)
+    with pytest.raises(ValueError, match="choices has 5 examples, not the 6 asked for"):
+        load_tasks(["choices"], tmp_path)
+    (task,) = load_tasks(["choices"], tmp_path, num_fewshot=5)
+    assert task.config.num_fewshot == 5
+    (tmp_path / "choices_dev.json").write_text("{")
+    with pytest.raises(ValueError, match="the data of choices cannot be read"):
+        load_tasks(["choices"], tmp_path, num_fewshot=1)
+
+
+def test_examples_that_are_the_questions(tmp_path: Path) -> None:
+    add_choices(tmp_path, "same", questions=3, shots=2, words=1)
+    file = tmp_path / "same.yaml"
+    file.write_text(file.read_text().replace("fewshot_split: dev", "fewshot_split: test"))
+    (task,) = load_tasks(["same"], tmp_path)
+    task.build_all_requests()
+    with pytest.raises(ValueError, match="same has 2 examples, not the 3 asked for"):
+        load_tasks(["same"], tmp_path, num_fewshot=3)
+
+
+def test_a_search_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    add_answered(tmp_path, "answered", {"a": "b"})
+    file = tmp_path / "answered.yaml"
+    text = file.read_text()
+    file.write_text(text.replace("do_sample: false", "num_beams: 1"))
+    assert len(load_tasks(["answered"], tmp_path)) == 1
+    file.write_text(text.replace("do_sample: false", "num_beams: 4"))
+    with pytest.raises(ValueError, match="there is no generation setting 'num_beams'"):
+        load_tasks(["answered"], tmp_path)
+
+
 def test_an_unknown_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_choices(tmp_path, "choices", questions=1, shots=0, words=1)
     few = partial(harness.TaskManager, include_defaults=False)  # the others take long to list

@@ -15,7 +15,8 @@ from checkpoints import names_in
 from ruler_cases import Empty, Oracle, count_bpe, sources
 
 from xlstm7b.evaluate.results import compare
-from xlstm7b.evaluate.ruler.report import plot_scores, to_table
+from xlstm7b.evaluate.ruler.questions import Question, Questions
+from xlstm7b.evaluate.ruler.report import model_names, plot_scores, to_table
 from xlstm7b.evaluate.ruler.runner import Model, Plan, Run, read_scores
 from xlstm7b.evaluate.ruler.tasks import TASKS, Sources
 
@@ -90,6 +91,29 @@ def test_answers_and_scores_are_written(tmp_path: Path) -> None:
         "average              25.0",
         "– qa_1 is not in the average: no --squad is given",
     ]
+
+
+def test_the_harness_reads_the_scores(tmp_path: Path) -> None:
+    utils = pytest.importorskip("lm_eval.utils", reason="lm_eval is not installed")
+    plan = Plan(("niah_single_1", "qa_1"), (1024,), 1, 42)
+    answer(tmp_path, Oracle(), plan, data=Sources())
+    table = utils.make_table(json.loads((tmp_path / "scores.json").read_text()))
+    rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
+    shown = {row[1]: (row[5], row[6], row[7]) for row in rows if len(row) > 7}
+    assert shown["niah_single_1"] == shown["average"] == ("1024", "↑", "100")
+
+
+def test_a_question_too_long_is_found_at_the_start(tmp_path: Path) -> None:
+    """One of many needs a document that leaves no room."""
+    documents = ["A short one.", "Another.", "word " * 2000]
+    asked = [Question(f"What is {n}?", ("x",), (n,), ()) for n in (0, 1, 2)]
+    data = Sources(squad=Questions(asked, documents))
+    with pytest.raises(ValueError, match="1024 tokens for qa_1 are too few: "):
+        answer(tmp_path / "run", None, Plan(("qa_1",), (1024,), 3, 42), data=data)
+    assert not (tmp_path / "run").exists()
+    two = Run(tmp_path / "run", Plan(("qa_1",), (1024,), 2, 42), data, count_bpe(),
+              identity=IDENTITY, about={})  # fmt: skip
+    assert two.total == 2
 
 
 def test_only_what_is_missing_is_asked(tmp_path: Path) -> None:
@@ -199,6 +223,8 @@ def test_scores_of_models_are_compared_and_drawn(tmp_path: Path) -> None:
         ("average", "2048"),
     }
     assert all(line.differences == [-100] for line in lines)
+    assert model_names(paths) == ["me, a", "me, b"]
+    assert model_names(paths[:1]) == ["me"]
     plot_scores(paths, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert names_in(tmp_path) == {"a", "b", "plot.png"}

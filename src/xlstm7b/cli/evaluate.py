@@ -69,10 +69,14 @@ def run(
     if not names and tasks_dir is None:
         raise ValueError("no task is given: --tasks NAME,… or --tasks-dir FOLDER")
     opened = _opened(model, tokenizer, dtype, device)
+    from xlstm7b.tokenizer import load_chat_template
+
+    if apply_chat_template and load_chat_template(opened.folder) is None:
+        raise ValueError(f"{opened.folder} holds no chat template to apply")
     from xlstm7b.evaluate.harness import XLSTM7B, load_tasks, run_tasks
     from xlstm7b.evaluate.results import described, write_json
 
-    loaded = load_tasks(names, tasks_dir)
+    loaded = load_tasks(names, tasks_dir, num_fewshot)
     lm = XLSTM7B(
         str(opened.folder),
         tokenizer=None if tokenizer is None else str(tokenizer),
@@ -80,20 +84,14 @@ def run(
         device=opened.device,
         batch_size="auto" if rows is None else rows,
     )
-    results = run_tasks(
-        lm,
-        loaded,
-        limit=limit,
-        num_fewshot=num_fewshot,
-        apply_chat_template=apply_chat_template,
-    )
-    if target is not None:
-        write_json(target, described(results, opened.folder))
+    results = run_tasks(lm, loaded, limit=limit, apply_chat_template=apply_chat_template)
     from lm_eval.utils import make_table
 
     print(make_table(results))
     if results.get("groups"):
         print(make_table(results, "groups"))
+    if target is not None:  # last: should it fail, the table is there
+        write_json(target, described(results, opened.folder))
 
 
 @app.command()
@@ -119,12 +117,16 @@ def ppl(
     rows = _rows(batch_size)
     target = None if output is None else to_target(output)
     picture = None if plot is None else to_target(plot)
-    opened = _opened(model, tokenizer, dtype, device)
+    if picture is not None:
+        import matplotlib  # noqa: F401 (missed now rather than after all the work)
     from xlstm7b.data.sources import Columns, check_source, find_sources
+    from xlstm7b.evaluate import perplexity
 
     for source in find_sources(texts):
         check_source(source, Columns(text=column))
-    from xlstm7b.evaluate import perplexity
+    if not any(perplexity.read_documents(texts, column)):
+        raise ValueError("there is no text to measure")
+    opened = _opened(model, tokenizer, dtype, device)
     from xlstm7b.evaluate.results import described, write_json
     from xlstm7b.evaluate.scoring import Scorer
     from xlstm7b.model import XLSTM
@@ -137,11 +139,6 @@ def ppl(
             perplexity.read_documents(texts, column),
             progress,
         )
-    name = ", ".join(path.name for path in texts)
-    if target is not None:
-        write_json(target, described(measured.results(name), opened.folder))
-    if picture is not None:
-        perplexity.plot(measured, picture, opened.folder.name)
     print(f"{measured.documents:,} documents, {measured.tokens:,} tokens, {measured.bytes:,} bytes")
     print(f"loss {measured.loss:.4f} nats a token, perplexity {measured.perplexity:.3f}, "
           f"{measured.bits_per_byte:.4f} bits a byte")  # fmt: skip
@@ -161,6 +158,11 @@ def ppl(
         ],
         left=0,
     )
+    if target is not None:  # last: should it fail, the table is there
+        name = ", ".join(path.resolve().name for path in texts)
+        write_json(target, described(measured.results(name), opened.folder))
+    if picture is not None:
+        perplexity.plot(measured, picture, opened.folder.resolve().name)
 
 
 @app.command()
@@ -172,9 +174,12 @@ def compare(
 
     if len(files) < 2:
         raise ValueError("there is nothing to compare: give two or more results files")
-    heading = ["task", "metric"]
-    for place, file in enumerate(files):
-        heading += [file.stem] if place == 0 else [file.stem, "difference"]
+    names = [file.stem for file in files]
+    if len(set(names)) < len(names):
+        names = [str(file) for file in files]
+    heading = ["task", "metric", names[0]]
+    for name in names[1:]:
+        heading += [name, "difference"]
     print_columns([heading, *(_cells(line) for line in compared(files))], left=2)
 
 

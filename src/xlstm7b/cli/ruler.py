@@ -57,16 +57,18 @@ def ruler(
     plan = Plan(
         tuple(TASKS) if tasks is None else tuple(listed(tasks)), _numbers(lengths), samples, seed
     )
+    plan.check()
+    files = {"haystack": haystack, "squad": squad, "hotpotqa": hotpotqa}
+    sources = Sources.read(**files)
     opened = open_model(
         model, tokenizer=tokenizer, dtype=dtype, device=device, state_dtype=state_dtype,
         batch_size=batch_size,
     )  # fmt: skip
     about = described({"model": model}, opened.folder)
-    files = {"haystack": haystack, "squad": squad, "hotpotqa": hotpotqa}
     run = Run(
         output,
         plan,
-        Sources.read(**files),
+        sources,
         lambda text: len(with_first_token(opened.config, opened.tokenizer.encode(text))),
         identity={
             "model_fingerprint": about["xlstm7b"]["model"]["fingerprint"],

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets.exceptions import DatasetsError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import model_registry
@@ -177,6 +178,8 @@ def _settings(given: dict[str, Any], number: int) -> tuple[SamplingSettings, tup
     until = given.pop("until", None) or []
     stops = tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
     most = [given.pop(name) for name in _MAX_TOKENS if name in given] or [_DEFAULT_MAX_TOKENS]
+    if given.get("num_beams") == 1:  # which is no search
+        del given["num_beams"]
     do_sample = given.pop("do_sample", None)
     temperature = float(given.pop("temperature", 1.0 if do_sample else 0.0))
     known = [field.name for field in fields(SamplingSettings)]
@@ -192,10 +195,13 @@ def _settings(given: dict[str, Any], number: int) -> tuple[SamplingSettings, tup
     return SamplingSettings(**settings), stops
 
 
-def load_tasks(names: list[str], tasks_dir: Path | None = None) -> list[Any]:
+def load_tasks(
+    names: list[str], tasks_dir: Path | None = None, num_fewshot: int | None = None
+) -> list[Any]:
     """The harness's tasks and groups by name: its own, a folder's, and what presets stand for.
 
-    With a folder and no names, all tasks that the folder holds. An unknown one is a `ValueError`.
+    With a folder and no names, all tasks that the folder holds. `num_fewshot` is for all of them
+    but those that say 0 themselves. What cannot be run is a `ValueError`.
     """
     manager = None
     if tasks_dir is not None:
@@ -203,6 +209,8 @@ def load_tasks(names: list[str], tasks_dir: Path | None = None) -> list[Any]:
             raise ValueError(f"there is no folder {tasks_dir} of tasks")
         manager = TaskManager(include_path=str(tasks_dir), include_defaults=False)
         names = names or manager.all_subtasks
+        if not names:
+            raise ValueError(f"{tasks_dir} holds no task that can be read")
     tasks = with_shots(names)
     if manager is None or not all(name in manager.task_index for name in tasks):
         # It takes seconds to list the harness's own.
@@ -212,12 +220,32 @@ def load_tasks(names: list[str], tasks_dir: Path | None = None) -> list[Any]:
             raise ValueError(f"the harness has no task {name!r}; `lm_eval ls tasks` lists them")
     loaded: list[Any] = []
     for name, shots in tasks.items():
-        found = manager.load([name])
+        try:
+            found = manager.load([name])
+        except DatasetsError as error:
+            raise ValueError(
+                f"the data of {name} cannot be read: {error.__cause__ or error}"
+            ) from error
         for task in found["tasks"].values():
             if shots is not None:
                 task.set_config(key="num_fewshot", value=shots)
+            if num_fewshot is not None and task.config.num_fewshot != 0:
+                task.set_config(key="num_fewshot", value=num_fewshot)
+            _check(task)
         loaded += [found["groups"][name]] if name in found["groups"] else found["tasks"].values()
     return loaded
+
+
+def _check(task: Any) -> None:
+    """Raises a `ValueError` for what would else come up when weights are read, or hours later."""
+    shots = task.config.num_fewshot or 0
+    if shots:
+        # A question is no example of itself.
+        others = len(task.sampler.df) - (task.fewshot_cfg.split == task.config.test_split)
+        if shots > others:
+            raise ValueError(f"{task.task_name} has {others} examples, not the {shots} asked for")
+    if task.OUTPUT_TYPE == "generate_until":
+        _settings(dict(task.config.generation_kwargs or {}), 0)
 
 
 def run_tasks(
@@ -225,7 +253,6 @@ def run_tasks(
     tasks: list[Any],
     *,
     limit: int | None = None,
-    num_fewshot: int | None = None,
     apply_chat_template: bool = False,
 ) -> dict[str, Any]:
     """The harness's results for loaded tasks."""
@@ -236,7 +263,6 @@ def run_tasks(
         tasks=tasks,
         task_manager=TaskManager(include_defaults=False),  # they are loaded: it has none to find
         limit=limit,
-        num_fewshot=num_fewshot,
         batch_size=lm.scorer.batch_size,
         device=str(lm.device),
         log_samples=False,

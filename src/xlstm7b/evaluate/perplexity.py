@@ -79,7 +79,7 @@ def perplexity(
     scorer: Scorer, tokenizer: Tokenizer, documents: Iterable[str], progress: Progress | None = None
 ) -> Perplexity:
     """Reads every document whole, from id 0 on, as if there were no other."""
-    count = size = 0
+    count = size = held = 0
     sums = torch.zeros(64, dtype=torch.float64)
     counts = torch.zeros(64, dtype=torch.long)
     waiting: list[list[int]] = []
@@ -94,8 +94,10 @@ def perplexity(
     for document in documents:
         count, size = count + 1, size + len(document.encode())
         waiting.append(tokenizer.encode(document))
-        if sum(map(len, waiting)) >= _TOKENS_AT_ONCE:
+        held += len(waiting[-1])
+        if held >= _TOKENS_AT_ONCE:
             measure()
+            held = 0
     measure()
     tokens, total = int(counts.sum()), float(sums.sum())
     if not tokens:

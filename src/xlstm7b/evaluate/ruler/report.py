@@ -25,6 +25,16 @@ def to_table(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def model_names(paths: Sequence[Path]) -> list[str]:
+    """What each scores.json is of; with its folder's name where that would not tell two apart."""
+    contents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    names = [Path(str(content.get("model"))).name for content in contents]
+    return [
+        name if names.count(name) == 1 else f"{name}, {path.absolute().parent.name}"
+        for name, path in zip(names, paths, strict=True)
+    ]
+
+
 def plot_scores(paths: Sequence[Path], output: Path) -> None:
     """The average over length, a line for each scores.json: the paper's figure of RULER."""
     import matplotlib
@@ -34,13 +44,12 @@ def plot_scores(paths: Sequence[Path], output: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
     places: set[int] = set()
-    for path in paths:
-        results = read_results(path)
+    read = [read_results(path) for path in paths]
+    for path, results, name in zip(paths, read, model_names(paths), strict=True):
         points = sorted((int(n), r.value) for (task, n), r in results.items() if task == AVERAGE)
         if not points:
             raise ValueError(f"{path} holds no average to draw")
         tasks = len({task for task, _ in results} - {AVERAGE})
-        name = Path(json.loads(path.read_text(encoding="utf-8"))["model"]).name
         label = name if tasks == len(TASKS) else f"{name} ({tasks} of {len(TASKS)} tasks)"
         axes.plot(*zip(*points, strict=True), marker="o", label=label)
         places |= {length for length, _ in points}

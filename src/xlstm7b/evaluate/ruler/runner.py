@@ -92,7 +92,7 @@ class Run:
         if not self._cells:
             raise ValueError(f"nothing can be made: {next(iter(self.left_out.values()))}")
         for samples in self._cells.values():
-            samples.check()
+            samples.check(plan.samples)
 
     @property
     def total(self) -> int:
@@ -132,14 +132,18 @@ class Run:
     def _write(self, results: dict[str, dict[str, float]]) -> dict[str, Any]:
         """The scores so far; an average only of a length at which every task is done."""
         rows = [row for name, row in results.items() if name not in self.left_out]
+        lengths = [str(length) for length in self._plan.lengths]
         metrics = [to_metric(length) for length in self._plan.lengths]
         average = {
             metric: sum(row[metric] for row in rows) / len(rows)
             for metric in metrics
             if all(metric in row for row in rows)
         }
+        whole = {**results, AVERAGE: average}
         document = {
-            "results": {**results, AVERAGE: average},
+            "results": whole,
+            "versions": dict.fromkeys(whole, 1),
+            "higher_is_better": {name: dict.fromkeys(lengths, True) for name in whole},
             "left_out": self.left_out,
             "lengths": self._plan.lengths,
             "samples": self._plan.samples,

@@ -83,9 +83,15 @@ class Samples:
         draft = fitted.draft
         return Sample(draft.prompt, draft.references, fitted.tokens + self._task.answer_tokens)
 
-    def check(self) -> None:
-        """Raises a `ValueError` if the length is too short for the task."""
-        self._fitting(0).shortest()
+    def check(self, count: int) -> None:
+        """Raises a `ValueError` if the length is too short for one of the first so many samples.
+
+        What questions need differs much in length. All else is nearly as long as the first.
+        """
+        first = self._fitting(0)
+        if self._task.any_reference or 2 * first.shortest().tokens > first.longest:
+            for index in range(count):
+                self._fitting(index).shortest()
 
     @cached_property
     def _first(self) -> Fitted:
