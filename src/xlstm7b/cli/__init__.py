@@ -45,5 +45,7 @@ def main() -> None:
         print(f"xlstm7b: {error}", file=sys.stderr)
         sys.exit(1)
     except ModuleNotFoundError as error:
-        print(f"xlstm7b: this needs {error.name}, which is not installed here", file=sys.stderr)
+        needed = f"this needs {error.name}, which is not installed here"
+        told = needed if error.name else " ".join(str(error).split())  # by a package's own check
+        print(f"xlstm7b: {told}", file=sys.stderr)
         sys.exit(2)
