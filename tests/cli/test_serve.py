@@ -1,14 +1,19 @@
 """serve: mistakes that are told before weights are read. What it does is in tests/serve."""
 
+import os
 import socket
 from pathlib import Path
 
 import pytest
 from cli.commands import Cli, refused
 
+from xlstm7b.cli.serve import _keys
+
 
 @pytest.mark.usefixtures("no_weights")
-def test_serve_mistakes(cli: Cli, speller: Path, tmp_path: Path) -> None:
+def test_serve_mistakes(
+    cli: Cli, speller: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def sentence(*options: object) -> str:
         return refused(cli("serve", speller, *options))
 
@@ -20,9 +25,12 @@ def test_serve_mistakes(cli: Cli, speller: Path, tmp_path: Path) -> None:
     assert sentence("--states-folder", "no") == "there is no folder no"
     assert sentence("--cache-folder", "no") == "there is no folder no"
     assert sentence("--api-key", "a key").startswith("an API key must be printable ASCII")
-    (tmp_path / "keys").write_text("\n\n")
+    (tmp_path / "keys").write_text("\n\n# nobody yet\r\n")
     assert sentence("--api-key-file", tmp_path / "keys") == f"{tmp_path / 'keys'} holds no key"
     assert "No such file" in sentence("--api-key-file", tmp_path / "none")
+    with monkeypatch.context() as patched:  # whoever runs the tests may write everywhere
+        patched.setattr(os, "access", lambda _, mode, **__: not mode & os.W_OK)
+        assert sentence("--states-folder", tmp_path) == f"{tmp_path} cannot be read and written"
     assert refused(cli("serve", "7b")).startswith("there is no folder '7b'")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -37,3 +45,10 @@ def test_an_empty_key_is_no_key(cli: Cli, speller: Path, monkeypatch: pytest.Mon
     """A variable that is set to nothing must not leave the door open."""
     monkeypatch.setenv("XLSTM7B_API_KEY", "")
     assert refused(cli("serve", speller)).startswith("an API key must be printable ASCII")
+
+
+def test_a_file_of_keys(tmp_path: Path) -> None:
+    """As other systems' editors write it."""
+    file = tmp_path / "keys"
+    file.write_bytes(b"\xef\xbb\xbffirst\r\n\r\n# since May\r\n  second \r\n#third\r\n")
+    assert _keys(["given"], file) == ["given", "first", "second"]

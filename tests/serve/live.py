@@ -21,7 +21,7 @@ from xlstm7b.generate.chat import PlainTurns, Turns
 from xlstm7b.generate.engine import Engine
 from xlstm7b.model import XLSTM
 from xlstm7b.serve.app import create_app
-from xlstm7b.serve.lifecycle import bind
+from xlstm7b.serve.lifecycle import bind, server_config
 from xlstm7b.serve.limits import Limits
 from xlstm7b.serve.metrics import Metrics
 from xlstm7b.serve.states import StateStore
@@ -130,12 +130,12 @@ def serving(
         Metrics(engine),
         store,
     )
-    app = create_app(service, keys=keys, cors=cors)
+    app = create_app(service, keys=keys, cors=cors, is_local=True)
     bound = bind("127.0.0.1", 0)
     if send_buffer is not None:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
+    server = uvicorn.Server(server_config(app, last_words=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     engine.start()
     thread.start()

@@ -168,6 +168,12 @@ def test_tokens_there_and_back(live: Live) -> None:
         ({"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias is by token ids"),
         ({"prompt": "a", "logit_bias": {"400": 1}}, "token 400 of logit_bias is outside"),
         ({"prompt": "a", "suffix": "b"}, "suffix: Input should be None"),
+        ({"prompt": [1.5]}, "prompt.0: Input should be a valid integer"),
+        ({"prompt": "a", "stop": ["a", "b" * 257]}, "stop.1: String should have at most 256"),
+        (
+            {"prompt": "a" * 9, "n": 64, "echo": True, "logprobs": 20, "max_tokens": 1600},
+            "a request may ask for at most 1048576 logprobs in all",
+        ),
     ],
 )
 def test_mistakes(live: Live, body: dict, sentence: str) -> None:
@@ -181,7 +187,11 @@ def test_mistakes(live: Live, body: dict, sentence: str) -> None:
         ({"messages": []}, "messages: List should have at least 1 item"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role: Input should be"),
         ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 1}, "needs logprobs"),
-        ({"messages": [{"role": "user", "content": "a"}], "tools": []}, "tools: Extra inputs"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "a"}]}]},
+            "messages.0.content.0.type: Input should be 'text'",
+        ),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools: List should"),
     ],
 )
 def test_chat_mistakes(live: Live, body: dict, sentence: str) -> None:

@@ -118,6 +118,33 @@ def test_bytes(live: Live, path: str, content: bytes) -> None:
     error_of(answer)
 
 
+HALF = "half a pair: \ud800"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": HALF}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", HALF]}, "prompt.0"),
+        ("/v1/completions", {"prompt": "a", "stop": [HALF]}, "stop.0"),
+        ("/v1/completions", {"prompt": "a", HALF: 1}, None),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": HALF}]},
+            "messages.0.content",
+        ),
+        ("/tokenize", {"prompt": HALF}, "prompt"),
+        ("/v1/states", {"prompt": HALF}, "prompt"),
+    ],
+)
+def test_half_characters(live: Live, path: str, body: dict, param: str | None) -> None:
+    """JSON can hold what is no text in UTF-8."""
+    headers = {"content-type": "application/json"}
+    answer = live.client.post(path, content=json.dumps(body), headers=headers)
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == param
+
+
 def test_the_schema(live: Live) -> None:
     """Every operation of the published schema, by what schemathesis makes of it."""
     schema = schemathesis.openapi.from_url(f"{live.url}/openapi.json")

@@ -1,13 +1,16 @@
 """Clients that leave or don't read, an engine that fails, signals."""
 
 import json
+import logging
 import random
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from serve.live import GREEDY, Live, error_of, events, serving, wait_for
 
 from xlstm7b.generate import Generator
 from xlstm7b.serve import streaming
+from xlstm7b.serve.answers import Telling
+from xlstm7b.serve.logs import log_to_stderr
 
 PATH = "/v1/completions"
 ENDLESS = {"prompt": "a", "max_tokens": 60000, "ignore_eos": True}
@@ -35,7 +40,7 @@ def connect(live: Live) -> socket.socket:
 
 def ask(connection: socket.socket, **body: Any) -> None:
     content = json.dumps(body).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
 
 
@@ -73,6 +78,26 @@ def test_readers_that_do_not_read(
         assert others["usage"]["completion_tokens"] == 30
         wait_for(lambda: is_idle(live))  # it is given up, long before its end
         assert 30 < live.service.engine.stats().generated_tokens - began < 59000
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_long_answers_keep_nobody_waiting(
+    live: Live, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """100,000 scored tokens took a second of the thread that all requests share."""
+    threads = []
+
+    def scores(self: Telling, tokens: Sequence[int], *others: Any) -> Any:
+        if len(tokens) == 2000:
+            threads.append(threading.current_thread().name)
+        return told(self, tokens, *others)
+
+    told = Telling.scores
+    monkeypatch.setattr(Telling, "scores", scores)
+    body = {"prompt": "a" * 2000, "echo": True, "logprobs": 1, "max_tokens": 0, "stream": stream}
+    assert live.client.post(PATH, json=body).status_code == 200
+    (thread,) = threads
+    assert thread.startswith("asyncio_")  # the loop's pool
 
 
 def test_an_engine_that_fails(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +138,26 @@ def test_a_fault_of_ours_tells_nothing(live: Live, monkeypatch: pytest.MonkeyPat
     assert answer.status_code == 500
     assert error_of(answer)["message"] == "the server failed"
     assert "x-request-id" in answer.headers
+
+
+def test_logs_are_lines_of_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever writes them: the engine's fault with its trace, a library's warning."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.root, "level", logging.WARNING)
+    log_to_stderr()
+    try:
+        raise RuntimeError("/a/secret/path")
+    except RuntimeError:
+        logging.getLogger("xlstm7b.generate.engine").exception("the engine failed")
+    warnings.warn("of a\nlibrary", stacklevel=1)
+    logging.captureWarnings(False)
+    fault, warning = map(json.loads, capsys.readouterr().err.splitlines())
+    assert (fault["level"], fault["message"]) == ("error", "the engine failed")
+    assert fault["exception"].endswith("RuntimeError: /a/secret/path")
+    assert warning["level"] == "warning"
+    assert "of a\nlibrary" in warning["message"]
 
 
 # As a process

@@ -5,15 +5,20 @@ import json
 import re
 import socket
 import threading
+import time
+from contextlib import suppress
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from serve.live import Live, error_of, serving, wait_for
 
 from xlstm7b.generate import Generator
+from xlstm7b.serve import lifecycle
 from xlstm7b.serve.limits import Limits, check_keys
+from xlstm7b.serve.schema import ChatBody
 
 KEYS = ("first-key", "second+key/=")
 SLOW = {"prompt": "a", "max_tokens": 60000, "ignore_eos": True, "temperature": 0}
@@ -53,7 +58,9 @@ def test_every_route_needs_a_key(generator: Generator) -> None:
                     assert answer.status_code == 200
                     continue
                 assert answer.status_code == 401, (method, path)
-                assert answer.headers["www-authenticate"].startswith("Basic ")
+                token = headers.get("authorization", "").startswith("Bearer ")
+                scheme = "Bearer" if token else "Basic"  # for the latter a browser asks
+                assert answer.headers["www-authenticate"] == f'{scheme} realm="xlstm7b"'
                 if method != "HEAD":
                     assert error_of(answer)["code"] == "invalid_api_key"
         for right in (
@@ -99,10 +106,95 @@ def test_bodies(generator: Generator) -> None:
         host, port = live.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as slow:
             slow.sendall(
-                b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
                 b"content-length: 9\r\n\r\n{"
             )
             assert slow.recv(100).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {f"x{n}": n for n in range(5000)},
+        {"messages": [{f"x{n}": n for n in range(5000)}]},
+        {"messages": [{"role": "x"}] * 5000},
+        {"logit_bias": {str(n): "x" for n in range(5000)}},
+        {"metadata": {str(n): n for n in range(5000)}},
+        {"stop": [1] * 5000},
+    ],
+)
+def test_many_mistakes_make_few_errors(body: dict) -> None:
+    """An error of each of 250,000 mistakes kept the server from all else for 6 s."""
+    with pytest.raises(ValidationError) as raised:
+        ChatBody.model_validate({"messages": [{"role": "user"}], **body})
+    assert raised.value.error_count() <= 20
+
+
+def test_names_of_this_machine(generator: Generator) -> None:
+    """A page elsewhere may make its own name lead here: its browser sends that name."""
+    with serving(generator) as live:
+        for host in (
+            "localhost",
+            "LOCALHOST:80",
+            "127.0.0.1:8000",
+            "[::1]:8000",
+            "[::1]",
+            "10.0.0.1",
+        ):
+            assert live.client.get("/v1/models", headers={"host": host}).status_code == 200, host
+        for host in (
+            "a.example",
+            "a.example:8000",
+            "localhost.a.example",
+            "127.0.0.1.a.example",
+            "",
+        ):
+            answer = live.client.get("/v1/models", headers={"host": host})
+            assert answer.status_code == 403, host
+            assert error_of(answer)["message"].startswith("without an API key, this server goes by")
+    with serving(generator, keys=KEYS) as live:
+        assert live.client.get("/v1/models", headers={"host": "a.example"}).status_code == 200
+
+
+def test_heads_that_do_not_come(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "PATIENCE", 0.3)
+    whole = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with serving(generator) as live:
+        host, port = live.url.removeprefix("http://").split(":")
+        for sent in (b"", b"GET /hea", b"GET /health HTTP/1.1\r\nhost:", whole + b"GET /hea"):
+            with socket.create_connection((host, int(port)), timeout=20) as slow:
+                slow.sendall(sent)
+                answer = b"".join(iter(lambda s=slow: s.recv(4096), b""))  # until it is closed
+                assert answer.count(b"HTTP/1.1 200 OK") == sent.count(b"\r\n\r\n")
+        with live.client.stream("POST", "/v1/completions", json={**SLOW, "stream": True}) as answer:
+            began, lines = time.monotonic(), answer.iter_lines()
+            while time.monotonic() < began + 1:  # an answer may take as long as it likes
+                assert next(lines) is not None
+
+
+def test_answers_that_nobody_reads(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of a whole answer is not kept for ever, either."""
+    monkeypatch.setattr(lifecycle, "PATIENCE", 0.3)
+    body = json.dumps({"tokens": [99] * 1_000_000}).encode()
+    head = (
+        "POST /detokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
+    with serving(generator, send_buffer=4096) as live:
+        host, port = live.url.removeprefix("http://").split(":")
+        with socket.socket() as sleeper:
+            sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sleeper.settimeout(20)
+            sleeper.connect((host, int(port)))
+            sleeper.sendall(head.encode() + body)
+            assert sleeper.recv(15) == b"HTTP/1.1 200 OK"
+            time.sleep(2)
+            read = 0
+            with suppress(ConnectionResetError):
+                while got := sleeper.recv(1 << 16):
+                    read += len(got)
+            assert read < 1_000_000
+        assert live.post("/detokenize", tokens=[99]) == {"prompt": "a"}
 
 
 def test_a_full_queue_and_its_recovery(generator: Generator) -> None:

@@ -105,6 +105,58 @@ def test_a_growing_chat_is_read_once(client: openai.OpenAI) -> None:
     assert first.usage.prompt_tokens <= spared < second.usage.prompt_tokens
 
 
+def test_what_clients_send_by_habit(client: openai.OpenAI) -> None:
+    asked = {"model": "tiny", "temperature": 0, "max_tokens": 5}
+    messages = [{"role": "user", "content": "Hello"}]
+    plain = client.chat.completions.create(messages=messages, **asked).choices[0].message
+    habits = {
+        "response_format": {"type": "text"},
+        "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "modalities": ["text"],
+        "user": "me",
+        "store": False,
+        "metadata": {"run": "1"},
+        "service_tier": "auto",
+        "stop": [],
+        "n": 1,
+        "reasoning_effort": None,
+        "logit_bias": {},
+        "extra_body": {"functions": [], "function_call": "none", "audio": None},
+    }
+    again = client.chat.completions.create(messages=messages, **asked, **habits)
+    assert again.choices[0].message.content == plain.content
+    # A message is sent back as it came, or with all that the client knows of it.
+    for answer in (plain, {**plain.model_dump(), "tool_calls": [], "annotations": []}):
+        talk = [*messages, answer, *messages]
+        assert client.chat.completions.create(messages=talk, **asked).usage.completion_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("response_format", {"type": "json_object"}),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "required"),
+        ("functions", [{"name": "f"}]),
+        ("modalities", ["text", "audio"]),
+        ("reasoning_effort", "low"),
+        ("web_search_options", {}),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_by_name(
+    client: openai.OpenAI, field: str, value: object
+) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "a"}], extra_body={field: value}
+        )
+    assert raised.value.param is not None
+    assert raised.value.param.partition(".")[0] == field
+    assert field in raised.value.message
+
+
 def test_mistakes_are_the_clients_exceptions(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="top_p must be above 0") as raised:
         client.completions.create(model="tiny", prompt="a", top_p=0)

@@ -1,19 +1,13 @@
-"""The chat page in Chromium, with a person's hands.
+"""The chat page in Chromium, with a person's hands."""
 
-XLSTM7B_SCREENSHOTS names a folder to keep pictures in.
-"""
-
-import os
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from selenium import webdriver
-from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select
+from serve.browsing import Page
 from serve.live import GREEDY, Live, serving, speller, wait_for
 
 from xlstm7b.generate import Generator
@@ -24,51 +18,6 @@ pytestmark = pytest.mark.skipif(
     CHROMIUM is None or DRIVER is None, reason="no chromium and chromedriver here"
 )
 KEY = "a-key"
-
-
-class Page:
-    """What a person sees, and does."""
-
-    def __init__(self, driver: webdriver.Chrome) -> None:
-        self.driver = driver
-
-    def element(self, selector: str) -> WebElement:
-        return self.driver.find_element(By.CSS_SELECTOR, selector)
-
-    def texts(self) -> list[tuple[str, str]]:
-        """(who, what) of the conversation."""
-        script = (
-            "return [...document.querySelectorAll('article')]"
-            ".map(a => [a.classList[0], a.querySelector('p').textContent])"
-        )
-        return [tuple(pair) for pair in self.driver.execute_script(script)]
-
-    def set(self, name: str, value: object) -> None:
-        self.driver.execute_script(
-            "const f = document.querySelector(`[name=${arguments[0]}]`); f.value = arguments[1];"
-            "f.dispatchEvent(new Event('change', {bubbles: true}))",
-            name,
-            str(value),
-        )
-
-    def say(self, text: str) -> None:
-        self.element("#input").send_keys(text, Keys.ENTER)
-
-    def is_answering(self) -> bool:
-        return self.element("#stop").is_displayed()
-
-    def wait(self) -> None:
-        wait_for(lambda: not self.is_answering())
-
-    def press(self, name: str, number: int = 0) -> None:
-        self.driver.find_elements(By.XPATH, f"//button[text()='{name}']")[number].click()
-
-    def conversations(self) -> list[str]:
-        return [option.text for option in Select(self.element("#conversations")).options]
-
-    def picture(self, name: str) -> None:
-        if folder := os.environ.get("XLSTM7B_SCREENSHOTS"):
-            assert self.driver.save_screenshot(str(Path(folder) / f"{name}.png"))
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +43,7 @@ def page(live: Live) -> Iterator[Page]:
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
     try:
-        driver.get(live.url.replace("http://", f"http://me:{KEY}@"))
+        driver.get(with_key(live))
         opened = Page(driver)
         wait_for(lambda: opened.element("h1").text == "tiny")
         opened.set("temperature", 0)
@@ -104,6 +53,10 @@ def page(live: Live) -> Iterator[Page]:
         assert [line for line in wrong if "favicon" not in line["message"]] == []
     finally:
         driver.quit()
+
+
+def with_key(live: Live) -> str:
+    return live.url.replace("http://", f"http://me:{KEY}@")
 
 
 def answer_to(generator: Generator, written: str, tokens: int = 40) -> str:
@@ -169,6 +122,10 @@ def test_a_conversation(page: Page, live: Live, generator: Generator) -> None:
     Select(page.element("#conversations")).select_by_index(1)
     assert page.texts() == fork
     page.press("Delete")
+    page.driver.switch_to.alert.dismiss()
+    assert page.conversations() == ["Hello", "Hello / 1"]
+    page.press("Delete")
+    page.driver.switch_to.alert.accept()
     assert page.conversations() == ["Hello"]
     page.press("New")
     assert (page.texts(), len(page.conversations())) == ([], 2)
@@ -186,6 +143,111 @@ def test_what_goes_wrong_is_told(page: Page) -> None:
     page.wait()
     assert not page.element("#error").is_displayed()
     assert page.texts()[1] == ("user", "<b>Hello</b>")
+
+    # There is no answer to it: it may be asked again, by the keyboard alone.
+    page.set("top_p", 2)
+    page.say("Once more")
+    page.wait()
+    page.driver.get_log("browser")
+    page.set("top_p", 1)
+    page.element("article:last-child button").send_keys(Keys.ENTER)
+    wait_for(lambda: len(page.texts()) == 5)
+    page.wait()
+    assert [who for who, _ in page.texts()] == ["user", "user", "assistant", "user", "assistant"]
+    # No other answer: the one before stays.
+    told = page.texts()
+    page.set("top_p", 2)
+    page.press("Regenerate", 1)
+    page.wait()
+    page.driver.get_log("browser")
+    assert page.texts() == told
+
+
+def test_what_was_said_later_is_kept(page: Page) -> None:
+    """Another first answer is a fork's."""
+    for text in ("One", "Two"):
+        page.say(text)
+        page.wait()
+    told = page.texts()
+    page.set("temperature", 2)
+    page.press("Regenerate", 0)
+    page.wait()
+    assert page.conversations() == ["One", "One / 1"]
+    assert [page.texts()[0], len(page.texts())] == [("user", "One"), 2]
+    Select(page.element("#conversations")).select_by_index(0)
+    assert page.texts() == told
+
+
+def test_nothing_is_lost_on_reload(page: Page, live: Live) -> None:
+    page.set("max_tokens", 60000)
+    page.say("A story")
+    wait_for(lambda: len(page.texts()[-1][1]) > 20)
+    page.element("#input").send_keys("A draft")
+    seen = page.texts()[-1][1]
+    page.driver.refresh()
+    wait_for(lambda: page.element("h1").text == "tiny")
+    assert page.texts()[0] == ("user", "A story")
+    assert page.texts()[1][1].startswith(seen)
+    assert page.element("#input").get_property("value") == "A draft"
+    wait_for(lambda: live.service.engine.stats().running == 0)
+    # Nor by another tab, which was opened earlier and has its own conversation.
+    page.set("max_tokens", 5)
+    first, driver = page.driver.current_window_handle, page.driver
+    driver.switch_to.new_window("tab")
+    driver.get(with_key(live))
+    wait_for(lambda: page.element("h1").text == "tiny")
+    page.press("New")
+    page.say("Elsewhere")
+    page.wait()
+    driver.switch_to.window(first)
+    wait_for(lambda: page.conversations() == ["A story", "Elsewhere"])
+    assert len(page.texts()) == 2
+    page.element("#input").send_keys(Keys.ENTER)
+    wait_for(lambda: len(page.texts()) == 4)
+    page.wait()
+    driver.refresh()
+    wait_for(lambda: page.conversations() == ["A story", "Elsewhere"])
+    assert page.texts()[2] == ("user", "A draft")
+
+
+def test_a_server_that_does_not_answer(page: Page, live: Live) -> None:
+    """Gone, full, or with another key: in words, and with a place for the key."""
+    fail = "window.fetch = async () => {{ {} }}"
+    answers = {
+        "throw new TypeError('Failed to fetch')": "The server does not answer.",
+        "return new Response('<h1>', {status: 502})": "The server answered with an error, 502",
+        "return new Response(JSON.stringify({error: {message: 'it is full'}}),"
+        "{status: 429, headers: {'retry-after': '7'}})": "it is full: try again in 7 s",
+        "return new Response('data: {')": "The connection was lost.",
+    }
+    page.say("Hello")
+    page.wait()
+    (_, told) = page.texts()
+    page.driver.execute_script("window.kept = window.fetch")
+    for failure, sentence in answers.items():
+        page.driver.execute_script(fail.format(failure))
+        page.press("Regenerate")
+        wait_for(lambda s=sentence: page.element("#error").text == s)
+        page.wait()
+        assert page.texts()[1] == told
+    assert not page.element("#key").is_displayed()
+    page.driver.execute_script("document.querySelector('#key').value = 'wrong'")
+    page.driver.execute_script("window.fetch = window.kept")
+    page.press("Regenerate")
+    wait_for(lambda: page.element("#error").text == "this server needs an API key")
+    page.picture("key")
+    page.driver.get_log("browser")
+    key = page.element("#key")
+    assert page.driver.switch_to.active_element == key
+    key.send_keys(Keys.CONTROL, "a")
+    key.send_keys(KEY, Keys.TAB)
+    wait_for(lambda: not page.element("#error").is_displayed())
+    page.press("Regenerate")
+    page.wait()
+    assert page.texts()[1] == told
+    page.driver.refresh()
+    wait_for(lambda: page.element("h1").text == "tiny")
+    assert page.element("#key").get_property("value") == KEY
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

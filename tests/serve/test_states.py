@@ -8,12 +8,13 @@ import torch
 from cli.commands import CHATML
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serve.live import GREEDY, Live, serving
+from serve.live import GREEDY, Live, serving, wait_for
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate import Generator, TextState
 from xlstm7b.generate.chat import TemplateTurns
 from xlstm7b.model import XLSTM
+from xlstm7b.serve import states
 from xlstm7b.serve.limits import ApiError
 from xlstm7b.serve.states import StateStore
 from xlstm7b.tokenizer import ByteTokenizer, ChatTemplate
@@ -84,6 +85,30 @@ def test_limits(generator: Generator, tmp_path: Path) -> None:
         live.post(STATES, prompt="a")
         assert "delete one first" in live.refused(STATES, 409, prompt="a")
         assert len(live.client.get(STATES).json()["data"]) == 1
+
+
+def test_states_in_memory(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits with a state holds it: few may, however many may wait without."""
+    monkeypatch.setattr(states, "MOST_HELD", 1)
+    saved = live.post(STATES, prompt="a")["id"]
+    endless = {"state": saved, "max_tokens": 60000, "ignore_eos": True, "stream": True}
+    with live.client.stream("POST", COMPLETIONS, json=endless) as answer:
+        lines = answer.iter_lines()  # while it is there, so is the connection
+        next(lines)
+        for path, body in (
+            (COMPLETIONS, {"state": saved}),
+            (CHAT, {"messages": user("Hello"), "save_state": True}),
+            (STATES, {"prompt": "b"}),
+        ):
+            refused = live.client.post(path, json=body)
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert live.post(COMPLETIONS, prompt="b", max_tokens=1)["choices"]
+    wait_for(lambda: live.service.engine.stats().running == 0)
+    live.refused(COMPLETIONS, 400, state=saved, top_p=0)  # which holds none, either
+    for stream in (False, True, False):
+        body = {"state": saved, "max_tokens": 1, "stream": stream, "save_state": True}
+        assert live.client.post(COMPLETIONS, json=body).status_code == 200
+    assert live.post(STATES, prompt="b")["tokens"] == 2
 
 
 def test_damage_and_other_models(live: Live, tmp_path: Path) -> None:

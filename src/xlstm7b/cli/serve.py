@@ -1,7 +1,6 @@
 """`xlstm7b serve MODEL`: an OpenAI-compatible server."""
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +32,9 @@ def serve(
     api_key: Annotated[
         list[str] | None, _server(f"A key that lets clients in; repeatable. Or {_KEY_VARIABLE}.")
     ] = None,
-    api_key_file: Annotated[Path | None, _server("A file of keys, one a line.")] = None,
+    api_key_file: Annotated[
+        Path | None, _server("A file of keys, one a line; # starts a comment.")
+    ] = None,
     cors: Annotated[str, _server("Origins whose pages may ask, with commas; *: all.")] = "",
     drain_seconds: Annotated[float, _server("After SIGTERM, for what runs to finish.")] = 30.0,
     states_folder: Annotated[
@@ -76,20 +77,26 @@ def serve(
     for folder in (states_folder, cache_folder):
         if folder is not None and not folder.is_dir():
             raise ValueError(f"there is no folder {folder}")
+        if folder is not None and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            raise ValueError(f"{folder} cannot be read and written")
     opened = open_model(
         model, tokenizer=tokenizer, dtype=dtype, device=device, state_dtype=state_dtype
     )
     turns = opened.turns()
     bound = bind(host, port)
-    if not keys and not is_loopback(bound):
-        told = f"{host} is open to others, and there is no API key: whoever connects may ask"
-        print(told, file=sys.stderr)
     from xlstm7b.generate.engine import Engine
     from xlstm7b.serve.app import create_app
+    from xlstm7b.serve.logs import LOGGER, log_to_stderr
     from xlstm7b.serve.metrics import Metrics
     from xlstm7b.serve.states import StateStore
     from xlstm7b.serve.work import Service
 
+    log_to_stderr()
+    is_local = is_loopback(bound)
+    if not keys and not is_local:
+        LOGGER.warning(
+            f"{host} is open to others, and there is no API key: whoever connects may ask"
+        )
     generator = opened.load()
     engine = Engine(
         generator,
@@ -116,16 +123,19 @@ def serve(
         if states_folder is None
         else StateStore(states_folder, opened.config, int(states_gb * 1e9)),
     )
-    run(create_app(service, keys=keys, cors=listed(cors)), service, bound, drain_seconds)
+    app = create_app(service, keys=keys, cors=listed(cors), is_local=is_local)
+    run(app, service, bound, drain_seconds)
 
 
 def _keys(given: list[str] | None, file: Path | None) -> list[str]:
     keys = list(given or ())
     if file is not None:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
-        keys += filter(None, lines)
-        if not any(lines):
+        # Editors put a byte order mark in front.
+        lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
+        found = [line for line in lines if line and not line.startswith("#")]
+        if not found:
             raise ValueError(f"{file} holds no key")
+        keys += found
     if _KEY_VARIABLE in os.environ:
         keys.append(os.environ[_KEY_VARIABLE])
     return keys

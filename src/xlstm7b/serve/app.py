@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -17,12 +18,13 @@ from xlstm7b import __version__
 from xlstm7b.generate.decoder import check_tokens
 from xlstm7b.serve.answers import Form
 from xlstm7b.serve.completions import answer, read_to_state
-from xlstm7b.serve.limits import Admission, ApiError, KeyCheck
+from xlstm7b.serve.limits import Admission, ApiError, KeyCheck, LocalNames
 from xlstm7b.serve.logs import RequestLog, request_id
 from xlstm7b.serve.schema import ChatBody, CompletionBody, ErrorAnswer, IdsBody, TextBody
 from xlstm7b.serve.work import Service, chat_work, completion_work, text_ids
 
 _PAGE = {"/": ("index.html", "text/html"), "/app.js": ("app.js", "text/javascript"),
+         "/server.js": ("server.js", "text/javascript"),
          "/style.css": ("style.css", "text/css")}  # fmt: skip
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
@@ -31,8 +33,17 @@ _PAGE_HEADERS = {
 }
 
 
-def create_app(service: Service, *, keys: Sequence[str] = (), cors: Sequence[str] = ()) -> FastAPI:
-    """The server's application. Without keys, everybody who can connect may ask."""
+def create_app(
+    service: Service,
+    *,
+    keys: Sequence[str] = (),
+    cors: Sequence[str] = (),
+    is_local: bool = False,
+) -> FastAPI:
+    """The server's application. Without keys, everybody who can connect may ask.
+
+    `is_local`: it listens at a loopback address, for this machine alone.
+    """
     app = FastAPI(
         title="xlstm7b",
         version=__version__,
@@ -44,6 +55,8 @@ def create_app(service: Service, *, keys: Sequence[str] = (), cors: Sequence[str
     # The last one added stands in front of the others.
     app.add_middleware(Admission, limits=service.limits)
     app.add_middleware(KeyCheck, keys=keys)
+    if is_local and not keys:
+        app.add_middleware(LocalNames)
     app.add_middleware(RequestLog, metrics=service.metrics)
     if cors:
         app.add_middleware(
@@ -62,13 +75,13 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def completions(body: CompletionBody, http: Request) -> Response:
         """Continue a text."""
         form = Form(f"cmpl-{request_id(http)}", service.name, chat=False)
-        return await answer(service, await completion_work(service, body), form, http, body)
+        return await answer(service, partial(completion_work, service, body), form, http, body)
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatBody, http: Request) -> Response:
         """Answer in a conversation."""
         form = Form(f"chatcmpl-{request_id(http)}", service.name, chat=True)
-        return await answer(service, await chat_work(service, body), form, http, body)
+        return await answer(service, partial(chat_work, service, body), form, http, body)
 
     @app.post("/tokenize")
     async def tokenize(body: TextBody) -> dict[str, Any]:
@@ -163,8 +176,9 @@ def _add_error_handlers(app: FastAPI) -> None:
         return JSONResponse(error.content, status_code=error.status, headers=error.headers)
 
     async def refuse_body(http: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"][1:])[:200]
+        # Where several types were tried, the one that came farthest was meant.
+        first = max(error.errors(), key=lambda one: len(one["loc"]))
+        where = _place(first["loc"][1:], error.body, first["type"] == "missing")[:200]
         where = where.encode(errors="replace").decode()
         message = f"{where}: {first['msg']}" if where else first["msg"]
         return await refuse(http, ApiError(400, message, param=where or None))
@@ -182,3 +196,16 @@ def _add_error_handlers(app: FastAPI) -> None:
         (ClientDisconnect, leave),
     ):
         app.add_exception_handler(kind, handler)  # type: ignore[arg-type]
+
+
+def _place(parts: Sequence[str | int], body: Any, is_missing: bool) -> str:
+    """Where in the body a mistake is, without the names of types that were tried there."""
+    place = []
+    for part in parts:
+        keys = body if isinstance(body, dict) else range(len(body) if isinstance(body, list) else 0)
+        if part in keys:
+            body = body[part]
+        elif not is_missing:
+            continue
+        place.append(str(part))
+    return ".".join(place)

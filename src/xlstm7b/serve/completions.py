@@ -1,7 +1,8 @@
 """A request's texts on their way to the client: whole, or as a stream of chunks."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Self
@@ -70,10 +71,8 @@ class _Answer:
         scored = self.echoes[prompt]
         return text, None if scored is None else telling.scores(*scored)
 
-    async def save(self, completion: Completion) -> str | None:
-        """The state behind the text, if it was asked for, and its id for the answer."""
-        if not self.work.keep_state:
-            return None
+    async def save(self, completion: Completion) -> str:
+        """Saves the state behind the text; its id, for the answer."""
         assert completion.state is not None
         written = self.service.generator.tokenizer.decode(completion.token_ids)
         overread = written.removeprefix(completion.text)
@@ -82,26 +81,28 @@ class _Answer:
 
 
 async def answer(
-    service: Service, work: Work, form: Form, http: HttpRequest, body: Sampling
+    service: Service,
+    to_work: Callable[[], Awaitable[Work]],
+    form: Form,
+    http: HttpRequest,
+    body: Sampling,
 ) -> Response:
     """Generates, and answers. A client that leaves takes its texts with it."""
-    echoes = await or_gone(http.receive, _score_prompts(service, work))
-    made = _Answer(service, work, form, echoes)
-    texts = work.submit(service)
-    if body.stream:
-        with_usage = body.stream_options is not None and body.stream_options.include_usage
-
-        def end() -> None:
-            texts.cancel()
-            noted(http, **made.usage())
-
-        return EventStream(_events(made, texts, with_usage), end)
-    try:
+    with ExitStack() as at_the_end:
+        if body.state is not None or body.save_state:
+            at_the_end.enter_context(service.saved().held())
+        work = await to_work()
+        echoes = await or_gone(http.receive, _score_prompts(service, work))
+        made = _Answer(service, work, form, echoes)
+        texts = work.submit(service)
+        at_the_end.callback(texts.cancel)
+        if body.stream:
+            with_usage = body.stream_options is not None and body.stream_options.include_usage
+            at_the_end.callback(lambda: noted(http, **made.usage()))
+            return EventStream(_events(made, texts, with_usage), at_the_end.pop_all().close)
         content = await or_gone(http.receive, _whole(made, texts))
-    finally:
-        texts.cancel()
     noted(http, **content["usage"])
-    return JSONResponse(content)
+    return await asyncio.to_thread(JSONResponse, content)  # long ones take a while
 
 
 async def _score_prompts(service: Service, work: Work) -> list[_Scored | None]:
@@ -123,18 +124,19 @@ async def _score_prompts(service: Service, work: Work) -> list[_Scored | None]:
 async def read_to_state(service: Service, body: TextBody, http: HttpRequest) -> Saved:
     """Reads a text, or a conversation as far as it has come, and saves where that leads."""
     store = service.saved()
-    await asyncio.to_thread(store.check_room, service.state_bytes)
-    ids = await text_ids(service, body, to_answer=False)
-    texts = Texts(service.metrics)
-    texts.submit(partial(service.engine.read, ids))
-    try:
-        piece = await or_gone(http.receive, _last_piece(texts))
-    finally:
-        texts.cancel()
-    assert piece.completion is not None
-    assert piece.completion.state is not None
-    overread = "" if body.messages is None else overread_of(service, body.messages)
-    return await asyncio.to_thread(store.save, piece.completion.state, overread)
+    with store.held():
+        await asyncio.to_thread(store.check_room, service.state_bytes)
+        ids = await text_ids(service, body, to_answer=False)
+        texts = Texts(service.metrics)
+        texts.submit(partial(service.engine.read, ids))
+        try:
+            piece = await or_gone(http.receive, _last_piece(texts))
+        finally:
+            texts.cancel()
+        assert piece.completion is not None
+        assert piece.completion.state is not None
+        overread = "" if body.messages is None else overread_of(service, body.messages)
+        return await asyncio.to_thread(store.save, piece.completion.state, overread)
 
 
 async def _last_piece(texts: Texts) -> Piece:
@@ -145,7 +147,13 @@ async def _last_piece(texts: Texts) -> Piece:
 async def _whole(made: _Answer, texts: Texts) -> Json:
     async for index, piece in texts.pieces():
         made.keep(index, piece)
-    work, choices, saved = made.work, list[Json](), None
+    choices = await asyncio.to_thread(_choices, made)
+    saved = await made.save(made.completions[0]) if made.work.keep_state else None
+    return made.form.whole(choices, made.usage(), saved)
+
+
+def _choices(made: _Answer) -> list[Json]:
+    work, choices = made.work, list[Json]()
     for prompt in range(len(work.prompts)):
         own = [made.completions[prompt * work.best_of + place] for place in range(work.best_of)]
         if work.best_of > work.n:
@@ -161,11 +169,10 @@ async def _whole(made: _Answer, texts: Texts) -> Json:
             )
             told = telling.whole(text + completion.text, scores, completion.finish_reason)
             choices.append(told)
-            saved = await made.save(completion)
         if not work.n:
             telling = made.telling(prompt)
             choices.append(telling.whole(*made.echo(telling, prompt), "length"))
-    return made.form.whole(choices, made.usage(), saved)
+    return choices
 
 
 def _mean_logprob(completion: Completion) -> float:
@@ -178,13 +185,14 @@ async def _events(made: _Answer, texts: Texts, with_usage: bool) -> AsyncIterato
     tellings = [made.telling(index) for index in range(len(work.prompts) * max(1, work.n))]
     if work.echo:
         for index, telling in enumerate(tellings):
-            text, scores = made.echo(telling, index // max(1, work.n))
+            echo = partial(made.echo, telling, index // max(1, work.n))
+            text, scores = await asyncio.to_thread(echo)
             yield form.chunk([telling.chunk(text, scores, None if work.n else "length")])
     async for index, piece in texts.pieces():
         made.keep(index, piece)
         telling, done = tellings[index], piece.completion
         scores = telling.scores(piece.token_ids, piece.logprobs, piece.top_logprobs)
-        saved = None if done is None else await made.save(done)
+        saved = await made.save(done) if done is not None and work.keep_state else None
         if piece.text or done or scores:
             reason = None if done is None else done.finish_reason
             yield form.chunk([telling.chunk(piece.text, scores, reason)], state_id=saved)

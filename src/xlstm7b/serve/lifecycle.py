@@ -1,18 +1,22 @@
 """A server's life: a socket, then requests, then a signal, and what was begun is ended."""
 
+import asyncio
 import ipaddress
 import os
 import socket
 import threading
 from types import FrameType
 
+import h11
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from xlstm7b.serve.logs import LOGGER, log_to_stderr
+from xlstm7b.serve.logs import LOGGER
 from xlstm7b.serve.work import Service
 
 _LAST_WORDS = 5  # seconds in which what is left in sockets is sent
+PATIENCE = 60.0  # seconds, for a request's line and headers, and for a reader that takes nothing
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -31,6 +35,41 @@ def bind(host: str, port: int) -> socket.socket:
 
 def is_loopback(bound: socket.socket) -> bool:
     return ipaddress.ip_address(bound.getsockname()[0]).is_loopback
+
+
+class _Connection(H11Protocol):
+    """One that ends when the client does nothing: uvicorn itself would wait for ever."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._look(self, 0)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _look(self, last_expected_after: object, last_unsent: int) -> None:
+        """Looks after it now and then, knowing what it was like the last time."""
+        unsent = self.transport.get_write_buffer_size()
+        expected_after = self.cycle if self.conn.their_state is h11.IDLE else self
+        is_answered = self.cycle is None or self.cycle.response_complete  # streams look themselves
+        if is_answered and unsent and unsent == last_unsent:
+            self.transport.abort()
+        elif expected_after is last_expected_after is not self:
+            self.timeout_keep_alive_handler()  # a request's head has not come since
+        self._timer = self.loop.call_later(PATIENCE, self._look, expected_after, unsent)
+
+
+def server_config(app: FastAPI, last_words: int = _LAST_WORDS) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=_Connection,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=last_words,
+    )
 
 
 class _Server(uvicorn.Server):
@@ -59,19 +98,11 @@ class _Server(uvicorn.Server):
 
 def serve(app: FastAPI, service: Service, bound: socket.socket, drain_seconds: float) -> None:
     """Answers until a signal; returns when all is ended."""
-    log_to_stderr()
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=_LAST_WORDS,
-    )
     service.engine.start()
     host, port = bound.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     LOGGER.info(f"serving {service.name} at http://{shown}:{port}")
     try:
-        _Server(config, service, drain_seconds).run(sockets=[bound])
+        _Server(server_config(app), service, drain_seconds).run(sockets=[bound])
     finally:
         service.engine.stop()

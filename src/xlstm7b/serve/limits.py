@@ -4,8 +4,10 @@ import asyncio
 import base64
 import binascii
 import hmac
+import ipaddress
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +26,7 @@ class Limits:
     prompt_tokens: int = 1 << 20
     new_tokens: int = 1 << 16
     choices: int = 128
+    logprobs: int = 1 << 20  # numbers, of all texts and their echoes
 
 
 class ApiError(Exception):
@@ -77,7 +80,7 @@ class KeyCheck:
     """Lets those in who name a key, as a bearer's token or as HTTP Basic's password.
 
     It stands before all routes: one added tomorrow is behind it. Browsers ask for the password by
-    themselves, so that the page needs no form for it.
+    themselves, so that the page gets through; who came with a token is asked for a token.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
@@ -88,7 +91,8 @@ class KeyCheck:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             error = ApiError(401, "this server needs an API key", code="invalid_api_key")
-            error.headers["www-authenticate"] = 'Basic realm="xlstm7b", charset="UTF-8"'
+            scheme = "Bearer" if _authorization(scope).lower().startswith(b"bearer ") else "Basic"
+            error.headers["www-authenticate"] = f'{scheme} realm="xlstm7b"'
             await error.send(send)
         else:
             await send({"type": "websocket.close", "code": 1008})
@@ -96,9 +100,14 @@ class KeyCheck:
     def _may_enter(self, scope: Scope) -> bool:
         if scope["type"] == "http" and scope["path"] == _OPEN:
             return True
-        given = _given_key(dict(scope["headers"]).get(b"authorization", b""))
+        given = _given_key(_authorization(scope))
         # All are compared, each in constant time: how long it takes tells nothing.
         return sum(hmac.compare_digest(given, key) for key in self._keys) > 0
+
+
+def _authorization(scope: Scope) -> bytes:
+    header: bytes = dict(scope["headers"]).get(b"authorization", b"")
+    return header
 
 
 def _given_key(header: bytes) -> bytes:
@@ -111,6 +120,35 @@ def _given_key(header: bytes) -> bytes:
         except binascii.Error:
             return b""
     return b""
+
+
+class LocalNames:
+    """Lets no page in whose own name was made to lead to this machine (DNS rebinding).
+
+    Its browser would take the server for the page's own. Where there are keys, it has none to send.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            given = dict(scope["headers"]).get(b"host", b"localhost").decode("latin-1")
+            if not _is_local_name(given):
+                message = "without an API key, this server goes by localhost or its address alone"
+                await ApiError(403, message).send(send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _is_local_name(host: str) -> bool:
+    """Whether it is localhost or an address, with or without a port."""
+    name = re.sub(r":\d*$", "", host)
+    try:
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return name.lower() == "localhost"
+    return True
 
 
 class Admission:

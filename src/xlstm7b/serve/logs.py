@@ -32,13 +32,13 @@ class JsonLines(logging.Formatter):
 
 
 def log_to_stderr() -> None:
-    """Ours and uvicorn's own."""
+    """All that this process logs: ours, the engine's, uvicorn's, Python's warnings."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
-    for logger in (LOGGER, logging.getLogger("uvicorn.error")):
-        logger.handlers, logger.propagate = [handler], False
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logging.captureWarnings(True)
     LOGGER.setLevel(logging.INFO)
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # it asks for its own level
 
 
 def request_id(http: HTTPConnection) -> str:

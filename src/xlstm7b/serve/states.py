@@ -4,6 +4,8 @@ import json
 import re
 import secrets
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +14,7 @@ from xlstm7b.files import opened_safetensors
 from xlstm7b.generate.states import TextState
 from xlstm7b.serve.limits import ApiError
 
+MOST_HELD = 16  # requests that have a saved state in memory, at once: each is 134 MB with 7B
 _ID = re.compile(r"state-[0-9a-f]{24}")  # all that an id can be: no path is made of anything else
 
 
@@ -34,6 +37,19 @@ class StateStore:
     def __init__(self, folder: Path, config: ModelConfig, most_bytes: int) -> None:
         self._folder, self._config, self._most_bytes = folder, config, most_bytes
         self._saving = threading.Lock()
+        self._held = 0
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """For as long as a request may have a state in memory that is no slot's."""
+        if self._held >= MOST_HELD:
+            message = f"{MOST_HELD} requests with saved states are under way, the most at once"
+            raise ApiError(429, message, retry_after=1)
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
 
     def check_room(self, nbytes: int) -> None:
         """Raises an `ApiError` if no state of that size could be saved now."""

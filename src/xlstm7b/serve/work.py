@@ -259,5 +259,11 @@ def _check_choices(service: Service, work: Work) -> None:
     if len(work.prompts) * max(1, work.best_of) > most:
         raise ApiError(400, f"a request may ask for at most {most} texts in all", param="n")
     _check_length(service, work.prompts, max(1, work.best_of))
+    if work.logprobs is not None:
+        tokens = sum(request.settings.max_new_tokens for request in work.requests) * work.best_of
+        tokens += sum(map(len, work.prompts)) * max(1, work.n) if work.echo else 0
+        if tokens * (1 + work.logprobs) > service.limits.logprobs:
+            message = f"a request may ask for at most {service.limits.logprobs} logprobs in all"
+            raise ApiError(400, message, param="logprobs")
     if work.keep_state and len(work.prompts) * work.best_of != 1:
         raise ApiError(400, "save_state saves one text: n and best_of must be 1", param="n")

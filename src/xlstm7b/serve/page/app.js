@@ -1,36 +1,60 @@
-// A chat page over /v1/chat/completions. Conversations live in this browser alone. Every request
-// sends its whole conversation: the server finds the state of what it has read before, so going
-// on, regenerating and forking read only what is new.
+// A chat page over /v1/chat/completions. Conversations live in this browser alone, each under a key
+// of its own, so that several tabs don't overwrite each other's. Every request sends its whole
+// conversation: the server finds the state of what it has read before, so going on, regenerating
+// and forking read only what is new.
+
+import { ask, stream } from "./server.js";
 
 const find = (id) => document.getElementById(id);
 const list = find("messages"), input = find("input"), picker = find("conversations");
 const settingsForm = document.querySelector("#settings form");
-const KEPT = "xlstm7b";
-const at = (path) => location.origin + path; // less a password that the page's own address may hold
+const KEPT = "xlstm7b/"; // before a conversation's id
+const SETTINGS = "xlstm7b-settings", CURRENT = "xlstm7b-current", KEY = "xlstm7b-key";
 
 let stateBytes = 0;
-let kept = load();
+let settings = attempt(() => JSON.parse(localStorage.getItem(SETTINGS))) ?? {};
+let conversations = load();
+let current = conversations.find((one) => one.id === attempt(() => Number(sessionStorage[CURRENT])))
+  ?? conversations.at(-1);
 let answering = null; // an AbortController while an answer grows
 
-function load() {
+function attempt(work) {
   try {
-    const stored = JSON.parse(localStorage.getItem(KEPT));
-    if (stored.conversations.length) return stored;
-  } catch { /* nothing stored, or not ours */ }
-  return { conversations: [fresh()], current: 0, settings: {} };
+    return work();
+  } catch { /* this browser stores nothing, or what is stored is not ours */ }
 }
 
-function fresh() {
-  return { title: "New conversation", messages: [] };
+function load() {
+  const keys = attempt(() => Object.keys(localStorage).filter((key) => key.startsWith(KEPT))) ?? [];
+  const found = keys.map((key) => attempt(() => JSON.parse(localStorage.getItem(key))))
+    .filter((one) => one?.messages).sort((a, b) => a.id - b.id);
+  for (const { messages } of found) { // one may have been left before its answer's first word
+    if (messages.at(-1)?.content === "") messages.pop();
+  }
+  return found.length ? found : [fresh(0)];
+}
+
+function fresh(last, title = "New conversation", messages = []) {
+  return { id: Math.max(Date.now(), last + 1), title, messages, draft: "" };
 }
 
 function save() {
   try {
-    localStorage.setItem(KEPT, JSON.stringify(kept));
-  } catch { /* full or forbidden: the page works on */ }
+    localStorage.setItem(KEPT + current.id, JSON.stringify(current));
+    localStorage.setItem(SETTINGS, JSON.stringify(settings));
+    sessionStorage.setItem(CURRENT, current.id);
+  } catch {
+    tell("This browser stores no more: what is said from now on is lost when the page is closed.");
+  }
 }
 
-const current = () => kept.conversations[kept.current];
+function open(conversation) {
+  if (!conversations.includes(conversation)) conversations.push(conversation);
+  current = conversation;
+  save();
+  show();
+  input.focus();
+}
 
 function element(name, text, properties = {}) {
   const made = document.createElement(name);
@@ -39,11 +63,19 @@ function element(name, text, properties = {}) {
 }
 
 function show() {
-  picker.replaceChildren(...kept.conversations.map((one, index) =>
-    element("option", one.title, { value: index, selected: index === kept.current })));
-  list.replaceChildren(...current().messages.map(toArticle));
+  picker.replaceChildren(...conversations.map((one) =>
+    element("option", one.title, { value: one.id, selected: one === current })));
+  list.replaceChildren(...current.messages.map(toArticle));
   list.scrollTop = list.scrollHeight;
-  const busy = answering !== null;
+  input.value = current.draft;
+  fit();
+}
+
+function setAnswering(controller) {
+  answering = controller;
+  const busy = controller !== null;
+  document.body.classList.toggle("busy", busy);
+  list.ariaBusy = busy; // it is read out when it is whole
   find("send").hidden = busy;
   find("stop").hidden = !busy;
   for (const control of [picker, find("new"), find("delete")]) control.disabled = busy;
@@ -55,8 +87,10 @@ function toArticle(message, index) {
   if (message.role === "assistant") {
     actions.append(
       element("button", "Regenerate", { type: "button", onclick: () => regenerate(index) }),
-      element("button", "Fork", { type: "button", onclick: () => fork(index) }),
+      element("button", "Fork", { type: "button", onclick: () => fork(index + 1) }),
     );
+  } else if (index === current.messages.length - 1) {
+    actions.append(element("button", "Try again", { type: "button", onclick: () => answer() }));
   }
   article.append(
     element("h2", message.role === "user" ? "You" : "Model"),
@@ -66,76 +100,79 @@ function toArticle(message, index) {
   return article;
 }
 
-function fork(index) {
-  if (answering) return;
-  const { title, messages } = current();
-  const copy = structuredClone(messages.slice(0, index + 1));
-  const forks = kept.conversations.filter((one) => one.title.startsWith(`${title} / `)).length;
-  kept.conversations.push({ title: `${title} / ${forks + 1}`, messages: copy });
-  kept.current = kept.conversations.length - 1;
-  save();
-  show();
-  input.focus();
+function fork(length) {
+  const { title, messages } = current;
+  const forks = conversations.filter((one) => one.title.startsWith(`${title} / `)).length;
+  const copy = structuredClone(messages.slice(0, length));
+  open(fresh(conversations.at(-1).id, `${title} / ${forks + 1}`, copy));
 }
 
+// The last answer is replaced by another; one that has been gone on from is left to a fork.
 function regenerate(index) {
-  if (answering) return;
-  current().messages.length = index;
-  answer();
+  if (index < current.messages.length - 1) {
+    fork(index);
+    answer();
+  } else {
+    answer(current.messages.pop());
+  }
 }
 
 function send() {
   const text = input.value.trim();
   if (answering || !text) return;
-  const conversation = current();
-  if (!conversation.messages.length) conversation.title = text.slice(0, 40);
-  conversation.messages.push({ role: "user", content: text });
-  input.value = "";
-  fit();
+  if (!current.messages.length) current.title = text.slice(0, 40);
+  current.messages.push({ role: "user", content: text });
+  current.draft = "";
   answer();
 }
 
 function readSettings() {
-  const settings = {};
+  const numbers = {};
   for (const field of settingsForm.elements) {
-    kept.settings[field.name] = field.value;
-    if (field.type === "number" && field.value !== "") settings[field.name] = Number(field.value);
+    if (!field.name) continue;
+    settings[field.name] = field.value;
+    if (field.type === "number" && field.value !== "") numbers[field.name] = Number(field.value);
   }
-  return settings;
+  return numbers;
 }
 
-async function answer() {
-  const conversation = current();
-  const settings = readSettings();
-  const system = kept.settings.system.trim();
-  const messages = [...(system ? [{ role: "system", content: system }] : []),
-    ...conversation.messages];
+// `before` is the answer that stays if there is no other.
+async function answer(before) {
+  const { messages } = current;
+  const numbers = readSettings();
+  const system = settings.system.trim();
+  const asked = [...(system ? [{ role: "system", content: system }] : []), ...messages];
   const reply = { role: "assistant", content: "" };
-  conversation.messages.push(reply);
-  answering = new AbortController();
+  messages.push(reply);
+  setAnswering(new AbortController());
   find("error").hidden = true;
-  save();
+  if (!before) save();
   show();
   const article = list.lastElementChild;
   article.classList.add("growing");
   const meter = startMeter();
   try {
-    await stream({ messages, ...settings }, (event) => {
+    const body = { messages: asked, ...numbers };
+    await stream(body, find("key").value, answering.signal, (event) => {
+      const atEnd = list.scrollHeight - list.scrollTop - list.clientHeight < 60;
       const text = event.choices[0]?.delta.content ?? "";
       reply.content += text;
       article.querySelector("p").append(text);
-      const atEnd = list.scrollHeight - list.scrollTop - list.clientHeight < 120;
       if (atEnd) list.scrollTop = list.scrollHeight;
       meter(event);
     });
   } catch (error) {
-    if (error.name !== "AbortError") tell(error.message);
+    explain(error);
   }
-  if (!reply.content) conversation.messages.pop();
-  answering = null;
+  article.classList.remove("growing");
+  setAnswering(null);
+  if (!reply.content) {
+    messages.pop();
+    if (before) messages.push(before);
+    show();
+  }
   save();
-  show();
-  input.focus();
+  if (document.activeElement !== find("key")) input.focus();
 }
 
 function startMeter() {
@@ -162,29 +199,13 @@ function toSize(bytes) {
   return bytes < 1e6 ? `${(bytes / 1e3).toFixed(0)} kB` : `${(bytes / 1e6).toFixed(1)} MB`;
 }
 
-async function stream(body, receive) {
-  const response = await fetch(at("/v1/chat/completions"), {
-    method: "POST",
-    headers: { "content-type": "application/json" },
-    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
-    signal: answering.signal,
-  });
-  if (!response.ok) throw new Error((await response.json()).error.message);
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let buffer = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) throw new Error("The connection was lost.");
-    const events = (buffer + value).split("\n\n");
-    buffer = events.pop();
-    for (const event of events) {
-      const data = event.slice("data: ".length);
-      if (data === "[DONE]") return;
-      const content = JSON.parse(data);
-      if (content.error) throw new Error(content.error.message);
-      receive(content);
-    }
-  }
+function explain(error) {
+  if (error.name === "AbortError") return; // as they wished
+  tell(error.message);
+  if (error.cause !== 401) return;
+  find("settings").open = true;
+  find("key-label").hidden = false;
+  find("key").focus();
 }
 
 function tell(message) {
@@ -201,7 +222,10 @@ find("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   send();
 });
-input.addEventListener("input", fit);
+input.addEventListener("input", () => {
+  current.draft = input.value;
+  fit();
+});
 input.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
@@ -213,35 +237,52 @@ document.addEventListener("keydown", (event) => {
 });
 find("stop").addEventListener("click", () => answering?.abort());
 find("new").addEventListener("click", () => {
-  if (current().messages.length) kept.conversations.push(fresh());
-  kept.current = kept.conversations.length - 1;
-  save();
-  show();
-  input.focus();
+  const last = conversations.at(-1);
+  open(last.messages.length ? fresh(last.id) : last);
 });
 find("delete").addEventListener("click", () => {
-  kept.conversations.splice(kept.current, 1);
-  if (!kept.conversations.length) kept.conversations.push(fresh());
-  kept.current = Math.min(kept.current, kept.conversations.length - 1);
-  save();
-  show();
+  if (current.messages.length && !confirm(`Delete “${current.title}”?`)) return;
+  attempt(() => localStorage.removeItem(KEPT + current.id));
+  const place = conversations.indexOf(current);
+  conversations.splice(place, 1);
+  open(conversations[place] ?? conversations.at(-1) ?? fresh(current.id));
 });
 picker.addEventListener("change", () => {
-  kept.current = Number(picker.value);
-  save();
-  show();
+  save(); // its draft
+  open(conversations.find((one) => one.id === Number(picker.value)));
 });
 settingsForm.addEventListener("change", () => {
   readSettings();
+  attempt(() => sessionStorage.setItem(KEY, find("key").value)); // no longer than this tab
   save();
 });
 settingsForm.addEventListener("submit", (event) => event.preventDefault());
+find("key").addEventListener("change", greet);
+addEventListener("pagehide", save); // half an answer, and a draft
+addEventListener("storage", () => { // another tab has said something
+  if (answering) return;
+  conversations = load();
+  const own = conversations.findIndex((one) => one.id === current.id);
+  if (own < 0) conversations.push(current);
+  else current = Object.assign(conversations[own], { draft: current.draft });
+  show();
+});
+
+async function greet() {
+  try {
+    const { data: [model] } = await (await ask("/v1/models", find("key").value)).json();
+    find("model").textContent = document.title = model.id;
+    stateBytes = model.state_bytes;
+    find("error").hidden = true;
+  } catch (error) {
+    explain(error);
+  }
+}
 
 for (const field of settingsForm.elements) {
-  if (field.name in kept.settings) field.value = kept.settings[field.name];
+  if (field.name in settings) field.value = settings[field.name];
 }
+find("key").value = attempt(() => sessionStorage.getItem(KEY)) ?? "";
+find("key-label").hidden = !find("key").value;
 show();
-fetch(at("/v1/models")).then((response) => response.json()).then(({ data }) => {
-  find("model").textContent = document.title = data[0].id;
-  stateBytes = data[0].state_bytes;
-}).catch(() => tell("The server does not answer."));
+greet();
