@@ -13,6 +13,7 @@ from engines import Listener, idle, running
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate import Generator, Request, SamplingSettings
+from xlstm7b.generate.slots import Slots
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import ByteTokenizer
 
@@ -95,3 +96,38 @@ def test_a_stored_state_gives_the_same_text():
             found.append((told.completion().token_ids, told.completion().logprobs))
         assert told.pieces[0].cached_tokens == len(LONG) + 1
     assert found[0] == found[1]
+
+
+def test_the_host_never_waits_for_the_device():
+    """But for results: else a GPU has nothing to do while the host prepares the next step."""
+    generator, _ = models()
+    slots = Slots(generator, 6)
+    kinds = (
+        {"temperature": 0.0},
+        {"temperature": 1.0, "top_p": 0.5, "logprobs": 4, "min_new_tokens": 2},
+        {"frequency_penalty": 1.0, "logit_bias": {70: 5.0}},
+    )
+    with torch.inference_mode():
+        slots.warm_up(64)
+        for debugged in (False, True):  # a first time for what is compiled and allocated
+            torch.cuda.set_sync_debug_mode("error" if debugged else "default")
+            try:
+                for row, kind in enumerate(kinds):
+                    slots.load(None)
+                    slots.read(LONG[:40])
+                    slots.park(5)
+                    slots.load(5)
+                    slots.read(LONG[40:60])
+                    slots.free.discard(row + 1)
+                    slots.begin(row + 1, SamplingSettings(**kind), 7, LONG[:60])
+                    slots.decode([*range(1, row + 2)])
+                slots.read_scored(LONG[:10], LONG[1:11], 3)
+                slots.free.add(0)
+                assert slots.lower_row([1, 2, 3]) is None  # four rows are no more than three
+                for row in (1, 2):
+                    slots.release(row)
+                assert slots.lower_row([3]) == (3, 0)
+                slots.decode([0])
+                slots.release(0)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")

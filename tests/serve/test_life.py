@@ -1,5 +1,6 @@
 """Clients that leave or don't read, an engine that fails, signals."""
 
+import asyncio
 import json
 import logging
 import random
@@ -13,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -20,8 +22,11 @@ from cli.commands import environment
 from serve.live import GREEDY, Live, error_of, events, serving, wait_for
 
 from xlstm7b.generate import Generator
+from xlstm7b.generate.engine import Piece
+from xlstm7b.generate.slots import Slots
 from xlstm7b.serve import streaming
 from xlstm7b.serve.answers import Telling
+from xlstm7b.serve.limits import ApiError
 from xlstm7b.serve.logs import log_to_stderr
 
 PATH = "/v1/completions"
@@ -100,9 +105,48 @@ def test_long_answers_keep_nobody_waiting(
     assert thread.startswith("asyncio_")  # the loop's pool
 
 
+def test_what_comes_faster_than_it_is_told_is_told_at_once(live: Live) -> None:
+    """Tokens of two texts, an end and a failure, all before anybody looked."""
+    (completion,) = live.service.generator.generate("a", max_new_tokens=3, **GREEDY)
+    given = [
+        Piece("ab", (1, 2), (-0.5, -1.0), ({1: -0.5}, {}), None, 0),
+        Piece("", (3,), (-2.0,), ({},), None, 0),
+        Piece("c", (), (), (), completion, 7),
+    ]
+
+    async def told(*news: tuple[int, Piece | Exception]) -> list[tuple[int, Piece]]:
+        texts, receivers = live.service.texts(), []
+        for _ in range(2):
+            texts.submit(lambda receive: receivers.append(receive) or Mock())
+        for index, one in news:
+            receivers[index](one)
+        pieces = texts.pieces()
+        found = [await anext(pieces), await anext(pieces)]
+        with pytest.raises(ApiError, match="the model failed"):
+            await anext(pieces)
+        return found
+
+    whole = Piece("abc", (1, 2, 3), (-0.5, -1.0, -2.0), ({1: -0.5}, {}, {}), completion, 7)
+    failure = RuntimeError("/a/secret/path")
+    assert asyncio.run(
+        told((0, given[0]), (1, given[1]), (0, given[1]), (0, given[2]), (1, failure))
+    ) == [(0, whole), (1, given[1])]
+
+
+def test_an_engine_that_is_not_warm(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(Slots, "warm_up", lambda *_: go_on.wait())
+    with serving(generator) as live:
+        cold = live.client.get("/health")
+        assert (cold.status_code, cold.json()) == (503, {"status": "starting"})
+        go_on.set()
+        assert live.post(PATH, prompt="a", max_tokens=2)["usage"]["completion_tokens"] == 2
+        assert live.client.get("/health").json() == {"status": "ok"}
+
+
 def test_an_engine_that_fails(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(generator) as live:
-        assert live.client.get("/health").json() == {"status": "ok"}
+        wait_for(lambda: live.client.get("/health").json() == {"status": "ok"})
         with live.client.stream("POST", PATH, json={**ENDLESS, "stream": True}) as answer:
             lines = answer.iter_lines()
             assert next(lines).startswith("data: {")
@@ -219,7 +263,9 @@ def test_a_signal_lets_what_runs_finish(start: Callable[..., Any]) -> None:
         assert last["usage"]["completion_tokens"] == 400
     assert process.wait(60) == 0
     lines = log_lines(process)
-    assert [line["message"] for line in lines if line["message"] != "answered"] == [
+    warm, *others = [line["message"] for line in lines if line["message"] != "answered"]
+    assert warm.startswith("warm after ")
+    assert others == [
         "draining: new requests are refused, what runs is finished",
         "drained",
     ]

@@ -96,7 +96,7 @@ class Engine:
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._refusal: str | None = None  # why no text is taken
-        self._stopping = False
+        self._stopping = self._warm = False
         self._failure: str | None = None
 
     def start(self) -> None:
@@ -105,8 +105,8 @@ class Engine:
 
     @property
     def healthy(self) -> bool:
-        """Whether texts that are submitted go on: it runs, and nothing failed."""
-        return self._thread.is_alive() and self._failure is None
+        """Whether texts that are submitted go on at once: it is warm, and nothing failed."""
+        return self._thread.is_alive() and self._warm and self._failure is None
 
     @property
     def failure(self) -> str | None:
@@ -225,7 +225,10 @@ class Engine:
         error: Exception = EngineStopped("it was stopped")
         try:
             with torch.inference_mode():
+                began = time.monotonic()
                 self._slots.warm_up(self._scheduler.longest_piece)
+                _LOG.info("warm after %.1f s", time.monotonic() - began)
+                self._warm = True
                 while (waiting := self._admit()) is not None:
                     self._scheduler.step(waiting)
         except Exception as failure:

@@ -48,6 +48,17 @@ class Piece:
     completion: Completion | None
     cached_tokens: int  # of the prompt, that a stored state spared
 
+    def __add__(self, later: "Piece") -> "Piece":
+        """This piece and the next of the same text as one."""
+        return Piece(
+            self.text + later.text,
+            self.token_ids + later.token_ids,
+            self.logprobs + later.logprobs,
+            self.top_logprobs + later.top_logprobs,
+            later.completion,
+            later.cached_tokens,
+        )
+
 
 Receive = Callable[[Piece | Exception], None]
 

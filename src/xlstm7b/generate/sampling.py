@@ -171,7 +171,7 @@ class Sampler:
         needs = settings.needs
         if needs.penalties:
             _mark(self._in_prompt[row], prompt)
-            self._counts[row] = 0
+            self._counts[row].zero_()
         if needs.bias:
             biases = on_device([*settings.logit_bias.values()], self._device, torch.float32)
             self._bias[row].index_copy_(0, on_device([*settings.logit_bias], self._device), biases)
@@ -182,13 +182,13 @@ class Sampler:
         """Leaves a row idle: it produces nothing, and needs nothing."""
         self.stop_row(row)
         if self._row_needs[row].bias:
-            self._bias[row] = 0
+            self._bias[row].zero_()
         self._row_needs[row] = Needs()
 
     @torch.inference_mode()
     def stop_row(self, row: int) -> None:
         """Ends a row's text: nothing more of it is read or sampled."""
-        self.pending[row] = -1
+        self.pending[row].fill_(-1)  # assigned, a number would be copied, and waited for
 
     @torch.inference_mode()
     def take_row(self, row: int, other: "Sampler", source: int) -> None:

@@ -47,13 +47,13 @@ class ModelState(NamedTuple):
 
     def zero_(self) -> None:
         """Forgets every text, in place."""
-        for tensor in self._tensors():
-            tensor.zero_()
+        torch._foreach_zero_(self._memories())
+        self.tokens_seen.zero_()
 
     def copy_(self, other: Self) -> None:
         """Takes another state's values, in place, in this one's dtype."""
-        for tensor, value in zip(self._tensors(), other._tensors(), strict=True):
-            tensor.copy_(value)
+        torch._foreach_copy_(self._memories(), other._memories())
+        self.tokens_seen.copy_(other.tokens_seen)
 
     def clone(self) -> Self:
         """A copy that shares no memory with this one."""
@@ -74,7 +74,11 @@ class ModelState(NamedTuple):
         return self._map(lambda x: x.index_select(0, index))
 
     def _tensors(self) -> list[Tensor]:
-        return [*(part for block in self.blocks for part in block), self.tokens_seen]
+        return [*self._memories(), self.tokens_seen]
+
+    def _memories(self) -> list[Tensor]:
+        """Of one dtype, so that a GPU does many in one launch."""
+        return [part for block in self.blocks for part in block]
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         return self._replace(

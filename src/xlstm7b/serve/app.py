@@ -147,11 +147,14 @@ def _add_watching(app: FastAPI, service: Service) -> None:
     @app.get("/health", response_model=None)
     async def health() -> Response:
         """200 while requests are taken and answered."""
-        failure = service.engine.failure
-        if service.engine.healthy and not service.draining.is_set():
-            return JSONResponse({"status": "ok"})
-        status = "draining" if failure is None else "failed"
-        return JSONResponse({"status": status}, status_code=503)
+        engine = service.engine
+        if engine.failure is not None:
+            status = "failed"
+        elif service.draining.is_set():
+            status = "draining"
+        else:
+            status = "ok" if engine.healthy else "starting"
+        return JSONResponse({"status": status}, status_code=200 if status == "ok" else 503)
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:

@@ -109,7 +109,7 @@ async def _score_prompts(service: Service, work: Work) -> list[_Scored | None]:
     """The tokens of every prompt with their log-probabilities, if its echo is to have them."""
     if not work.echo or work.logprobs is None:
         return [None] * len(work.prompts)
-    texts = Texts(service.metrics)
+    texts = service.texts()
     for prompt in work.prompts:
         texts.submit(partial(service.engine.submit_logprobs, prompt, work.logprobs))
     scored: list[list[Piece]] = [[] for _ in work.prompts]
@@ -127,7 +127,7 @@ async def read_to_state(service: Service, body: TextBody, http: HttpRequest) -> 
     with store.held():
         await asyncio.to_thread(store.check_room, service.state_bytes)
         ids = await text_ids(service, body, to_answer=False)
-        texts = Texts(service.metrics)
+        texts = service.texts()
         texts.submit(partial(service.engine.read, ids))
         try:
             piece = await or_gone(http.receive, _last_piece(texts))

@@ -98,10 +98,10 @@ class _Server(uvicorn.Server):
 
 def serve(app: FastAPI, service: Service, bound: socket.socket, drain_seconds: float) -> None:
     """Answers until a signal; returns when all is ended."""
-    service.engine.start()
     host, port = bound.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     LOGGER.info(f"serving {service.name} at http://{shown}:{port}")
+    service.engine.start()
     try:
         _Server(server_config(app), service, drain_seconds).run(sockets=[bound])
     finally:

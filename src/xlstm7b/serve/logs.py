@@ -37,7 +37,7 @@ def log_to_stderr() -> None:
     handler.setFormatter(JsonLines())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.captureWarnings(True)
-    LOGGER.setLevel(logging.INFO)
+    logging.getLogger("xlstm7b").setLevel(logging.INFO)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # it asks for its own level
 
 

@@ -6,9 +6,11 @@ The engine never waits for a reader. One that falls far behind, or stops reading
 import asyncio
 import json
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -32,11 +34,32 @@ class _Timing:
     last_token: float | None = None
 
 
+class Outbox:
+    """What the engine's thread has to say to the event loop, which is woken once for all of it."""
+
+    def __init__(self) -> None:
+        self._calls: deque[Callable[[], None]] = deque()
+        self._is_woken = False
+
+    def put(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+        """Has something called in the loop; in the order in which it was put."""
+        self._calls.append(call)
+        if not self._is_woken:
+            self._is_woken = True
+            with suppress(RuntimeError):  # the loop has ended, and all requests with it
+                loop.call_soon_threadsafe(self._empty)
+
+    def _empty(self) -> None:
+        self._is_woken = False  # first: what is put from now on wakes the loop again
+        while self._calls:
+            self._calls.popleft()()
+
+
 class Texts:
     """The texts that one request waits for: jobs of the engine, and what it says of them."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, metrics: Metrics, outbox: Outbox) -> None:
+        self._loop, self._outbox = asyncio.get_running_loop(), outbox
         self._queue: asyncio.Queue[tuple[int, _News]] = asyncio.Queue(FAR_BEHIND)
         self._metrics = metrics
         self._jobs: list[Job] = []
@@ -49,8 +72,7 @@ class Texts:
         index = len(self._jobs)
 
         def receive(news: _News) -> None:  # called in the engine's thread
-            with suppress(RuntimeError):  # the loop has ended, and all requests with it
-                self._loop.call_soon_threadsafe(self._put, index, news)
+            self._outbox.put(self._loop, partial(self._put, index, news))
 
         self._timings.append(_Timing(time.monotonic()))
         try:
@@ -69,13 +91,27 @@ class Texts:
             self._unfinished = 0
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """(which text, what it grew by) until all have ended; an `ApiError` if one cannot."""
+        """(which text, what it grew by) until all have ended; an `ApiError` if one cannot.
+
+        What has come since it was last asked for is one piece of each text: under load clients get
+        fewer chunks of more tokens, and the server has less to do.
+        """
         while self._unfinished or not self._queue.empty():
-            index, news = await self._queue.get()
-            if isinstance(news, Exception):
+            waiting = [await self._queue.get()]
+            while not self._queue.empty():
+                waiting.append(self._queue.get_nowait())
+            grown: dict[int, Piece] = {}
+            failure: Exception | None = None
+            for index, news in waiting:
+                if isinstance(news, Exception):
+                    failure = failure or news
+                else:
+                    grown[index] = grown[index] + news if index in grown else news
+            for pair in grown.items():
+                yield pair
+            if failure is not None:
                 self.cancel()
-                raise to_api_error(news)
-            yield index, news
+                raise to_api_error(failure)
         if self._fell_behind:
             raise ApiError(408, "the stream ended because its reader fell too far behind")
 

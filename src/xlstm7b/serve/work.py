@@ -18,7 +18,7 @@ from xlstm7b.serve.limits import ApiError, Limits
 from xlstm7b.serve.metrics import Metrics
 from xlstm7b.serve.schema import ChatBody, CompletionBody, Message, Prompt, Sampling, TextBody
 from xlstm7b.serve.states import StateStore
-from xlstm7b.serve.streaming import Texts
+from xlstm7b.serve.streaming import Outbox, Texts
 
 _COMPLETION_TOKENS, _CHAT_TOKENS = 16, 1024  # where the request does not say
 _SAME_NAMES = (
@@ -40,6 +40,11 @@ class Service:
     metrics: Metrics
     states: StateStore | None
     draining: threading.Event = field(default_factory=threading.Event)  # on its way out
+    outbox: Outbox = field(default_factory=Outbox)
+
+    def texts(self) -> Texts:
+        """None yet, of a request that is about to ask for some."""
+        return Texts(self.metrics, self.outbox)
 
     @property
     def state_bytes(self) -> int:
@@ -72,7 +77,7 @@ class Work:
 
     def submit(self, service: Service) -> Texts:
         """All its texts as jobs: text t is the prompt t // best_of's."""
-        texts = Texts(service.metrics)
+        texts = service.texts()
         for request in self.requests:
             for place in range(self.best_of):
                 submit = partial(
