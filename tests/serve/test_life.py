@@ -24,7 +24,7 @@ from serve.live import GREEDY, Live, error_of, events, serving, wait_for
 from xlstm7b.generate import Generator
 from xlstm7b.generate.engine import Piece
 from xlstm7b.generate.slots import Slots
-from xlstm7b.serve import streaming
+from xlstm7b.serve import lifecycle, streaming
 from xlstm7b.serve.answers import Telling
 from xlstm7b.serve.limits import ApiError
 from xlstm7b.serve.logs import log_to_stderr
@@ -73,7 +73,7 @@ def test_readers_that_do_not_read(
     generator: Generator, monkeypatch: pytest.MonkeyPatch, far_behind: int, stalled: float
 ) -> None:
     monkeypatch.setattr(streaming, "FAR_BEHIND", far_behind)
-    monkeypatch.setattr(streaming, "STALLED", stalled)
+    monkeypatch.setattr(lifecycle, "PATIENCE", stalled)
     with serving(generator, send_buffer=4096) as live, connect(live) as sleeper:
         sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         ask(sleeper, **ENDLESS, stream=True)

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from xlstm7b.generate.prefix_store import TokenChain
 from xlstm7b.generate.requests import Request
@@ -34,8 +34,7 @@ class EngineFailed(RuntimeError):  # noqa: N818 (said as it is)
     """A step of the model failed, and every text with it."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """What was added to one text. The last piece of a text has its completion.
 
     Of a prompt that is scored the tokens are its own.
@@ -48,15 +47,18 @@ class Piece:
     completion: Completion | None
     cached_tokens: int  # of the prompt, that a stored state spared
 
-    def __add__(self, later: "Piece") -> "Piece":
-        """This piece and the next of the same text as one."""
-        return Piece(
-            self.text + later.text,
-            self.token_ids + later.token_ids,
-            self.logprobs + later.logprobs,
-            self.top_logprobs + later.top_logprobs,
-            later.completion,
-            later.cached_tokens,
+    @classmethod
+    def joined(cls, pieces: "Sequence[Piece]") -> "Piece":
+        """Pieces of the same text, in their order, as one."""
+        if len(pieces) == 1:
+            return pieces[0]
+        return cls(
+            "".join(piece.text for piece in pieces),
+            tuple(token for piece in pieces for token in piece.token_ids),
+            tuple(value for piece in pieces for value in piece.logprobs),
+            tuple(top for piece in pieces for top in piece.top_logprobs),
+            pieces[-1].completion,
+            pieces[-1].cached_tokens,
         )
 
 

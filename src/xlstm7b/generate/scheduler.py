@@ -8,7 +8,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -266,7 +265,7 @@ class Scheduler:
             text = GrowingText(self._tokenizer, job.request.settings)
             text.finish("length")
         self._leave(job)
-        job.deliver(replace(piece, completion=text.completion(speeds, state)))
+        job.deliver(piece._replace(completion=text.completion(speeds, state)))
 
     def _leave(self, job: Job) -> None:
         """Frees a text's row, and all else that it holds."""

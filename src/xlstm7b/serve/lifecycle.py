@@ -52,8 +52,7 @@ class _Connection(H11Protocol):
         """Looks after it now and then, knowing what it was like the last time."""
         unsent = self.transport.get_write_buffer_size()
         expected_after = self.cycle if self.conn.their_state is h11.IDLE else self
-        is_answered = self.cycle is None or self.cycle.response_complete  # streams look themselves
-        if is_answered and unsent and unsent == last_unsent:
+        if unsent and unsent == last_unsent:
             self.transport.abort()
         elif expected_after is last_expected_after is not self:
             self.timeout_keep_alive_handler()  # a request's head has not come since

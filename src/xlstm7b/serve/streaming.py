@@ -1,6 +1,7 @@
 """From the engine's thread to clients: pieces of texts as they come, events as they are written.
 
-The engine never waits for a reader. One that falls far behind, or stops reading, loses its stream.
+The engine never waits for a reader. One that falls far behind loses its stream; of one that stops
+reading, the connection is closed (`lifecycle.py`).
 """
 
 import asyncio
@@ -22,7 +23,6 @@ from xlstm7b.serve.limits import ApiError
 from xlstm7b.serve.metrics import Metrics
 
 FAR_BEHIND = 4096  # pieces that wait for their reader, besides what the sockets hold
-STALLED = 60.0  # seconds in which a reader takes nothing
 
 _News = Piece | Exception
 _Result = TypeVar("_Result")
@@ -35,24 +35,37 @@ class _Timing:
 
 
 class Outbox:
-    """What the engine's thread has to say to the event loop, which is woken once for all of it."""
+    """What the engine's thread has to say to the event loop, which is woken once for all of it.
+
+    Whoever runs Python keeps the engine from it. So the loop tells all that there is, and rests
+    for twice as long as that took: with few streams, no time at all; with many, chunks of several
+    tokens instead of a slower model.
+    """
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
-        self._is_woken = False
+        self._is_busy = False
 
     def put(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
         """Has something called in the loop; in the order in which it was put."""
         self._calls.append(call)
-        if not self._is_woken:
-            self._is_woken = True
+        if not self._is_busy:
+            self._is_busy = True
             with suppress(RuntimeError):  # the loop has ended, and all requests with it
-                loop.call_soon_threadsafe(self._empty)
+                loop.call_soon_threadsafe(self._empty, loop)
 
-    def _empty(self) -> None:
-        self._is_woken = False  # first: what is put from now on wakes the loop again
+    def _empty(self, loop: asyncio.AbstractEventLoop) -> None:
+        began = loop.time()
         while self._calls:
             self._calls.popleft()()
+        # Requests that were told something have their turns now, and this has the turn after them.
+        loop.call_soon(lambda: loop.call_later(2 * (loop.time() - began), self._rested, loop))
+
+    def _rested(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._is_busy = False  # first: what is put from now on wakes the loop again
+        if self._calls:
+            self._is_busy = True
+            self._empty(loop)
 
 
 class Texts:
@@ -60,7 +73,8 @@ class Texts:
 
     def __init__(self, metrics: Metrics, outbox: Outbox) -> None:
         self._loop, self._outbox = asyncio.get_running_loop(), outbox
-        self._queue: asyncio.Queue[tuple[int, _News]] = asyncio.Queue(FAR_BEHIND)
+        self._waiting: list[tuple[int, _News]] = []
+        self._arrived = asyncio.Event()
         self._metrics = metrics
         self._jobs: list[Job] = []
         self._timings: list[_Timing] = []
@@ -96,19 +110,19 @@ class Texts:
         What has come since it was last asked for is one piece of each text: under load clients get
         fewer chunks of more tokens, and the server has less to do.
         """
-        while self._unfinished or not self._queue.empty():
-            waiting = [await self._queue.get()]
-            while not self._queue.empty():
-                waiting.append(self._queue.get_nowait())
-            grown: dict[int, Piece] = {}
+        while self._unfinished or self._waiting:
+            await self._arrived.wait()
+            self._arrived.clear()
+            waiting, self._waiting = self._waiting, []
+            grown: dict[int, list[Piece]] = {}
             failure: Exception | None = None
             for index, news in waiting:
-                if isinstance(news, Exception):
-                    failure = failure or news
+                if isinstance(news, Piece):
+                    grown.setdefault(index, []).append(news)
                 else:
-                    grown[index] = grown[index] + news if index in grown else news
-            for pair in grown.items():
-                yield pair
+                    failure = failure or news
+            for index, pieces in grown.items():
+                yield index, Piece.joined(pieces)
             if failure is not None:
                 self.cancel()
                 raise to_api_error(failure)
@@ -120,9 +134,10 @@ class Texts:
             return
         if isinstance(news, Piece):
             self._measure(self._timings[index], news)
-        try:
-            self._queue.put_nowait((index, news))
-        except asyncio.QueueFull:
+        if len(self._waiting) < FAR_BEHIND:
+            self._waiting.append((index, news))
+            self._arrived.set()
+        else:
             self._fell_behind = True
             self.cancel()
 
@@ -184,7 +199,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with suppress(ClientDisconnect, TimeoutError):
+            with suppress(ClientDisconnect):
                 await or_gone(receive, self._send_all(send))
         finally:
             self._end()
@@ -200,8 +215,7 @@ class EventStream(Response):
 
         async def tell(data: str) -> None:
             body = f"data: {data}\n\n".encode()
-            async with asyncio.timeout(STALLED):
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": body, "more_body": True})
 
         try:
             async for event in self._events:
