@@ -73,8 +73,8 @@ class Scorer:
         for context, continuation in requests:
             if not continuation:
                 raise ValueError("a continuation must have at least one token")
-            self._check(context)
-            self._check(continuation)
+            check_tokens(self.config, context)
+            check_tokens(self.config, continuation)
             contexts.append(with_first_token(self.config, context))
         scores: dict[int, Score] = {}
         for place, asked in self._walk(contexts) if self.grouping else self._one_by_one(contexts):
@@ -99,7 +99,7 @@ class Scorer:
         """
         texts = []
         for document in documents:
-            self._check(document)
+            check_tokens(self.config, document)
             texts.append(with_first_token(self.config, document) if document else [])
         packed = pack([max(0, len(text) - 1) for text in texts], self.batch_size)
         inputs = [[token for n in places for token in texts[n][:-1]] for places in packed]
@@ -219,11 +219,6 @@ class Scorer:
                 greedy[:count] &= (best | ~own).all(1)
                 self._count(taken)
         return list(map(Score, logprob.tolist(), greedy.tolist()))
-
-    def _check(self, ids: Sequence[int]) -> None:
-        # Millions of ids: looked at one by one only if one is wrong.
-        if ids and not 0 <= min(ids) <= max(ids) < self.config.vocab_size:
-            check_tokens(self.config, ids)
 
     def _fresh(self, rows: int) -> ModelState:
         return ModelState.zeros(self.config, rows, dtype=self.dtype, device=self.device)

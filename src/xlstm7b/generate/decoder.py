@@ -36,6 +36,8 @@ def with_first_token(config: ModelConfig, prompt: Sequence[int]) -> list[int]:
 
 def check_tokens(config: ModelConfig, tokens: Sequence[int]) -> None:
     """Raises a `ValueError` that names the first id that the model does not know."""
+    if not tokens or 0 <= min(tokens) <= max(tokens) < config.vocab_size:
+        return  # there may be millions: looked at one by one only if one is wrong
     for token in tokens:
         if not 0 <= token < config.vocab_size:
             raise ValueError(f"token {token} is outside the vocabulary of {config.vocab_size}")
