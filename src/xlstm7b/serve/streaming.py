@@ -35,37 +35,24 @@ class _Timing:
 
 
 class Outbox:
-    """What the engine's thread has to say to the event loop, which is woken once for all of it.
-
-    Whoever runs Python keeps the engine from it. So the loop tells all that there is, and rests
-    for twice as long as that took: with few streams, no time at all; with many, chunks of several
-    tokens instead of a slower model.
-    """
+    """What the engine's thread has to say to the event loop, which is woken once for all of it."""
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
-        self._is_busy = False
+        self._is_woken = False
 
     def put(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
         """Has something called in the loop; in the order in which it was put."""
         self._calls.append(call)
-        if not self._is_busy:
-            self._is_busy = True
+        if not self._is_woken:
+            self._is_woken = True
             with suppress(RuntimeError):  # the loop has ended, and all requests with it
-                loop.call_soon_threadsafe(self._empty, loop)
+                loop.call_soon_threadsafe(self._empty)
 
-    def _empty(self, loop: asyncio.AbstractEventLoop) -> None:
-        began = loop.time()
+    def _empty(self) -> None:
+        self._is_woken = False  # first: what is put from now on wakes the loop again
         while self._calls:
             self._calls.popleft()()
-        # Requests that were told something have their turns now, and this has the turn after them.
-        loop.call_soon(lambda: loop.call_later(2 * (loop.time() - began), self._rested, loop))
-
-    def _rested(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._is_busy = False  # first: what is put from now on wakes the loop again
-        if self._calls:
-            self._is_busy = True
-            self._empty(loop)
 
 
 class Texts:
