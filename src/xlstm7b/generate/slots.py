@@ -64,6 +64,8 @@ class Slots:
             # Always the same shape on a CPU: there a text is the same to the bit, whoever else is.
             buckets = _BUCKETS if self._on_gpu else ()
         self._pool = decoder
+        # Made once: 97 views of a 7B's state, each time, are much work beside a step.
+        self._rows = [decoder.state.rows(row, row + 1) for row in range(count)]
         self._buckets = {rows: decoder.first(rows) for rows in buckets if rows < count}
         self._buckets[count] = decoder
         self.count, self.free = count, set(range(count))
@@ -89,7 +91,7 @@ class Slots:
 
     def park(self, row: int) -> None:
         """Leaves what the reader is at in a row of the pool."""
-        self._pool.state.rows(row, row + 1).copy_(self._reader.state)
+        self._rows[row].copy_(self._reader.state)
         self._pool.logits[row] = self._reader.logits[0]
 
     def read(self, ids: Sequence[int]) -> None:
@@ -117,8 +119,7 @@ class Slots:
 
     def view(self, row: int) -> TextState:
         """What a row is at, as long as it is there."""
-        memory = self._pool.state.rows(row, row + 1)
-        return TextState(self._config, memory, self._pool.logits[row : row + 1])
+        return TextState(self._config, self._rows[row], self._pool.logits[row : row + 1])
 
     def release(self, row: int) -> None:
         """Ends what is in a row; the next step is without it."""
@@ -133,7 +134,7 @@ class Slots:
         row = min(self.free)
         if row > last:
             return None
-        self._pool.state.rows(row, row + 1).copy_(self._pool.state.rows(last, last + 1))
+        self._rows[row].copy_(self._rows[last])
         self._pool.logits[row] = self._pool.logits[last]
         self._pool.sampler.take_row(row, self._pool.sampler, last)
         self.free.remove(row)

@@ -56,8 +56,12 @@ class ModelState(NamedTuple):
         self.tokens_seen.copy_(other.tokens_seen)
 
     def clone(self) -> Self:
-        """A copy that shares no memory with this one."""
-        return self._map(torch.Tensor.clone)
+        """A copy that shares no memory with this one, in a buffer like that of `zeros`."""
+        parts = (torch.stack(part, dim=1).unbind(1) for part in zip(*self.blocks, strict=True))
+        return self._replace(
+            blocks=tuple(MLSTMState(*block) for block in zip(*parts, strict=True)),
+            tokens_seen=self.tokens_seen.clone(),
+        )
 
     def fork(self, n: int) -> Self:
         """n copies of each row, side by side: row r becomes rows r·n … r·n + n − 1."""
