@@ -8,11 +8,12 @@ from unicodedata import normalize
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from xlstm7b.tokenizer import (
     ByteTokenizer,
+    CachingEncoder,
     ChatTemplate,
     FileTokenizer,
     StreamDecoder,
@@ -336,3 +337,72 @@ def test_a_damaged_chat_template_is_named(
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=f"^{tmp_path / name}{sentence}"):
         load_chat_template(tmp_path)
+
+
+# Texts that begin alike
+
+
+@pytest.fixture(scope="module")
+def all_kinds(small: FileTokenizer) -> list[Tokenizer]:
+    return [ByteTokenizer(), small, *([FileTokenizer(Path(NEOX))] if NEOX else [])]
+
+
+def in_small_pieces(tokenizer: Tokenizer) -> CachingEncoder:
+    encoder = CachingEncoder(tokenizer)
+    encoder._PIECE = 5
+    return encoder
+
+
+@given(st.lists(st.text("aBé\u0301 \n\r\t.'s0→日") | st.sampled_from(LINES), max_size=12))
+def test_cut_texts_have_the_same_ids(all_kinds: list[Tokenizer], parts: list[str]) -> None:
+    text = "".join(parts)
+    for tokenizer in all_kinds:
+        assert tokenizer.cuts_after_words
+        encoder = in_small_pieces(tokenizer)
+        for _ in range(2):
+            assert encoder.encode(text) == tokenizer.encode(text)
+
+
+def test_what_texts_begin_with_is_tokenized_once(
+    small: FileTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def encode(text: str) -> list[int]:
+        asked.append(text)
+        return list(BACKEND.encode(text, add_special_tokens=False).ids)
+
+    monkeypatch.setattr(small, "encode", encode)
+    encoder = CachingEncoder(small)
+    book = "".join(f"{n} words of a book.\r\n" for n in range(2000))
+    texts = [book + end for end in ("One question?", "Another?")]
+    for text in texts:
+        assert encoder.encode(text) == BACKEND.encode(text, add_special_tokens=False).ids
+    *pieces, again = asked
+    assert len(pieces) == len(texts[0]) // 2048 + 1
+    assert "".join(pieces[:-1]) + again == texts[1]
+    assert all(2048 <= len(piece) < 2080 for piece in pieces[:-1])
+
+
+@pytest.mark.parametrize("kind", ["space", "whole", "token", "strips", "lowercase", "another"])
+def test_tokenizers_that_are_not_cut(kind: str, tmp_path: Path) -> None:
+    backend = small_backend()
+    byte_level = pre_tokenizers.ByteLevel
+    match kind:
+        case "space":
+            backend.pre_tokenizer = byte_level(add_prefix_space=True)
+        case "whole":
+            backend.pre_tokenizer = byte_level(add_prefix_space=False, use_regex=False)
+        case "another":
+            backend.pre_tokenizer = pre_tokenizers.Sequence([byte_level(add_prefix_space=False)])
+        case "token":
+            backend.add_tokens([AddedToken("end of")])
+        case "strips":
+            backend.add_tokens([AddedToken("end", rstrip=True)])
+        case "lowercase":
+            backend.normalizer = normalizers.Lowercase()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
+    assert not tokenizer.cuts_after_words
+    text = "The end\n of a line\n" * 3
+    assert in_small_pieces(tokenizer).encode(text) == tokenizer.encode(text)

@@ -2,19 +2,25 @@
 
 import codecs
 import json
+import re
+from array import array
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 _BYTE_VOCABULARY = 320  # 0 end of text, 1 padding, 256 bytes, and room up to a multiple of 64
 _FIRST_BYTE = 2
+_WORD_END = re.compile(r"(?<=[A-Za-z])[ \t\r\n]")
 
 
 class Tokenizer(Protocol):
     """Neither adds nor expects special ids by itself: whoever wants id 0 in front prepends it."""
 
     vocab_size: int
+    cuts_after_words: bool
+    """Whether text may be cut between an ASCII letter and white space: the ids stay the same."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -29,6 +35,7 @@ class ByteTokenizer:
     """Every UTF-8 byte is a token, its value + 2. Id 0 ends a text, id 1 is padding."""
 
     vocab_size = _BYTE_VOCABULARY
+    cuts_after_words = True
 
     def encode(self, text: str) -> list[int]:
         return [byte + _FIRST_BYTE for byte in text.encode()]
@@ -71,6 +78,7 @@ class FileTokenizer:
         for token, added in self._tokenizer.get_added_tokens_decoder().items():
             self._bytes[token] = b"" if added.special else _to_bytes(added.content, byte_of)
         self.vocab_size = max(self._bytes, default=-1) + 1
+        self.cuts_after_words = _cuts_after_words(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -86,6 +94,29 @@ class FileTokenizer:
     def token_bytes(self, token: int) -> bytes:
         # Ids without a piece are real: the model's vocabulary is padded to 50304.
         return self._bytes.get(token, b"")
+
+
+def _cuts_after_words(backend: Any) -> bool:
+    """True of GPT-2's way to split a text, which never looks back, nor joins a letter and a space.
+
+    What would reach over the cut: spaces put in front, other normal forms, added tokens with spaces
+    in them or that take the space around them.
+    """
+    import tokenizers
+
+    splits = backend.pre_tokenizer
+    return (
+        isinstance(splits, tokenizers.pre_tokenizers.ByteLevel)
+        and splits.use_regex
+        and not splits.add_prefix_space
+        and (
+            backend.normalizer is None or isinstance(backend.normalizer, tokenizers.normalizers.NFC)
+        )
+        and not any(
+            _WORD_END.search(added.content) or added.lstrip or added.rstrip
+            for added in backend.get_added_tokens_decoder().values()
+        )
+    )
 
 
 def _byte_of_letter() -> dict[str, int]:
@@ -106,6 +137,28 @@ def _to_bytes(piece: str, byte_of: dict[str, int]) -> bytes:
     if all(letter in byte_of for letter in piece):
         return bytes(byte_of[letter] for letter in piece)
     return piece.encode()
+
+
+class CachingEncoder:
+    """Texts into ids, what several texts begin with only once: the ids are `encode`'s.
+
+    A text is cut at the first end of a word after every 2048 characters, so that texts that begin
+    alike are cut alike, and the latest pieces' ids are remembered, in some 30 MB at most.
+    """
+
+    _PIECE, _PIECES = 2048, 4096
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids_of = lru_cache(self._PIECES)(lambda piece: array("i", tokenizer.encode(piece)))
+
+    def encode(self, text: str) -> list[int]:
+        ids, start = array("i"), 0
+        if self._tokenizer.cuts_after_words:
+            while cut := _WORD_END.search(text, start + self._PIECE):
+                ids.extend(self._ids_of(text[start : cut.start()]))
+                start = cut.start()
+        return [*ids, *self._tokenizer.encode(text[start:])]
 
 
 class StreamDecoder:

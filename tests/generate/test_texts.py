@@ -23,6 +23,7 @@ class Pieces:
     whole = ("", "a", "b", "ab", "aab", "ba", "\n", "é", "€", "a€b", "😀", "bb")
     table = (*(piece.encode() for piece in whole), b"\xc3", b"\xa9", b"\xe2\x82", b"\xac", b"\xf0")
     vocab_size = len(table)
+    cuts_after_words = False
 
     def encode(self, text: str) -> list[int]:
         raise AssertionError

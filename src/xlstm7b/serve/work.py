@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import cast
 
 from xlstm7b.generate.chat import Turns, ends_of_answers, less_start
@@ -19,6 +19,7 @@ from xlstm7b.serve.metrics import Metrics
 from xlstm7b.serve.schema import ChatBody, CompletionBody, Message, Prompt, Sampling, TextBody
 from xlstm7b.serve.states import StateStore
 from xlstm7b.serve.streaming import Outbox, Texts
+from xlstm7b.tokenizer import CachingEncoder
 
 _COMPLETION_TOKENS, _CHAT_TOKENS = 16, 1024  # where the request does not say
 _SAME_NAMES = (
@@ -41,6 +42,10 @@ class Service:
     states: StateStore | None
     draining: threading.Event = field(default_factory=threading.Event)  # on its way out
     outbox: Outbox = field(default_factory=Outbox)
+
+    @cached_property
+    def encoder(self) -> CachingEncoder:
+        return CachingEncoder(self.generator.tokenizer)
 
     def texts(self) -> Texts:
         """None yet, of a request that is about to ask for some."""
@@ -162,7 +167,7 @@ async def to_ids(service: Service, prompt: Prompt | None) -> list[list[int]]:
         raise ApiError(400, "there is no prompt", param="prompt")
     one = isinstance(prompt, str) or isinstance(prompt[0], int)
     prompts = cast("list[str | list[int]]", [prompt] if one else prompt)
-    encode = service.generator.tokenizer.encode
+    encode = service.encoder.encode
     ids = await asyncio.to_thread(
         lambda: [encode(part) if isinstance(part, str) else part for part in prompts]
     )
