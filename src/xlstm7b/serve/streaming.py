@@ -24,6 +24,7 @@ from xlstm7b.serve.metrics import Metrics
 
 FAR_BEHIND = 4096  # pieces that wait for their reader, besides what the sockets hold
 
+_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _News = Piece | Exception
 _Result = TypeVar("_Result")
 
@@ -206,8 +207,8 @@ class EventStream(Response):
 
         try:
             async for event in self._events:
-                await tell(json.dumps(event, ensure_ascii=False, separators=(",", ":")))
+                await tell(_to_json(event))
             await tell("[DONE]")
         except ApiError as error:
-            await tell(json.dumps(error.content))
+            await tell(_to_json(error.content))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
