@@ -384,6 +384,14 @@ def test_what_texts_begin_with_is_tokenized_once(
     assert all(2048 <= len(piece) < 2080 for piece in pieces[:-1])
 
 
+def test_long_pieces_are_not_kept(small: FileTokenizer) -> None:
+    """Else texts without words would fill the memory, megabytes each."""
+    encoder = CachingEncoder(small)
+    text = "." * 10_000 + "end of a word, " + "word " * 1000
+    assert encoder.encode(text) == small.encode(text)
+    assert encoder._ids_of.cache_info().currsize == 2  # of the words alone
+
+
 @pytest.mark.parametrize("kind", ["space", "whole", "token", "strips", "lowercase", "another"])
 def test_tokenizers_that_are_not_cut(kind: str, tmp_path: Path) -> None:
     backend = small_backend()

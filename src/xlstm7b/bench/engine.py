@@ -10,14 +10,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from statistics import median
 
-import torch
-
-from xlstm7b.bench.generation_ours import prompts, random_model, release
-from xlstm7b.bench.generation_results import machine
-from xlstm7b.config import ModelConfig
+from xlstm7b.bench.generation_ours import model_asked_for, model_options, prompts, release
 from xlstm7b.evaluate.results import write_json
 from xlstm7b.generate.engine import Engine, Piece
 from xlstm7b.generate.generator import Generator
@@ -158,11 +153,7 @@ def _results(
 
 
 def main() -> None:
-    on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", default="7b" if on_gpu else "tiny", help="a named size")
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu", help="cuda or cpu")
-    parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32")
+    parser = model_options(__doc__.splitlines()[0])
     parser.add_argument("--tokenizer", help="a tokenizer.json; else token ids stand for bytes")
     parser.add_argument("--streams", type=int, default=64, help="texts at once")
     parser.add_argument("--texts", type=int, default=192, help="texts in all")
@@ -171,16 +162,11 @@ def main() -> None:
     parser.add_argument("--piece-tokens", default="512", help="of prompts, a step; several: 512,…")
     parser.add_argument("--prefix-tokens", type=int, default=30_000)
     parser.add_argument("--cache-gb", type=float, default=4.0)
-    parser.add_argument("--json", type=Path, help="write the results there")
     given = parser.parse_args()
-    config = ModelConfig.named(given.size)
-    about = machine(given.device)
-    print(", ".join(about.values()))
-    print(f"{given.size}, {given.dtype}, random weights", flush=True)
-    model = random_model(config, getattr(torch, given.dtype), given.device)
+    model, about = model_asked_for(given)
     tokenizer: Tokenizer = ByteTokenizer()
     if given.tokenizer:
-        tokenizer = load_tokenizer(given.tokenizer, config.vocab_size)
+        tokenizer = load_tokenizer(given.tokenizer, model.config.vocab_size)
     generator = Generator(model, tokenizer, batch_size=given.streams)
     results = []
     for part, measured in _results(generator, given):

@@ -5,18 +5,12 @@ share read once and with every request read whole. `prompts`: prompts from 4096 
 read by `Generator`, and a few tokens generated, as RULER does: peak memory and time per token.
 """
 
-import argparse
 import random
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 
-import torch
-
-from xlstm7b.bench.generation_ours import prompts, random_model, release
-from xlstm7b.bench.generation_results import machine
-from xlstm7b.config import ModelConfig
+from xlstm7b.bench.generation_ours import model_asked_for, model_options, prompts, release
 from xlstm7b.evaluate.results import write_json
 from xlstm7b.evaluate.scoring import Continuation, Scorer
 from xlstm7b.generate.generator import Generator
@@ -119,25 +113,16 @@ def measure_prompts(model: XLSTM, lengths: list[int], rows: int) -> list[Prompts
 
 
 def main() -> None:
-    on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", default="7b" if on_gpu else "tiny", help="a named size")
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu", help="cuda or cpu")
-    parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32")
+    parser = model_options(__doc__.splitlines()[0])
     parser.add_argument("--questions", type=int, default=100, help="of four answers each")
     parser.add_argument("--batch-size", type=int, help="rows of the first part; by free memory")
     parser.add_argument("--lengths", default="4096,8192,16384,32768,65536,131072")
     parser.add_argument("--rows", type=int, default=1, help="prompts at once in the second part")
-    parser.add_argument("--json", type=Path, help="write the results there")
     given = parser.parse_args()
     lengths = [int(length) for length in given.lengths.split(",")]
-    config = ModelConfig.named(given.size)
-    about = machine(given.device)
-    print(", ".join(about.values()))
-    print(f"{given.size}, {given.dtype}, random weights", flush=True)
-    model = random_model(config, getattr(torch, given.dtype), given.device)
+    model, about = model_asked_for(given)
 
-    requests = questions(config.vocab_size, given.questions)
+    requests = questions(model.config.vocab_size, given.questions)
     groupings, difference, rounding = measure_grouping(model, requests, given.batch_size)
     print(f"\n{_SHOTS} shots, {given.questions} questions, {len(requests)} requests")
     for line in groupings:
@@ -163,7 +148,7 @@ def main() -> None:
     if given.json is not None:
         results = {
             "machine": about,
-            "settings": {name: str(value) for name, value in vars(given).items()},
+            "settings": {k: str(v) for k, v in vars(given).items() if k != "json"},
             "grouping": [asdict(line) for line in groupings],
             "largest_difference": difference,
             "largest_difference_by_rounding": rounding,

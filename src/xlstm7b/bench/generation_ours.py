@@ -1,17 +1,19 @@
 """Our model's parts of `bench/generation.py`, and what its peers share with them."""
 
+import argparse
 import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
 import torch
 
 from xlstm7b import accounting
-from xlstm7b.bench.generation_results import Plan, Result
+from xlstm7b.bench.generation_results import Plan, Result, machine
 from xlstm7b.bench.peer import seconds
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate.decoder import Decoder
@@ -51,6 +53,26 @@ def random_model(config: ModelConfig, dtype: torch.dtype, device: str) -> XLSTM:
             if name.endswith("gate_preact.weight"):
                 parameter.normal_(std=0.02)
     return model
+
+
+def model_options(description: str) -> argparse.ArgumentParser:
+    """The options of a command that measures a random model, to which it adds its own."""
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--size", default="7b" if on_gpu else "tiny", help="a named size")
+    parser.add_argument("--device", default="cuda" if on_gpu else "cpu", help="cuda or cpu")
+    parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32")
+    parser.add_argument("--json", type=Path, help="write the results there")
+    return parser
+
+
+def model_asked_for(given: argparse.Namespace) -> tuple[XLSTM, dict[str, str]]:
+    """The random model that these options name, and where it is; both are printed."""
+    about = machine(given.device)
+    print(", ".join(about.values()))
+    print(f"{given.size}, {given.dtype}, random weights", flush=True)
+    config = ModelConfig.named(given.size)
+    return random_model(config, getattr(torch, given.dtype), given.device), about
 
 
 def our_model(plan: Plan) -> FusedModel:
