@@ -216,6 +216,16 @@ def test_where_texts_part_is_stored(at_once):
         assert_same(told, alone(request))
 
 
+def test_a_state_stored_on_the_way_ends_no_turn():
+    engine = Engine(GENERATOR, slots=8, cache_bytes=1 << 22, cache_interval=100)
+    for place in range(3):
+        told = Listener()
+        engine.submit(greedy([*LONG, *[70 + place] * 30], 3), told)
+        advance(engine)
+        assert len(told.token_ids) == 1
+        advance(engine, 5)
+
+
 def test_a_growing_chat_is_read_once(tmp_path):
     history, options = [*LONG], {"cache_bytes": 1 << 14, "cache_folder": tmp_path}
     for turn in range(3):  # an engine each: what the last one left in the folder is found

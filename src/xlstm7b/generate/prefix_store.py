@@ -60,19 +60,22 @@ class TokenChain:
 class Beginnings:
     """The texts of late, to tell where a text parts from them: others may part there again."""
 
-    def __init__(self, most_blocks: int = 1 << 16) -> None:
-        self._most_blocks = most_blocks
+    def __init__(self, most_digests: int = 1 << 16) -> None:
+        self._most_digests = most_digests
         self._digests: OrderedDict[bytes, None] = OrderedDict()
 
     def meet(self, chain: TokenChain) -> int:
-        """How much of a text, in whole blocks, an earlier one began with."""
-        digests = [digest for digest, _ in chain.blocks(_BLOCK)]
-        place = next((at for at, digest in enumerate(digests) if digest in self._digests), None)
-        known = 0 if place is None else _BLOCK * (len(digests) - place)
-        for digest in digests:
+        """How much of a text, in whole blocks, a different one began with before."""
+        blocks = [digest for digest, _ in chain.blocks(_BLOCK)]
+        whole = _digest(*chain.key(len(chain)))
+        known = 0
+        if whole not in self._digests:
+            met = (place for place, digest in enumerate(blocks) if digest in self._digests)
+            known = _BLOCK * (len(blocks) - next(met, len(blocks)))
+        for digest in (whole, *blocks):
             self._digests[digest] = None
             self._digests.move_to_end(digest)  # a text's first blocks last: they go last, too
-        while len(self._digests) > self._most_blocks:
+        while len(self._digests) > self._most_digests:
             self._digests.popitem(last=False)
         return known
 

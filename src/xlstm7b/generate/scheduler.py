@@ -86,7 +86,10 @@ class Scheduler:
         self.seconds += time.perf_counter() - started
 
     def _read(self, waiting: Sequence[Job]) -> None:
-        """Reads on in prompts, in turn: one piece, and what more fits into a piece's tokens."""
+        """Reads on in prompts, in turn: one piece, and what more fits into a piece's tokens.
+
+        Where states are stored on the way the model stops, but the turn goes on.
+        """
         left = self._piece
         for _ in range(len(self._reading)):
             job = self._reading[0]
@@ -94,14 +97,14 @@ class Scheduler:
                 self._reading.rotate(-1)
                 continue
             self._slots.load(self._place(job))
-            end = self._cut(job)
+            end = self._turn_end(job)
             if end - job.position > left and left < self._piece:
                 self._slots.park(job.row)
                 return
             left -= end - job.position
             self._reading.popleft()
-            if end > job.position:
-                self._read_piece(job, end)
+            while job.position < end:
+                self._read_piece(job, min(end, self._next_stored(job)))
                 self._store_prompt(job, waiting)
             if job.position < len(job.ids):
                 self._slots.park(job.row)
@@ -144,11 +147,10 @@ class Scheduler:
         job.position = length
         return state
 
-    def _cut(self, job: Job) -> int:
-        end = (job.position // self._piece + 1) * self._piece
+    def _turn_end(self, job: Job) -> int:
         if len(job.ids) <= job.position + self.longest_piece:
-            end = len(job.ids)  # by itself the rest would cost a turn and a pass over the weights
-        return min(end, self._next_stored(job))
+            return len(job.ids)  # by itself the rest would cost a turn and a pass over the weights
+        return (job.position // self._piece + 1) * self._piece
 
     def _read_piece(self, job: Job, end: int) -> None:
         start, job.position = job.position, end
