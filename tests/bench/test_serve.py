@@ -1,10 +1,14 @@
 """`bench serve`: loads, figures, and a real server under one."""
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from serve.live import serving, speller
+from cli.commands import environment
+from serve.live import serving, speller, wait_for
 
 from xlstm7b.bench import serve
 from xlstm7b.bench.serve import Answer, Load, Report
@@ -17,6 +21,9 @@ from xlstm7b.tokenizer import ByteTokenizer
     [
         {"url": "127.0.0.1:8000"},
         {"url": "ftp://a"},
+        {"url": "http://a:99999"},
+        {"url": "http://a:b"},
+        {"prompt_tokens": (0, 5)},
         {"rate": 0},
         {"rate": float("nan")},
         {"seconds": -1},
@@ -49,6 +56,26 @@ def test_figures() -> None:
     assert Report(Load("http://a"), 1.0, []).summary()["first_token_seconds"] == {}
 
 
+def test_an_interrupted_load_tells_what_was(tmp_path: Path) -> None:
+    with serving(Generator(speller("abcdefgh"), ByteTokenizer())) as live:
+        command = [sys.executable, "-m", "xlstm7b", "bench", "serve", live.url, "--clients", "2"]
+        lengths = ["--prompt-tokens", "5", "--new-tokens", "4", "--seconds", "600"]
+        bench = subprocess.Popen(
+            [*command, *lengths, "--json", tmp_path / "load.json"],
+            env=environment(), stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        wait_for(lambda: live.figure("generation_tokens_total") > 20)
+        bench.send_signal(signal.SIGINT)
+        told, _ = bench.communicate(timeout=60)
+        assert bench.returncode == 130
+        keyless = [*command[:5], live.url, "--seconds", "0.5", "--rate", "20"]
+    assert "errors                    none" in told
+    summary = json.loads((tmp_path / "load.json").read_text())["summary"]
+    assert f"requests                  {summary['requests']}\n" in told
+    assert summary["requests"] >= 4
+    assert subprocess.run(keyless, env=environment(), check=False).returncode == 2
+
+
 def test_a_server_under_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     generator = Generator(speller("abcdefgh"), ByteTokenizer())
     with serving(generator, keys=("key",)) as live:
@@ -71,8 +98,17 @@ def test_a_server_under_load(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert {answer.prompt_tokens for answer in alike.answers} <= {206, 210}
         stranger = serve.run(Load(live.url, rate=20, seconds=0.3), None)
         assert set(stranger.summary()["errors"]) == {"status 401"}
-    nobody = serve.run(Load(live.url, rate=20, seconds=0.3), None)
-    assert set(nobody.summary()["errors"]) == {"ConnectionRefusedError"}
+        serve.check_server(Load(f"{live.url}/v1"))
+        endless = Load(live.url, clients=1, seconds=0.1, new_tokens=(9999,), timeout=0.5)
+        slow = serve.run(endless, "key")
+        assert slow.summary()["errors"] == {"TimeoutError": 1}
+        live.service.draining.set()
+        with pytest.raises(ValueError, match="is not ready: its /health says 503"):
+            serve.check_server(Load(live.url))
+    nobody = Load(live.url, rate=20, seconds=0.3)
+    assert set(serve.run(nobody).summary()["errors"]) == {"ConnectionRefusedError"}
+    with pytest.raises(OSError, match=f"^{live.url} does not answer: "):
+        serve.check_server(nobody)
     serve.show(report)
     assert f"requests                  {len(report.answers)}\n" in capsys.readouterr().out
     serve.write(report, tmp_path / "load.json", tmp_path / "load.png")

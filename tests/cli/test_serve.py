@@ -24,9 +24,16 @@ def test_serve_mistakes(
     assert sentence("--drain-seconds", "nan") == "--drain-seconds must not be negative, not nan"
     assert sentence("--states-folder", "no") == "there is no folder no"
     assert sentence("--cache-folder", "no") == "there is no folder no"
-    assert sentence("--api-key", "a key").startswith("an API key must be printable ASCII")
-    (tmp_path / "keys").write_text("\n\n# nobody yet\r\n")
-    assert sentence("--api-key-file", tmp_path / "keys") == f"{tmp_path / 'keys'} holds no key"
+    must = "an API key must be printable ASCII without spaces, and not empty"
+    assert sentence("--api-key", "a key") == f"--api-key: {must}"
+    keys = tmp_path / "keys"
+    keys.write_text("\n\n# nobody yet\r\n")
+    assert sentence("--api-key-file", keys) == f"{keys} holds no key"
+    keys.write_text("# ours\nfirst\nsecond # Alice's\n")
+    assert sentence("--api-key-file", keys) == f"{keys}:3: {must}"
+    keys.write_bytes(b"\xff")
+    assert sentence("--api-key-file", keys) == f"{keys} is no text in UTF-8"
+    assert sentence("--cors", "https://a.site/").startswith("'https://a.site/' is not an origin")
     assert "No such file" in sentence("--api-key-file", tmp_path / "none")
     with monkeypatch.context() as patched:  # whoever runs the tests may write everywhere
         patched.setattr(os, "access", lambda _, mode, **__: not mode & os.W_OK)
@@ -44,7 +51,12 @@ def test_serve_mistakes(
 def test_an_empty_key_is_no_key(cli: Cli, speller: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable that is set to nothing must not leave the door open."""
     monkeypatch.setenv("XLSTM7B_API_KEY", "")
-    assert refused(cli("serve", speller)).startswith("an API key must be printable ASCII")
+    assert refused(cli("serve", speller)).startswith("XLSTM7B_API_KEY: an API key must be")
+
+
+def test_more_slots_than_memory(cli: Cli, speller: Path) -> None:
+    told = refused(cli("serve", speller, "--port", 0, "--slots", 10**10))
+    assert told.startswith("10,000,000,000 slots of ")
 
 
 def test_a_file_of_keys(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from measure import error
 
 from xlstm7b.generate import Request, SamplingSettings
-from xlstm7b.generate.engine import Engine
+from xlstm7b.generate.engine import Engine, Piece
 
 GENERATOR = random_generator()
 PROMPTS = ["Once upon a time", "A", "é", "The quick brown fox jumps over the lazy dog.", "A b"]
@@ -287,7 +287,21 @@ def test_logprobs_of_a_texts_own_tokens(length):
         engine.submit_logprobs([0], 3, alone_told)
         assert alone_told.completion().prompt_tokens == 1
         assert alone_told.token_ids == []
+        read, on = engine.stats().prompt_tokens, Listener()
+        request = greedy(LONG[:length], 4, logprobs=3)
+        engine.submit(request, on, score_prompt=True)
+        on.completion()
+        assert engine.stats().prompt_tokens == read + length + 1
     assert told.token_ids == LONG[:length]
+    # The same scores, and then the text as it is without them.
+    own, generated = Piece.joined(on.pieces).parts()
+    scored = Piece.joined(told.pieces)
+    assert own.token_ids == scored.token_ids
+    assert own.logprobs == pytest.approx(scored.logprobs, abs=ROUNDING)
+    assert [{*top} for top in own.top_logprobs] == [{*top} for top in scored.top_logprobs]
+    assert generated.completion == on.completion()
+    assert [*generated.token_ids] == alone(request).token_ids
+    assert generated.logprobs == pytest.approx(alone(request).logprobs, abs=ROUNDING)
     fused, state = GENERATOR.model, GENERATOR.read([[0]]).memory.clone()
     state.zero_()
     with torch.inference_mode():

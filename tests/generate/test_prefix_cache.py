@@ -215,6 +215,7 @@ def test_a_damaged_file_is_a_miss(tmp_path, damage, caplog):
             state(9, 151).save(longer)
     assert mark(cache.longest(TokenChain(LONG), 0)) == (40, 4)
     assert cache.nbytes["disk"] == SIZE + 160
+    assert not longer.exists()
     if damage != "another":
         assert "cannot be used" in caplog.text
 

@@ -94,7 +94,10 @@ def test_a_step_that_does_more_changes_no_text(monkeypatch):
 
 def test_memory_is_known_beforehand():
     assert state_bytes(GENERATOR) + 8 == GENERATOR.read(["A"]).nbytes  # the tokens seen, besides
-    assert fitting_slots(GENERATOR, 0) == CPU_SLOTS
+    assert fitting_slots(GENERATOR, None, 0) == CPU_SLOTS
+    assert fitting_slots(GENERATOR, 300, 1 << 60) == 300
+    with pytest.raises(ValueError, match=r"^1,000,000,000 slots of 0.0 MB do not fit into"):
+        fitting_slots(GENERATOR, 10**9, 0)
 
 
 @pytest.mark.parametrize("slots", [8, 64])

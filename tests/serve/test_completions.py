@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from serve.live import GREEDY, Live
+from serve.live import GREEDY, Live, error_of, serving
 
 from xlstm7b.generate import Generator
 from xlstm7b.model import XLSTM
+from xlstm7b.serve.limits import Limits
 from xlstm7b.tokenizer import ByteTokenizer
 
 PATH = "/v1/completions"
@@ -125,6 +126,32 @@ def test_echo_and_logprobs_as_lm_eval_asks(live: Live, folder: Path) -> None:
     assert told == pytest.approx(scores["token_logprobs"])
 
 
+@pytest.mark.parametrize("texts_each", [1, 2])
+def test_a_prompt_that_is_scored_is_read_once(live: Live, texts_each: int) -> None:
+    counted = ("prompt_tokens_total", "time_to_first_token_seconds_count",
+               'request_success_total{finished_reason="length"}')  # fmt: skip
+    before = [live.figure(name) for name in counted]
+    prompts = ["never seen before", "nor this"]
+    asked = {"echo": True, "logprobs": 1, "max_tokens": 3, "ignore_eos": True, "n": texts_each}
+    got = live.post(PATH, prompt=prompts, seed=1, **asked)
+    if texts_each == 1:
+        read = sum(len(prompt) + 1 for prompt in prompts)
+        after = [live.figure(name) for name in counted]
+        assert [b - a for a, b in zip(before, after, strict=True)] == [read, 2, 2]
+    assert got["usage"]["completion_tokens"] == 6 * texts_each
+    for place, choice in enumerate(got["choices"]):
+        prompt = prompts[place // texts_each]
+        assert choice["text"].startswith(prompt)
+        assert len(choice["logprobs"]["token_logprobs"]) == len(prompt) + 3
+    events = live.stream(PATH, prompt=prompts, seed=1, **asked)
+    for place, choice in enumerate(got["choices"]):
+        parts = [e["choices"][0] for e in events if e["choices"][0]["index"] == place]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        scores = [score for part in parts for score in part["logprobs"]["token_logprobs"]]
+        assert scores == pytest.approx(choice["logprobs"]["token_logprobs"])
+        assert [part["finish_reason"] for part in parts][-2:] == [None, "length"]
+
+
 def test_streams_tell_the_whole_text(live: Live) -> None:
     asked = {"prompt": PROMPT, "max_tokens": 60, "temperature": 1.0, "seed": 11, "logprobs": 1}
     whole = live.post(PATH, **asked)["choices"][0]
@@ -178,6 +205,39 @@ def test_tokens_there_and_back(live: Live) -> None:
 )
 def test_mistakes(live: Live, body: dict, sentence: str) -> None:
     assert sentence in live.refused(PATH, 400, **body)
+
+
+def test_mistakes_are_named_as_clients_call_them(live: Live) -> None:
+    chat, talk = "/v1/chat/completions", [{"role": "user", "content": "a"}]
+    for path, body, sentence, param in (
+        (PATH, {"prompt": "a", "temperature": -1}, "temperature must be 0 or", "temperature"),
+        (PATH, {"prompt": "a", "logprobs": 99}, "logprobs must be between", "logprobs"),
+        (PATH, {"prompt": "a", "stop": ""}, "a stop string must not be empty", None),
+        (
+            PATH,
+            {"prompt": "a", "min_tokens": 30, "max_tokens": 3},
+            "min_tokens (30) must not exceed max_tokens (3)",
+            "min_tokens",
+        ),
+        (
+            chat,
+            {"messages": talk, "max_completion_tokens": 0},
+            "max_completion_tokens must be between 1 and 65536",
+            "max_completion_tokens",
+        ),
+    ):
+        error = error_of(live.client.post(path, json=body))
+        assert sentence in error["message"]
+        assert error["param"] == param
+
+
+def test_the_default_length_is_within_the_limit(generator: Generator) -> None:
+    with serving(generator, limits=Limits(new_tokens=8)) as live:
+        for path, body in (
+            (PATH, {"prompt": "a"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ):
+            assert live.post(path, **body, ignore_eos=True)["usage"]["completion_tokens"] == 8
 
 
 @pytest.mark.parametrize(

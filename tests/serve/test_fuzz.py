@@ -169,3 +169,7 @@ def test_methods_and_routes(live: Live, method: str) -> None:
     for path in ("/v1/completions", "/nowhere", "/v1/states/", "//", "/page/../app.js"):
         answer = httpx.request(method, f"{live.url}{path}")
         assert answer.status_code in (404, 405, 200), (path, answer.text)
+    assert httpx.request("PUT", f"{live.url}/v1/completions").headers["allow"] == "POST"
+    for path in ("/health", "/", "/style.css"):
+        head = httpx.head(f"{live.url}{path}")
+        assert (head.status_code, head.content) == (200, b"")

@@ -184,6 +184,43 @@ def test_a_fault_of_ours_tells_nothing(live: Live, monkeypatch: pytest.MonkeyPat
     assert "x-request-id" in answer.headers
 
 
+def test_logs_tell_how_a_stream_ended(
+    live: Live, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "xlstm7b.serve")
+
+    def last_line() -> dict[str, Any]:
+        wait_for(lambda: bool(caplog.records))
+        return caplog.records[-1].fields  # type: ignore[attr-defined]
+
+    live.stream(PATH, prompt="a", max_tokens=3, ignore_eos=True)
+    wait_for(lambda: last_line()["path"] == PATH)
+    assert (last_line()["ended"], last_line()["completion_tokens"]) == ("whole", 3)
+    caplog.clear()
+    with live.client.stream("POST", PATH, json={**ENDLESS, "stream": True}) as answer:
+        lines = answer.iter_lines()
+        for _ in range(20):
+            next(lines)
+    wait_for(lambda: bool(caplog.records))
+    assert last_line()["ended"] == "abort"
+    assert last_line()["completion_tokens"] >= 10
+    caplog.clear()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("/a/secret/path")
+
+    monkeypatch.setattr(Telling, "chunk", fail)
+    with live.client.stream("POST", PATH, json={**ENDLESS, "stream": True}) as answer:
+        told = [line for line in answer.iter_lines() if line]
+    assert [json.loads(line.removeprefix("data: "))["error"]["message"] for line in told] == [
+        "the server failed"
+    ]
+    wait_for(lambda: len(caplog.records) == 2)
+    assert caplog.records[0].message == "a request failed"
+    assert last_line()["ended"] == "error"
+    wait_for(lambda: is_idle(live))
+
+
 def test_logs_are_lines_of_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,7 +17,7 @@ from serve.live import Live, error_of, serving, wait_for
 
 from xlstm7b.generate import Generator
 from xlstm7b.serve import lifecycle
-from xlstm7b.serve.limits import Limits, check_keys
+from xlstm7b.serve.limits import Limits, check_key, check_origins
 from xlstm7b.serve.schema import ChatBody
 
 KEYS = ("first-key", "second+key/=")
@@ -75,10 +75,18 @@ def test_every_route_needs_a_key(generator: Generator) -> None:
 @given(key=st.text(max_size=8))
 def test_what_can_be_a_key(key: str) -> None:
     if re.fullmatch(r"[!-~]+", key):
-        assert check_keys([key]) == (key,)
+        assert check_key(key, "keys.txt:3") == key
     else:
-        with pytest.raises(ValueError, match="an API key must be printable ASCII"):
-            check_keys([key])
+        with pytest.raises(ValueError, match=r"^keys\.txt:3: an API key must be"):
+            check_key(key, "keys.txt:3")
+
+
+def test_what_can_be_an_origin() -> None:
+    right = ["https://their.site", "http://localhost:3000", "http://[::1]:80", "*"]
+    assert check_origins(right) == right
+    for wrong in ("https://their.site/", "their.site", "", "https://", "ftp://a", "https://a/b"):
+        with pytest.raises(ValueError, match="is not an origin"):
+            check_origins([wrong])
 
 
 def test_bodies(generator: Generator) -> None:

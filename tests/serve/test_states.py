@@ -87,6 +87,24 @@ def test_limits(generator: Generator, tmp_path: Path) -> None:
         assert len(live.client.get(STATES).json()["data"]) == 1
 
 
+def test_a_state_that_cannot_be_saved_costs_no_answer(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", "/a/secret/path")
+
+    monkeypatch.setattr(TextState, "save", full)
+    asked = {"prompt": "The sea", "max_tokens": 5, **GREEDY, "save_state": True}
+    why = "the state could not be saved: see the server's log"
+    whole = live.post(COMPLETIONS, **asked)
+    assert whole["choices"][0]["text"]
+    assert (whole["state_id"], whole["state_error"]) == (None, why)
+    events = live.stream(COMPLETIONS, **asked)
+    assert "".join(e["choices"][0]["text"] for e in events) == whole["choices"][0]["text"]
+    assert (events[-1]["state_id"], events[-1]["state_error"]) == (None, why)
+    assert live.refused(STATES, 507, prompt="a") == why
+
+
 def test_states_in_memory(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits with a state holds it: few may, however many may wait without."""
     monkeypatch.setattr(states, "MOST_HELD", 1)

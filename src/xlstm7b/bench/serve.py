@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
@@ -34,17 +34,32 @@ class Load:
     new_tokens: tuple[int, ...] = (16, 64, 128)
     shared_tokens: int = 0  # of one beginning of all prompts
     seed: int = 0
-    timeout: float = 120.0
+    timeout: float = 120.0  # of an answer, from when it was asked for
 
     def __post_init__(self) -> None:
-        if urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).hostname:
+        if not _is_address(self.url):
             raise ValueError(f"{self.url!r} is not a server's address, as http://127.0.0.1:8000")
         if not (self.rate > 0 and self.seconds > 0 and self.timeout > 0 and self.clients >= 0):
             raise ValueError("rate, seconds and timeout must be positive, and clients not negative")
-        if min(self.shared_tokens, *self.prompt_tokens, 0) < 0 or min((1, *self.new_tokens)) < 1:
-            raise ValueError("there must be at least one token to read and to generate")
         if not self.prompt_tokens or not self.new_tokens:
             raise ValueError("there must be lengths of prompts and of answers")
+        if min(self.shared_tokens, *self.prompt_tokens) < 0:
+            raise ValueError("lengths must not be negative")
+        if self.shared_tokens + min(self.prompt_tokens) < 1 or min(self.new_tokens) < 1:
+            raise ValueError("there must be at least one token to read and to generate")
+
+    @property
+    def path(self) -> str:
+        """Of the server, in front of all routes: clients of OpenAI's have /v1 in its address."""
+        return urlsplit(self.url).path.rstrip("/").removesuffix("/v1")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of its port
+        return False
 
 
 @dataclass
@@ -63,6 +78,7 @@ class Report:
     load: Load
     seconds: float
     answers: list[Answer]
+    interrupted: bool = False
 
     def first(self) -> list[float]:
         return [answer.chunks[0] for answer in self._good() if answer.chunks]
@@ -74,13 +90,18 @@ class Report:
             for earlier, later in zip(answer.chunks, answer.chunks[1:], strict=False)
         ]
 
+    @property
+    def requests_per_second(self) -> float:
+        """Of those that were answered."""
+        return len(self._good()) / self.seconds
+
     def summary(self) -> dict[str, object]:
         good = self._good()
         return {
             "requests": len(self.answers),
             "errors": dict(Counter(answer.error for answer in self.answers if answer.error)),
             "seconds": self.seconds,
-            "requests_per_second": len(good) / self.seconds,
+            "requests_per_second": self.requests_per_second,
             "prompt_tokens_per_second": sum(a.prompt_tokens for a in good) / self.seconds,
             "new_tokens_per_second": sum(a.new_tokens for a in good) / self.seconds,
             "first_token_seconds": _percentiles(self.first()),
@@ -102,8 +123,22 @@ def _percentiles(values: Sequence[float]) -> dict[str, float]:
     }
 
 
+def check_server(load: Load) -> None:
+    """Raises an `OSError` if nobody answers there, a `ValueError` if they are not ready."""
+    connection = _connect(load)
+    try:
+        connection.request("GET", f"{load.path}/health")
+        status = connection.getresponse().status
+    except (OSError, http.client.HTTPException) as error:
+        raise OSError(f"{load.url} does not answer: {error}") from error
+    finally:
+        connection.close()
+    if status >= 500:
+        raise ValueError(f"{load.url} is not ready: its /health says {status}")
+
+
 def run(load: Load, api_key: str | None = None) -> Report:
-    """Puts a server under load; returns when all is answered."""
+    """Puts a server under load; returns when all is answered, or with what is at Ctrl-C."""
     draw = random.Random(load.seed)
     answers: list[Answer] = []
     began = time.perf_counter()
@@ -115,25 +150,28 @@ def run(load: Load, api_key: str | None = None) -> Report:
         while time.perf_counter() - began < load.seconds:
             ask(next(bodies), time.perf_counter())
 
-    if load.clients:
-        threads = [
-            threading.Thread(
-                target=be_a_client, args=(_bodies(load, random.Random(draw.random())),)
-            )
-            for _ in range(load.clients)
-        ]
+    threads: list[threading.Thread] = []
+
+    def start(work: Callable[..., None], *arguments: object) -> None:
+        # The process need not wait for it: Ctrl-C leaves answers behind that may take minutes.
+        threads.append(threading.Thread(target=work, args=arguments, daemon=True))
+        threads[-1].start()
+
+    interrupted = False
+    try:
+        for _ in range(load.clients):
+            start(be_a_client, _bodies(load, random.Random(draw.random())))
+        if not load.clients:
+            bodies, due = _bodies(load, draw), began
+            while (due := due + draw.expovariate(load.rate)) - began < load.seconds:
+                body = next(bodies)
+                time.sleep(max(0.0, due - time.perf_counter()))
+                start(ask, body, due)
         for thread in threads:
-            thread.start()
-    else:
-        threads, bodies, due = [], _bodies(load, draw), began
-        while (due := due + draw.expovariate(load.rate)) - began < load.seconds:
-            body = next(bodies)
-            time.sleep(max(0.0, due - time.perf_counter()))
-            threads.append(threading.Thread(target=ask, args=(body, due)))
-            threads[-1].start()
-    for thread in threads:
-        thread.join()
-    return Report(load, time.perf_counter() - began, answers)
+            thread.join()
+    except KeyboardInterrupt:
+        interrupted = True
+    return Report(load, time.perf_counter() - began, [*answers], interrupted)
 
 
 def _bodies(load: Load, draw: random.Random) -> Iterator[bytes]:
@@ -149,20 +187,25 @@ def _bodies(load: Load, draw: random.Random) -> Iterator[bytes]:
         yield json.dumps(asked).encode()
 
 
-def _ask(load: Load, body: bytes, due: float, api_key: str | None) -> Answer:
-    where, answer = urlsplit(load.url), Answer()
+def _connect(load: Load) -> http.client.HTTPConnection:
+    where = urlsplit(load.url)
     kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
+    return kind(where.hostname or "", where.port, timeout=load.timeout)
+
+
+def _ask(load: Load, body: bytes, due: float, api_key: str | None) -> Answer:
+    answer, last = Answer(), time.perf_counter() + load.timeout
     headers = {"content-type": "application/json"}
     if api_key:
         headers["authorization"] = f"Bearer {api_key}"
-    connection = kind(where.hostname or "", where.port, timeout=load.timeout)
+    connection = _connect(load)
     try:
-        connection.request("POST", f"{where.path.rstrip('/')}/v1/completions", body, headers)
+        connection.request("POST", f"{load.path}/v1/completions", body, headers)
         response = connection.getresponse()
         if response.status != 200:
             answer.error = f"status {response.status}"
         else:
-            _follow(response, answer, due)
+            _follow(response, answer, due, last)
     except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
         answer.error = type(error).__name__
     finally:
@@ -171,9 +214,11 @@ def _ask(load: Load, body: bytes, due: float, api_key: str | None) -> Answer:
     return answer
 
 
-def _follow(response: http.client.HTTPResponse, answer: Answer, due: float) -> None:
+def _follow(response: http.client.HTTPResponse, answer: Answer, due: float, last: float) -> None:
     answer.error = "cut short"
     for line in response:
+        if time.perf_counter() > last:
+            raise TimeoutError
         if not line.startswith(b"data: "):
             continue
         if line == b"data: [DONE]\n":

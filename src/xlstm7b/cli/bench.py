@@ -162,9 +162,12 @@ def serve(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the results.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the results, as PNG.")] = None,
 ) -> None:
-    """Put a running server under load: first tokens, times between tokens, throughput, errors."""
+    """Put a running server under load: first tokens, times between tokens, throughput, errors.
+
+    Ctrl-C ends it with what was answered by then.
+    """
     from xlstm7b.bench.generation import check_outputs
-    from xlstm7b.bench.serve import Load, run, show, write
+    from xlstm7b.bench.serve import Load, check_server, run, show, write
 
     check_outputs(json_path, plot)
     load = Load(
@@ -178,9 +181,14 @@ def serve(
         seed=seed,
         timeout=timeout,
     )
+    check_server(load)
     report = run(load, api_key)
     show(report)
     write(report, json_path, plot)
+    if report.interrupted:
+        raise typer.Exit(130)
+    if not report.requests_per_second:
+        raise typer.Exit(1)
 
 
 def _numbers(text: str | None) -> list[int] | None:

@@ -33,7 +33,7 @@ def serve(
         list[str] | None, _server(f"A key that lets clients in; repeatable. Or {_KEY_VARIABLE}.")
     ] = None,
     api_key_file: Annotated[
-        Path | None, _server("A file of keys, one a line; # starts a comment.")
+        Path | None, _server("A file of keys, one a line; lines that begin with # are not.")
     ] = None,
     cors: Annotated[str, _server("Origins whose pages may ask, with commas; *: all.")] = "",
     drain_seconds: Annotated[float, _server("After SIGTERM, for what runs to finish.")] = 30.0,
@@ -50,6 +50,7 @@ def serve(
     cache_gb: Annotated[float, _engine("Of states of prompts' beginnings, beside the model.")] = 4,
     host_cache_gb: Annotated[float, _engine("Of more of them, in the host's memory.")] = 0,
     cache_folder: Annotated[Path | None, _engine("Where yet more of them go.", "nowhere")] = None,
+    cache_folder_gb: Annotated[float, _engine("The most that they may take there.")] = 20,
     tokenizer: options.TokenizerPath = None,
     dtype: options.DType = None,
     device: options.Device = None,
@@ -61,9 +62,10 @@ def serve(
     """
     from xlstm7b.serve.lifecycle import bind, is_loopback
     from xlstm7b.serve.lifecycle import serve as run
-    from xlstm7b.serve.limits import Limits, check_keys
+    from xlstm7b.serve.limits import Limits, check_origins
 
-    keys = check_keys(_keys(api_key, api_key_file))
+    keys = _keys(api_key, api_key_file)
+    origins = check_origins(listed(cors))
     _check_positive(
         max_waiting=max_waiting, max_prompt_tokens=max_prompt_tokens,
         max_new_tokens=max_new_tokens, slots=1 if slots is None else slots,
@@ -72,6 +74,7 @@ def serve(
         states_gb=states_gb,
         cache_gb=cache_gb,
         host_cache_gb=host_cache_gb,
+        cache_folder_gb=cache_folder_gb,
         drain_seconds=drain_seconds,
     )
     for folder in (states_folder, cache_folder):
@@ -105,6 +108,7 @@ def serve(
         cache_bytes=int(cache_gb * 1e9),
         host_cache_bytes=int(host_cache_gb * 1e9),
         cache_folder=cache_folder,
+        cache_folder_bytes=int(cache_folder_gb * 1e9),
     )
     service = Service(
         engine,
@@ -123,22 +127,27 @@ def serve(
         if states_folder is None
         else StateStore(states_folder, opened.config, int(states_gb * 1e9)),
     )
-    app = create_app(service, keys=keys, cors=listed(cors), is_local=is_local)
+    app = create_app(service, keys=keys, cors=origins, is_local=is_local)
     run(app, service, bound, drain_seconds)
 
 
 def _keys(given: list[str] | None, file: Path | None) -> list[str]:
-    keys = list(given or ())
+    from xlstm7b.serve.limits import check_key
+
+    found = [("--api-key", key) for key in given or ()]
     if file is not None:
-        # Editors put a byte order mark in front.
-        lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
-        found = [line for line in lines if line and not line.startswith("#")]
-        if not found:
+        try:
+            text = file.read_text(encoding="utf-8-sig")  # editors put a byte order mark in front
+        except UnicodeDecodeError:
+            raise ValueError(f"{file} is no text in UTF-8") from None
+        lines = [(f"{file}:{n}", line.strip()) for n, line in enumerate(text.splitlines(), 1)]
+        kept = [(place, line) for place, line in lines if line and not line.startswith("#")]
+        if not kept:
             raise ValueError(f"{file} holds no key")
-        keys += found
+        found += kept
     if _KEY_VARIABLE in os.environ:
-        keys.append(os.environ[_KEY_VARIABLE])
-    return keys
+        found.append((_KEY_VARIABLE, os.environ[_KEY_VARIABLE]))
+    return [check_key(key, place) for place, key in found]
 
 
 def _name(model: str) -> str:

@@ -112,12 +112,13 @@ class Decoder:
 
     @torch.inference_mode()
     def prefill_scored(self, tokens: Sequence[int], targets: Sequence[int], top: int) -> "Results":
-        """Reads tokens into row 0, and scores what follows each of them in the text.
+        """Reads tokens into row 0, and scores what follows them in the text: all or all but one.
 
         The results: the targets' log-probabilities, and those of the `top` likeliest tokens with
-        their ids. The row's logits stay as they were.
+        their ids.
         """
-        read, wanted = on_device([tokens, targets], self.model.device)
+        unknown = [0] * (len(tokens) - len(targets))
+        read, wanted = on_device([tokens, [*targets, *unknown]], self.model.device)
         vectors = self.model.vectors(read[None], self.state.rows(0, 1))[0]
         scores = []
         for x, target in zip(vectors.split(_SCORED), wanted.split(_SCORED), strict=True):
@@ -126,7 +127,8 @@ class Decoder:
             likeliest = logits.topk(top)
             own = (logits.gather(-1, target[:, None]) - log_total)[:, 0]
             scores.append((own, likeliest.values - log_total, likeliest.indices))
-        return Results([torch.cat(parts) for parts in zip(*scores, strict=True)])
+            self.logits[:1] = logits[-1:]
+        return Results([torch.cat(parts)[: len(targets)] for parts in zip(*scores, strict=True)])
 
     def _read_one(self, tokens: list[int]) -> None:
         """Reads one token a row as decoding does; what is sampled then means nothing."""

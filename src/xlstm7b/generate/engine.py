@@ -78,7 +78,7 @@ class Engine:
                 raise ValueError(f"{name} must be at least 1, not {size}")
         self._generator, self._most_waiting = generator, most_waiting
         device_bytes = max(cache_bytes, _SHARED * state_bytes(generator))
-        self._slots = Slots(generator, slots or fitting_slots(generator, device_bytes))
+        self._slots = Slots(generator, fitting_slots(generator, slots, device_bytes))
         folder = None
         if cache_folder is not None:
             folder = StateFolder(
@@ -120,8 +120,12 @@ class Engine:
         *,
         state: TextState | None = None,
         keep_state: bool = False,
+        score_prompt: bool = False,
     ) -> Job:
         """Hands in a text to continue, on top of a state if there is one.
+
+        With `score_prompt` the pieces begin with the prompt's own tokens as of `submit_logprobs`,
+        and as many likeliest as the settings' `logprobs` say.
 
         Raises a `ValueError` for a request that cannot be, `QueueFull` or `EngineStopped`.
         `receive` is called in the engine's thread and must not block: with pieces, of which the
@@ -129,7 +133,10 @@ class Engine:
         """
         (checked,) = self._generator.check([request], state)
         text = GrowingText(self._generator.tokenizer, checked.settings, checked.stop_strings)
-        return self._submit(checked, receive, state=state, keep_state=keep_state, text=text)
+        top = checked.settings.logprobs or 0 if score_prompt else None
+        return self._submit(
+            checked, receive, state=state, keep_state=keep_state, text=text, top=top
+        )
 
     def submit_logprobs(self, ids: Sequence[int], top: int, receive: Receive) -> Job:
         """Hands in a text whose own tokens are scored: all but its first, which follows nothing.

@@ -37,7 +37,7 @@ class EngineFailed(RuntimeError):  # noqa: N818 (said as it is)
 class Piece(NamedTuple):
     """What was added to one text. The last piece of a text has its completion.
 
-    Of a prompt that is scored the tokens are its own.
+    Where the prompt is scored, its own tokens come first.
     """
 
     text: str
@@ -46,6 +46,21 @@ class Piece(NamedTuple):
     top_logprobs: tuple[dict[int, float], ...]  # likewise
     completion: Completion | None
     cached_tokens: int  # of the prompt, that a stored state spared
+    scored_tokens: int = 0  # of `token_ids`, the prompt's own
+
+    def parts(self) -> "tuple[Piece | None, Piece]":
+        """The prompt's own tokens, if it has any, and what was generated."""
+        own = self.scored_tokens
+        if not own:
+            return None, self
+        first, rest = (
+            (self.token_ids[part], self.logprobs[part], self.top_logprobs[part])
+            for part in (slice(own), slice(own, None))
+        )
+        return (
+            Piece("", *first, None, self.cached_tokens, own),
+            Piece(self.text, *rest, self.completion, self.cached_tokens),
+        )
 
     @classmethod
     def joined(cls, pieces: "Sequence[Piece]") -> "Piece":
@@ -59,6 +74,7 @@ class Piece(NamedTuple):
             tuple(top for piece in pieces for top in piece.top_logprobs),
             pieces[-1].completion,
             pieces[-1].cached_tokens,
+            sum(piece.scored_tokens for piece in pieces),
         )
 
 
@@ -66,7 +82,7 @@ Receive = Callable[[Piece | Exception], None]
 
 
 class Job:
-    """A text that was handed in. `top` is set where only its own tokens are to be scored.
+    """A text that was handed in. `top` is set where its prompt's tokens are to be scored.
 
     `text` is None where nothing is to be generated.
     """
@@ -87,8 +103,9 @@ class Job:
         self.created = time.monotonic()
         self.admitted = self.first_token = 0.0  # likewise; 0 until then
         self.finished = False
-        # A scored prompt's last token has nothing to predict.
-        self.ids: Sequence[int] = request.ids if top is None else request.ids[:-1]
+        # A prompt's last token predicts nothing that is scored.
+        only_scored = top is not None and text is None
+        self.ids: Sequence[int] = request.ids[:-1] if only_scored else request.ids
         # What no stored state could spare, or help others with, has no chain.
         self.chain = TokenChain(self.ids) if state is None and top is None else None
         self.number = 0  # in the order of admission

@@ -236,10 +236,10 @@ class Scheduler:
     def _tell_scores(self, job: Job, targets: Sequence[int], results: Results, end: int) -> None:
         logprobs, top_logprobs, top_tokens = self._in_model(results.lists)
         top = (dict(zip(*pair, strict=True)) for pair in zip(top_tokens, top_logprobs, strict=True))
-        piece = Piece("", (*targets,), (*logprobs,), (*top,), None, 0)
+        piece = Piece("", (*targets,), (*logprobs,), (*top,), None, 0, len(targets))
         if job.finished:
             return
-        if end == len(job.ids):
+        if end == len(job.ids) and job.text is None:
             self._finish(job, piece)
         else:
             job.deliver(piece)

@@ -4,6 +4,7 @@ All memory is taken at the start. Rows that run lie at the front of the pool, so
 GPU can leave the rest of it out: there is a CUDA graph for each of a few numbers of rows.
 """
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -39,15 +40,28 @@ def state_bytes(generator: Generator) -> int:
     return memory * generator.state_dtype.itemsize + 4 * config.vocab_size
 
 
-def fitting_slots(generator: Generator, other_bytes: int) -> int:
-    """How many rows there is memory for, besides so many other bytes."""
+def fitting_slots(generator: Generator, asked: int | None, other_bytes: int) -> int:
+    """As many rows as are asked for, or as fit besides so many other bytes.
+
+    More than there is memory for are a `ValueError`.
+    """
     device = generator.model.device
-    if device.type != "cuda":
-        return CPU_SLOTS
-    free = torch.cuda.mem_get_info(device)[0] * _FREE_SHARE - other_bytes
+    on_gpu = device.type == "cuda"
+    memory = torch.cuda.mem_get_info(device)[0] if on_gpu else _host_bytes()
     # A row of the sampler is a few vectors of the vocabulary's length.
     row = state_bytes(generator) + 16 * generator.config.vocab_size
-    return max(1, min(MOST_SLOTS, int(free // row)))
+    if asked is None:
+        fitting = int((memory * _FREE_SHARE - other_bytes) // row)
+        return max(1, min(MOST_SLOTS, fitting)) if on_gpu else CPU_SLOTS
+    if asked * row > memory:
+        raise ValueError(
+            f"{asked:,} slots of {row / 1e6:,.1f} MB do not fit into {memory / 1e9:,.1f} GB"
+        )
+    return asked
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class Slots:

@@ -58,7 +58,7 @@ class StateFolder:
         return self._store.longest(chain, longer_than)
 
     def load(self, stored: Stored) -> TextState | None:
-        """The state, if its file is whole; else the file is forgotten."""
+        """The state, if its file is whole; else the file is deleted."""
         try:
             state = TextState.load(
                 self._path(stored.start), self._model.config, device=self._model.device
@@ -68,6 +68,7 @@ class StateFolder:
             state = None
         if state is None or state.tokens_seen != [len(stored)]:
             self._store.remove(stored.key)
+            self._path(stored.start).unlink(missing_ok=True)
             return None
         self._store.touch(stored.key)
         return state

@@ -19,20 +19,16 @@ class Form:
     chat: bool
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, choices: list[Json], usage: Json, state_id: str | None = None) -> Json:
+    def whole(self, choices: list[Json], usage: Json) -> Json:
         kind = "chat.completion" if self.chat else "text_completion"
-        return self._part(kind, choices, usage, state_id)
+        return self._part(kind, choices, usage)
 
-    def chunk(
-        self, choices: list[Json], usage: Json | None = None, state_id: str | None = None
-    ) -> Json:
+    def chunk(self, choices: list[Json], usage: Json | None = None) -> Json:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return self._part(kind, choices, usage, state_id)
+        return self._part(kind, choices, usage)
 
-    def _part(
-        self, kind: str, choices: list[Json], usage: Json | None, state_id: str | None
-    ) -> Json:
-        part = {
+    def _part(self, kind: str, choices: list[Json], usage: Json | None) -> Json:
+        return {
             "id": self.id,
             "object": kind,
             "created": self.created,
@@ -40,7 +36,6 @@ class Form:
             "choices": choices,
             "usage": usage,
         }
-        return part if state_id is None else {**part, "state_id": state_id}
 
 
 class Telling:

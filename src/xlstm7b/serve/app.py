@@ -25,7 +25,8 @@ from xlstm7b.serve.work import Service, chat_work, completion_work, text_ids
 
 _PAGE = {"/": ("index.html", "text/html"), "/app.js": ("app.js", "text/javascript"),
          "/server.js": ("server.js", "text/javascript"),
-         "/style.css": ("style.css", "text/css")}  # fmt: skip
+         "/style.css": ("style.css", "text/css"),
+         "/icon.svg": ("icon.svg", "image/svg+xml")}  # fmt: skip
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
     "x-content-type-options": "nosniff",
@@ -144,6 +145,7 @@ def _add_watching(app: FastAPI, service: Service) -> None:
         service.check_name(name)
         return model
 
+    @app.head("/health", response_model=None, include_in_schema=False)
     @app.get("/health", response_model=None)
     async def health() -> Response:
         """200 while requests are taken and answered."""
@@ -166,7 +168,7 @@ def _add_page(app: FastAPI) -> None:
     def add(path: str, name: str, kind: str) -> None:
         content = (files("xlstm7b.serve") / "page" / name).read_bytes()
 
-        @app.get(path, include_in_schema=False)
+        @app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)
         async def page() -> Response:
             return Response(content, media_type=kind, headers=_PAGE_HEADERS)
 
@@ -187,7 +189,9 @@ def _add_error_handlers(app: FastAPI) -> None:
         return await refuse(http, ApiError(400, message, param=where or None))
 
     async def refuse_route(http: Request, error: HTTPException) -> Response:
-        return await refuse(http, ApiError(error.status_code, str(error.detail)))
+        refusal = ApiError(error.status_code, str(error.detail))
+        refusal.headers.update(error.headers or {})
+        return await refuse(http, refusal)
 
     async def leave(http: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)  # to the log alone

@@ -1,11 +1,9 @@
 """A request's texts on their way to the client: whole, or as a stream of chunks."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Self
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -13,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from xlstm7b.generate.engine import Piece
 from xlstm7b.generate.texts import Completion
 from xlstm7b.serve.answers import Form, Json, Telling, joined, usage
+from xlstm7b.serve.limits import ApiError
 from xlstm7b.serve.logs import noted
 from xlstm7b.serve.schema import Sampling, TextBody
 from xlstm7b.serve.states import Saved
@@ -20,64 +19,66 @@ from xlstm7b.serve.streaming import EventStream, Texts, or_gone
 from xlstm7b.serve.work import Service, Work, overread_of, text_ids
 
 
-class _Scored(NamedTuple):
-    """A prompt's tokens and their log-probabilities."""
-
-    tokens: list[int]
-    logprobs: list[float | None]
-    top_logprobs: list[dict[int, float]]
-
-    @classmethod
-    def of(cls, prompt: list[int], pieces: Sequence[Piece]) -> Self:
-        logprobs: list[float | None] = [value for piece in pieces for value in piece.logprobs]
-        tops = [top for piece in pieces for top in piece.top_logprobs]
-        # A first token that follows nothing has no probability.
-        unknown = len(prompt) - len(logprobs)
-        return cls(prompt, [*[None] * unknown, *logprobs], [*[{}] * unknown, *tops])
-
-
-@dataclass
 class _Answer:
     """An answer in the making."""
 
-    service: Service
-    work: Work
-    form: Form
-    echoes: list[_Scored | None]  # the prompts' own log-probabilities, where they are wanted
-    completions: dict[int, Completion] = field(default_factory=dict)
-    cached: dict[int, int] = field(default_factory=dict)
+    def __init__(self, service: Service, work: Work, form: Form) -> None:
+        self.service, self.work, self.form = service, work, form
+        self.completions: dict[int, Completion] = {}
+        self._cached: dict[int, int] = {}
+        self._new_tokens = 0
+        self._scored: list[list[Piece]] = [[] for _ in work.requests]
+        # A first token that follows nothing has no probability.
+        scored = work.requests if work.scores_prompts else ()
+        self.unscored = sum(len(request.ids) - 1 for request in scored)
 
     def telling(self, index: int) -> Telling:
         return Telling(self.form, index, self.service.generator.tokenizer, self.work.logprobs)
 
-    def keep(self, index: int, piece: Piece) -> None:
+    def keep(self, index: int, piece: Piece) -> Piece:
+        """Notes what one text grew by; returns it without the prompt's own tokens."""
+        own, piece = piece.parts()
+        if own is not None:
+            self._scored[index // self.work.texts_each].append(own)
+            self.unscored -= len(own.token_ids)
         if piece.completion is not None:
             self.completions[index] = piece.completion
-        self.cached[index] = piece.cached_tokens
+        self._cached[index] = piece.cached_tokens
+        self._new_tokens += len(piece.token_ids)
+        return piece
 
     def usage(self) -> Json:
-        requests, best_of = self.work.requests, self.work.best_of
+        requests, texts_each = self.work.requests, self.work.texts_each
         tokens = sum(len(request.ids) for request in requests)
         # Of several texts of one prompt, the first one's: the others find what it has read.
-        cached = sum(self.cached.get(place * best_of, 0) for place in range(len(requests)))
-        made = sum(len(completion.token_ids) for completion in self.completions.values())
-        return usage(tokens, made, cached)
+        cached = sum(self._cached.get(place * texts_each, 0) for place in range(len(requests)))
+        return usage(tokens, self._new_tokens, cached)
 
     def echo(self, telling: Telling, prompt: int) -> tuple[str, Json | None]:
         """The prompt as part of the answer."""
         if not self.work.echo:
             return "", None
-        text = self.service.generator.tokenizer.decode(self.work.prompts[prompt])
-        scored = self.echoes[prompt]
-        return text, None if scored is None else telling.scores(*scored)
+        ids = self.work.prompts[prompt]
+        text = self.service.generator.tokenizer.decode(ids)
+        if not self.work.scores_prompts:
+            return text, None
+        own = self._scored[prompt]
+        logprobs = [value for piece in own for value in piece.logprobs]
+        tops = [top for piece in own for top in piece.top_logprobs]
+        unknown = len(ids) - len(logprobs)
+        return text, telling.scores(ids, [*[None] * unknown, *logprobs], [*[{}] * unknown, *tops])
 
-    async def save(self, completion: Completion) -> str:
-        """Saves the state behind the text; its id, for the answer."""
+    async def saved(self, completion: Completion) -> Json:
+        """Saves the state behind the text: what the answer, which is not lost, says of it."""
         assert completion.state is not None
         written = self.service.generator.tokenizer.decode(completion.token_ids)
         overread = written.removeprefix(completion.text)
         store = self.service.saved()
-        return (await asyncio.to_thread(store.save, completion.state, overread)).id
+        try:
+            saved = await asyncio.to_thread(store.save, completion.state, overread)
+        except ApiError as error:
+            return {"state_id": None, "state_error": error.message}
+        return {"state_id": saved.id}
 
 
 async def answer(
@@ -92,33 +93,18 @@ async def answer(
         if body.state is not None or body.save_state:
             at_the_end.enter_context(service.saved().held())
         work = await to_work()
-        echoes = await or_gone(http.receive, _score_prompts(service, work))
-        made = _Answer(service, work, form, echoes)
+        made = _Answer(service, work, form)
         texts = work.submit(service)
         at_the_end.callback(texts.cancel)
+        at_the_end.callback(lambda: noted(http, **made.usage()))
         if body.stream:
             with_usage = body.stream_options is not None and body.stream_options.include_usage
-            at_the_end.callback(lambda: noted(http, **made.usage()))
-            return EventStream(_events(made, texts, with_usage), at_the_end.pop_all().close)
+            stream = EventStream(_events(made, texts, with_usage))
+            at_the_end.callback(lambda: noted(http, ended=stream.ended))
+            stream.at_the_end = at_the_end.pop_all()
+            return stream
         content = await or_gone(http.receive, _whole(made, texts))
-    noted(http, **content["usage"])
     return await asyncio.to_thread(JSONResponse, content)  # long ones take a while
-
-
-async def _score_prompts(service: Service, work: Work) -> list[_Scored | None]:
-    """The tokens of every prompt with their log-probabilities, if its echo is to have them."""
-    if not work.echo or work.logprobs is None:
-        return [None] * len(work.prompts)
-    texts = service.texts()
-    for prompt in work.prompts:
-        texts.submit(partial(service.engine.submit_logprobs, prompt, work.logprobs))
-    scored: list[list[Piece]] = [[] for _ in work.prompts]
-    try:
-        async for index, piece in texts.pieces():
-            scored[index].append(piece)
-    finally:
-        texts.cancel()
-    return [_Scored.of(*pair) for pair in zip(work.prompts, scored, strict=True)]
 
 
 async def read_to_state(service: Service, body: TextBody, http: HttpRequest) -> Saved:
@@ -148,8 +134,8 @@ async def _whole(made: _Answer, texts: Texts) -> Json:
     async for index, piece in texts.pieces():
         made.keep(index, piece)
     choices = await asyncio.to_thread(_choices, made)
-    saved = await made.save(made.completions[0]) if made.work.keep_state else None
-    return made.form.whole(choices, made.usage(), saved)
+    saved = await made.saved(made.completions[0]) if made.work.keep_state else {}
+    return made.form.whole(choices, made.usage()) | saved
 
 
 def _choices(made: _Answer) -> list[Json]:
@@ -183,18 +169,31 @@ def _mean_logprob(completion: Completion) -> float:
 async def _events(made: _Answer, texts: Texts, with_usage: bool) -> AsyncIterator[Json]:
     work, form = made.work, made.form
     tellings = [made.telling(index) for index in range(len(work.prompts) * max(1, work.n))]
+    coming, held = texts.pieces(), list[tuple[int, Piece]]()
+    while made.unscored:  # an echo comes before what follows it
+        index, piece = await anext(coming)
+        held.append((index, made.keep(index, piece)))
     if work.echo:
         for index, telling in enumerate(tellings):
             echo = partial(made.echo, telling, index // max(1, work.n))
             text, scores = await asyncio.to_thread(echo)
             yield form.chunk([telling.chunk(text, scores, None if work.n else "length")])
-    async for index, piece in texts.pieces():
-        made.keep(index, piece)
+
+    async def to_chunk(index: int, piece: Piece) -> Json | None:
         telling, done = tellings[index], piece.completion
         scores = telling.scores(piece.token_ids, piece.logprobs, piece.top_logprobs)
-        saved = await made.save(done) if done is not None and work.keep_state else None
-        if piece.text or done or scores:
-            reason = None if done is None else done.finish_reason
-            yield form.chunk([telling.chunk(piece.text, scores, reason)], state_id=saved)
+        if not (work.n and (piece.text or done or piece.logprobs)):
+            return None
+        if done is None:
+            return form.chunk([telling.chunk(piece.text, scores, None)])
+        last = form.chunk([telling.chunk(piece.text, scores, done.finish_reason)])
+        return last | await made.saved(done) if work.keep_state else last
+
+    for index, piece in held:
+        if (chunk := await to_chunk(index, piece)) is not None:
+            yield chunk
+    async for index, piece in coming:
+        if (chunk := await to_chunk(index, made.keep(index, piece))) is not None:
+            yield chunk
     if with_usage:
         yield form.chunk([], made.usage())

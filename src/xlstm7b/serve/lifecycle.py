@@ -17,6 +17,7 @@ from xlstm7b.serve.work import Service
 
 _LAST_WORDS = 5  # seconds in which what is left in sockets is sent
 PATIENCE = 60.0  # seconds, for a request's line and headers, and for a reader that takes nothing
+_KEEP_ALIVE = 75  # seconds between requests: longer than most clients and proxies keep connections
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -67,6 +68,7 @@ def server_config(app: FastAPI, last_words: int = _LAST_WORDS) -> uvicorn.Config
         log_config=None,
         access_log=False,
         server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE,
         timeout_graceful_shutdown=last_words,
     )
 

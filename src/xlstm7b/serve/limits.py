@@ -68,12 +68,21 @@ class ApiError(Exception):
         await send({"type": "http.response.body", "body": body})
 
 
-def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
-    """API keys that a header can hold, or a `ValueError`."""
-    for key in keys:
-        if not key or not all("!" <= letter <= "~" for letter in key):
-            raise ValueError("an API key must be printable ASCII without spaces, and not empty")
-    return tuple(keys)
+def check_key(key: str, place: str) -> str:
+    """An API key that a header can hold, or a `ValueError` that names where it is from."""
+    if not key or not all("!" <= letter <= "~" for letter in key):
+        raise ValueError(
+            f"{place}: an API key must be printable ASCII without spaces, and not empty"
+        )
+    return key
+
+
+def check_origins(origins: Sequence[str]) -> Sequence[str]:
+    """Origins as browsers send them, or `*`; else a `ValueError`: others would never match."""
+    for origin in origins:
+        if origin != "*" and re.fullmatch(r"https?://[^/?#@\s]+", origin) is None:
+            raise ValueError(f"{origin!r} is not an origin, as https://their.site or *")
+    return origins
 
 
 class KeyCheck:

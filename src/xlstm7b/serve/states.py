@@ -13,6 +13,7 @@ from xlstm7b.config import ModelConfig
 from xlstm7b.files import opened_safetensors
 from xlstm7b.generate.states import TextState
 from xlstm7b.serve.limits import ApiError
+from xlstm7b.serve.logs import LOGGER
 
 MOST_HELD = 16  # requests that have a saved state in memory, at once: each is 134 MB with 7B
 _ID = re.compile(r"state-[0-9a-f]{24}")  # all that an id can be: no path is made of anything else
@@ -62,7 +63,11 @@ class StateStore:
         state_id = f"state-{secrets.token_hex(12)}"
         with self._saving:
             self.check_room(state.nbytes)
-            state.save(self._path(state_id), note=overread)
+            try:
+                state.save(self._path(state_id), note=overread)
+            except OSError as error:
+                LOGGER.exception("a state cannot be saved")
+                raise ApiError(507, "the state could not be saved: see the server's log") from error
         return self.find(state_id)
 
     def find(self, state_id: str) -> Saved:

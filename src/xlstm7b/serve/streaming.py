@@ -9,10 +9,10 @@ import json
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -131,11 +131,12 @@ class Texts:
 
     def _measure(self, timing: _Timing, piece: Piece) -> None:
         now = time.monotonic()
-        if piece.token_ids and timing.last_token is None:
-            self._metrics.first_token(now - timing.submitted)
-        elif piece.token_ids and timing.last_token is not None:
-            self._metrics.next_token(now - timing.last_token)
-        timing.last_token = now
+        if len(piece.token_ids) > piece.scored_tokens:
+            if timing.last_token is None:
+                self._metrics.first_token(now - timing.submitted)
+            else:
+                self._metrics.next_token(now - timing.last_token)
+            timing.last_token = now
         if piece.completion is not None:
             self._unfinished -= 1
             self._metrics.finished(piece.completion.finish_reason, now - timing.submitted)
@@ -176,21 +177,19 @@ async def _leaving(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. However it ends, `end` is called."""
+    """Server-sent events. However it ends, `at_the_end` is closed, and `ended` says how."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[dict[str, Any]], end: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncIterator[dict[str, Any]]) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._end = events, end
+        self._events, self.at_the_end = events, ExitStack()
+        self.ended: Literal["whole", "error", "abort"] = "abort"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            with suppress(ClientDisconnect):
-                await or_gone(receive, self._send_all(send))
-        finally:
-            self._end()
+        with self.at_the_end, suppress(ClientDisconnect):
+            await or_gone(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
         await send(
@@ -205,10 +204,16 @@ class EventStream(Response):
             body = f"data: {data}\n\n".encode()
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
+        failure: Exception | None = None
         try:
             async for event in self._events:
                 await tell(_to_json(event))
             await tell("[DONE]")
-        except ApiError as error:
-            await tell(_to_json(error.content))
+            self.ended = "whole"
+        except Exception as error:
+            failure, self.ended = error, "error"
+            known = error if isinstance(error, ApiError) else ApiError(500, "the server failed")
+            await tell(_to_json(known.content))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+        if failure is not None and not isinstance(failure, ApiError):
+            raise failure  # to the log

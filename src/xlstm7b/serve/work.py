@@ -80,16 +80,28 @@ class Work:
     start: TextState | None = None
     keep_state: bool = False
 
+    @property
+    def texts_each(self) -> int:
+        """Texts of a prompt, of which the first may score it: one, too, where it does only that."""
+        return max(1, self.best_of) if self.scores_prompts else self.best_of
+
+    @property
+    def scores_prompts(self) -> bool:
+        return self.echo and self.logprobs is not None
+
     def submit(self, service: Service) -> Texts:
-        """All its texts as jobs: text t is the prompt t // best_of's."""
-        texts = service.texts()
+        """All its texts as jobs: text t is the prompt t // texts_each's."""
+        texts, engine = service.texts(), service.engine
         for request in self.requests:
+            if self.scores_prompts and not self.best_of:
+                texts.submit(partial(engine.submit_logprobs, request.ids, self.logprobs or 0))
             for place in range(self.best_of):
                 submit = partial(
-                    service.engine.submit,
+                    engine.submit,
                     request.nth(place),
                     state=self.start,
                     keep_state=self.keep_state,
+                    score_prompt=self.scores_prompts and place == 0,
                 )
                 texts.submit(submit)
         return texts
@@ -103,7 +115,8 @@ async def completion_work(service: Service, body: CompletionBody) -> Work:
         raise ApiError(400, "a stream cannot tell the best of several texts", param="best_of")
     start, _ = await _start(service, body)
     prompts = [[]] if body.prompt is None and start else await to_ids(service, body.prompt)
-    max_tokens = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    default = min(_COMPLETION_TOKENS, service.limits.new_tokens)
+    max_tokens = default if body.max_tokens is None else body.max_tokens
     scored = max_tokens == 0 and bool(body.echo)  # nothing is generated, only the prompt scored
     if body.logprobs is not None and body.echo and start is not None:
         raise ApiError(400, "the prompt after a saved state has no logprobs", param="echo")
@@ -144,6 +157,8 @@ async def chat_work(service: Service, body: ChatBody) -> Work:
     asked = (body.max_completion_tokens, body.max_tokens)
     default = min(_CHAT_TOKENS, service.limits.new_tokens)
     max_tokens = next((most for most in asked if most is not None), default)
+    if body.max_completion_tokens is not None:
+        _check_max_tokens(service, max_tokens, "max_completion_tokens")
     endings, special = ends_of_answers(service.turns, service.generator)
     settings = _settings(service, body, max_tokens, logprobs, special)
     stops = (*_stops(body), *endings)
@@ -225,9 +240,7 @@ def _settings(
     logprobs: int | None,
     eos: tuple[int, ...] | None = None,
 ) -> SamplingSettings:
-    most = service.limits.new_tokens
-    if not 1 <= max_tokens <= most:
-        raise ApiError(400, f"max_tokens must be between 1 and {most}", param="max_tokens")
+    _check_max_tokens(service, max_tokens, "max_tokens")
     given = {name: getattr(body, name) for name in _SAME_NAMES}
     try:
         biases = {int(token): bias for token, bias in (body.logit_bias or {}).items()}
@@ -242,6 +255,12 @@ def _settings(
         logprobs=logprobs,
         **{name: value for name, value in given.items() if value is not None},
     )
+
+
+def _check_max_tokens(service: Service, max_tokens: int, name: str) -> None:
+    most = service.limits.new_tokens
+    if not 1 <= max_tokens <= most:
+        raise ApiError(400, f"{name} must be between 1 and {most}", param=name)
 
 
 def _stops(body: Sampling) -> tuple[str, ...]:
@@ -261,7 +280,10 @@ def _requests(
             for prompt in prompts
         ]
     except ValueError as error:
-        raise ApiError(400, str(error)) from error
+        message = str(error).replace("_new_tokens", "_tokens")  # as clients call them
+        name = message.partition(" ")[0]
+        param = name if name in Sampling.model_fields or name == "logprobs" else None
+        raise ApiError(400, message, param=param) from error
 
 
 def _check_choices(service: Service, work: Work) -> None:

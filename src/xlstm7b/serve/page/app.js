@@ -151,22 +151,33 @@ async function answer(before) {
   const article = list.lastElementChild;
   article.classList.add("growing");
   const meter = startMeter();
+  // Shown once a frame: a stream may be faster than the page is laid out, and must not freeze it.
+  let frame = 0, shown = 0;
+  const showMore = () => {
+    frame = 0;
+    const atEnd = list.scrollHeight - list.scrollTop - list.clientHeight < 60;
+    article.querySelector("p").append(reply.content.slice(shown));
+    shown = reply.content.length;
+    if (atEnd) list.scrollTop = list.scrollHeight;
+  };
+  let failure = null;
   try {
     const body = { messages: asked, ...numbers };
     await stream(body, find("key").value, answering.signal, (event) => {
-      const atEnd = list.scrollHeight - list.scrollTop - list.clientHeight < 60;
-      const text = event.choices[0]?.delta.content ?? "";
-      reply.content += text;
-      article.querySelector("p").append(text);
-      if (atEnd) list.scrollTop = list.scrollHeight;
+      reply.content += event.choices[0]?.delta.content ?? "";
+      frame ||= requestAnimationFrame(showMore);
       meter(event);
     });
   } catch (error) {
+    failure = error;
     explain(error);
   }
+  cancelAnimationFrame(frame);
+  showMore();
   article.classList.remove("growing");
   setAnswering(null);
   if (!reply.content) {
+    if (!failure) tell("The answer was empty.");
     messages.pop();
     if (before) messages.push(before);
     show();
@@ -270,7 +281,7 @@ addEventListener("storage", () => { // another tab has said something
 
 async function greet() {
   try {
-    const { data: [model] } = await (await ask("/v1/models", find("key").value)).json();
+    const { data: [model] } = await (await ask("v1/models", find("key").value)).json();
     find("model").textContent = document.title = model.id;
     stateBytes = model.state_bytes;
     find("error").hidden = true;

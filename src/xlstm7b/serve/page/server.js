@@ -1,8 +1,9 @@
 // Requests to the server; what goes wrong is an error in words, whose cause is the status if any.
 
 export async function ask(path, key, options = {}) {
-  // The page's own address may hold a password, with which fetch would refuse it.
-  const response = await fetch(location.origin + path, {
+  // Beside the page, wherever a proxy has it; its own address may hold a password, with which
+  // fetch would refuse it.
+  const response = await fetch(new URL(path, location.origin + location.pathname), {
     ...options,
     headers: { "content-type": "application/json", ...(key && { authorization: `Bearer ${key}` }) },
   }).catch(unlessAborted("The server does not answer."));
@@ -16,7 +17,7 @@ export async function ask(path, key, options = {}) {
 
 // Every event of an answer as it comes.
 export async function stream(body, key, signal, receive) {
-  const response = await ask("/v1/chat/completions", key, {
+  const response = await ask("v1/chat/completions", key, {
     method: "POST",
     body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
     signal,
