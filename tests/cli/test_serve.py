@@ -54,7 +54,8 @@ def test_an_empty_key_is_no_key(cli: Cli, speller: Path, monkeypatch: pytest.Mon
     assert refused(cli("serve", speller)).startswith("XLSTM7B_API_KEY: an API key must be")
 
 
-def test_more_slots_than_memory(cli: Cli, speller: Path) -> None:
+def test_more_slots_than_memory(cli: Cli, speller: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xlstm7b.serve.logs.log_to_stderr", lambda: None)  # it is for all tests
     told = refused(cli("serve", speller, "--port", 0, "--slots", 10**10))
     assert told.startswith("10,000,000,000 slots of ")
 
