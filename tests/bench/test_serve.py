@@ -68,12 +68,10 @@ def test_an_interrupted_load_tells_what_was(tmp_path: Path) -> None:
         bench.send_signal(signal.SIGINT)
         told, _ = bench.communicate(timeout=60)
         assert bench.returncode == 130
-        keyless = [*command[:5], live.url, "--seconds", "0.5", "--rate", "20"]
     assert "errors                    none" in told
     summary = json.loads((tmp_path / "load.json").read_text())["summary"]
     assert f"requests                  {summary['requests']}\n" in told
     assert summary["requests"] >= 4
-    assert subprocess.run(keyless, env=environment(), check=False).returncode == 2
 
 
 def test_a_server_under_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

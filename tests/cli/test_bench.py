@@ -6,6 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from cli.commands import Cli, refused
+from serve.live import serving, speller
+
+from xlstm7b.generate import Generator
+from xlstm7b.tokenizer import ByteTokenizer
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -34,3 +38,13 @@ def test_bench_loader(cli: Cli, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert all(int(row[3].replace(",", "")) > 100 for row in rows)
     assert "no folder" in refused(cli("bench", "loader", tmp_path / "nowhere"))
+
+
+def test_bench_serve_where_nobody_answers(cli: Cli) -> None:
+    load = ["--rate", "20", "--seconds", "0.3"]
+    with serving(Generator(speller("ab"), ByteTokenizer()), keys=("key",)) as live:
+        code, out, _ = cli("bench", "serve", live.url, *load, "--api-key", "another")
+        assert code == 1
+        assert "status 401" in out
+    told = refused(cli("bench", "serve", live.url, *load))
+    assert told.startswith(f"{live.url} does not answer: ")
