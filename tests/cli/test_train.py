@@ -1,10 +1,12 @@
 """`xlstm7b train`, `export` and `plot`, on a handful of bytes."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from cli.commands import Cli, Outcome, refused, succeeded
+from cli.commands import Cli, Outcome, environment, refused, succeeded
 from workers import full_disk
 
 from xlstm7b.train.metrics import read_metrics
@@ -227,3 +229,18 @@ def test_the_best_checkpoint_is_exported(cli: Cli, settings: list[str], tmp_path
     assert said == "--step is a number or best, not 'worst'"
     out = succeeded(cli("export", run, tmp_path / "third", "--step", "3"))
     assert out == f"wrote step 3 of {run} to {tmp_path / 'third'}\n"
+
+
+def test_as_torchrun_starts_it(settings: list[str], tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = ["-m", "--", "xlstm7b", "train", "quickstart", "--run", str(tmp_path / "run")]
+    done = subprocess.run(
+        [*torchrun, *command, "--device", "cpu", *settings],
+        env=environment() | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'run'}: trained to step 3 of 3\n")
+    written = {path.name for path in (tmp_path / "run/checkpoints/step-00000003").iterdir()}
+    assert written == {".metadata", "run.json", "__0_0.distcp", "__1_0.distcp"}

@@ -47,7 +47,7 @@ def train(
 ) -> None:  # fmt: skip
     """Train a model: on this machine, or on many by torchrun. Stopped, it goes on when run again.
 
-    One process: xlstm7b train 160m. Eight GPUs: torchrun --nproc-per-node 8 -m xlstm7b train 160m.
+    One process: xlstm7b train 160m. Eight: torchrun --nproc-per-node 8 -m -- xlstm7b train 160m.
     """
     from xlstm7b.train import describe, load_recipe, resolved
 
