@@ -205,8 +205,8 @@ def test_the_released_models_own_tokens_do_not_stand_in_the_way(tmp_path):
         "model={embedding_dim=64,num_blocks=2,num_heads=2,vocab_size=320}",
     ]
     recipe = load_recipe(str(FILE.parent / "finetune-7b.toml"), settings)
-    names = [name for name, _ in _first_weights(recipe, torch.device("cpu"))]
+    names = [name for name, _ in _first_weights(recipe, str(tmp_path), torch.device("cpu"))]
     assert sorted(names) == sorted(config.parameter_shapes())
     other = replace(recipe, model=replace(recipe.model, gate_soft_cap=10.0))
     with pytest.raises(ValueError, match=r"has gate_soft_cap 15\.0, the recipe 10\.0"):
-        next(_first_weights(other, torch.device("cpu")))
+        next(_first_weights(other, str(tmp_path), torch.device("cpu")))

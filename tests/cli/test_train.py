@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli.commands import Cli, Outcome, environment, refused, succeeded
+from cli.commands import Cli, Outcome, environment, refused, save_chat_model, succeeded
 from workers import full_disk
 
 from xlstm7b.train.metrics import read_metrics
@@ -229,6 +229,50 @@ def test_the_best_checkpoint_is_exported(cli: Cli, settings: list[str], tmp_path
     assert said == "--step is a number or best, not 'worst'"
     out = succeeded(cli("export", run, tmp_path / "third", "--step", "3"))
     assert out == f"wrote step 3 of {run} to {tmp_path / 'third'}\n"
+
+
+@pytest.fixture(scope="module")
+def neox(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer by a name of its own."""
+    folder = save_chat_model(tmp_path_factory.mktemp("tokenizers") / "model")
+    return (folder / "tokenizer.json").rename(folder / "neox.json")
+
+
+def test_the_tokenizer_goes_along(cli: Cli, settings: list[str], neox: Path, tmp_path) -> None:
+    data = ["--output", tmp_path / "words", "--tokenizer", neox]
+    assert cli("prepare", tmp_path / "text.txt", *data).code == 0
+    words = [*settings, "--set", f"data.sources.text.path={tmp_path / 'words'}"]
+    base, model, tuned = (tmp_path / name for name in ("base", "model", "tuned"))
+    assert train(cli, base, *words).code == 0
+    succeeded(cli("export", base, model, "--tokenizer", neox))
+    assert (model / "tokenizer.json").read_bytes() == neox.read_bytes()
+    assert not (model / "neox.json").exists()
+    succeeded(cli("verify", model))
+    assert cli("generate", model, "so much", "--max-new-tokens", 2).code == 0
+    # Tuned weights take the tokenizer with them, and it can be named by its folder.
+    assert train(cli, tmp_path / "tune", *words, "--set", f"init_from={model}").code == 0
+    succeeded(cli("export", tmp_path / "tune", tuned))
+    assert (tuned / "tokenizer.json").read_bytes() == neox.read_bytes()
+    succeeded(cli("export", base, tmp_path / "again", "--tokenizer", model))
+    assert (tmp_path / "again" / "tokenizer.json").read_bytes() == neox.read_bytes()
+    # Bytes are other ids.
+    bytes_run = tmp_path / "bytes"
+    said = refused(train(cli, bytes_run, *settings, "--set", f"init_from={model}"))
+    assert said == (
+        f"the data was prepared with another tokenizer than that of {model}: prepare it with "
+        f"--tokenizer {model}"
+    )
+    assert train(cli, bytes_run, *settings).code == 0
+    wrong = {
+        neox: f"the run was trained on tokens of another tokenizer than {neox}",
+        tmp_path / "text.txt": f"{tmp_path / 'text.txt'} is not a readable tokenizer.json: ",
+        "nowhere": "there is no tokenizer at nowhere",
+    }
+    for tokenizer, sentence in wrong.items():
+        said = refused(cli("export", bytes_run, tmp_path / "wrong", "--tokenizer", tokenizer))
+        assert said.startswith(sentence)
+    assert not (tmp_path / "wrong").exists()
+    succeeded(cli("export", bytes_run, tmp_path / "right", "--tokenizer", "bytes"))
 
 
 def test_as_torchrun_starts_it(settings: list[str], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -176,6 +177,43 @@ def test_weights_to_start_from(whole, data, tmp_path):
         with pytest.raises(ValueError, match="not of the recipe's shape"):
             Trainer(recipe(data, f"init_from={tmp_path / 'model'}", "model.num_blocks=3"),
                     tmp_path, "cpu")  # fmt: skip
+
+
+def test_a_tuned_run_goes_on_without_the_weights_it_began_with(whole, data, tmp_path):
+    export_run(whole, tmp_path / "base")
+    tuned = [f"init_from={tmp_path / 'base'}", "run.steps=4"]
+    run(0, recipe(data, *tuned), tmp_path / "once")
+    run(0, recipe(data, *tuned, "run.time_limit=1e-9"), tmp_path / "twice")
+    shutil.rmtree(tmp_path / "base")
+    run(0, recipe(data, *tuned), tmp_path / "twice")
+    assert losses(tmp_path / "twice") == losses(tmp_path / "once")
+    assert len(losses(tmp_path / "twice")) == 4
+
+
+@pytest.fixture(scope="module")
+def others(data, tmp_path_factory) -> Path:
+    """The same ids, of another tokenizer."""
+    folder = shutil.copytree(data, tmp_path_factory.mktemp("others") / "data")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"tokenizer": "other"}))
+    return folder
+
+
+def test_text_of_another_tokenizer_is_refused(whole, data, others, tmp_path):
+    export_run(whole, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    refusals = {
+        f"data.validation={others}": "'noise' and 'data.validation' were prepared with different",
+        f"init_from={tmp_path / 'model'}": "prepared with another tokenizer than that of .*/model",
+    }
+    with process_group("cpu"):
+        for setting, sentence in refusals.items():
+            with pytest.raises(ValueError, match=sentence):
+                Trainer(recipe(data, setting), tmp_path / "run", "cpu")
+        stage = [f"init_from={whole}", "start_step=6", "run.steps=11", "data.validation="]
+        late = Trainer(recipe(others, *stage, "run.validate_every=0"), tmp_path / "run", "cpu")
+        with pytest.raises(ValueError, match="read text of another tokenizer than this"):
+            late.resume()
 
 
 def test_a_later_stage_goes_on_with_text_of_its_own(whole, data, tmp_path):

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -122,10 +123,11 @@ def test_the_best_checkpoint_is_kept(data, tmp_path, held_out, monkeypatch):
     chosen = recipe(data, "run.validate_every=1", "run.save_every=2", "run.keep_last=1")
     folder, remove = tmp_path / "checkpoints", checkpoint.shutil.rmtree
 
-    def look_before(path: Path, **options: bool) -> None:
+    def look_before(path: str | Path, **options: Any) -> None:
         """Whoever kills us here finds the last and the best."""
-        if path.name.startswith("step-"):
-            assert int(path.name[5:]) not in (best_step(folder), steps(folder)[-1])
+        name = Path(path).name
+        if name.startswith("step-"):
+            assert int(name[5:]) not in (best_step(folder), steps(folder)[-1])
             assert best_step(folder) in steps(folder)
         remove(path, **options)
 

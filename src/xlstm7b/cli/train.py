@@ -87,7 +87,11 @@ def export(
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     tokenizer: Annotated[
-        Path | None, typer.Option(help="A tokenizer.json to lay beside the weights.")
+        str | None,
+        typer.Option(
+            help="A tokenizer.json, or its folder, to lay beside the weights.",
+            show_default="that of init_from, if it has one",
+        ),
     ] = None,
 ) -> None:
     """Write a run's checkpoint as a folder that generate, transformers and everyone reads."""

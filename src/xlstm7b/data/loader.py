@@ -52,7 +52,7 @@ class Loader:
             raise ValueError("there are no sources to load from")
         if prefetch < 0:
             raise ValueError(f"{prefetch} batches cannot be read ahead: 0 or more")
-        _check_sources({name: folder for name, (folder, _) in sources.items()}, vocab_size)
+        check_tokenizers({name: folder for name, (folder, _) in sources.items()}, vocab_size)
         for name, (folder, _) in sources.items():
             if folder.tokens < context_length:
                 raise ValueError(
@@ -168,7 +168,7 @@ def validation_batches(
     ends inside the last one, the rest has mask 0.
     """
     rows = _rows_of_a_rank(batch, rank, world_size)
-    _check_sources({str(folder.path): folder}, vocab_size)
+    check_tokenizers({str(folder.path): folder}, vocab_size)
     stream = PackedStream(folder, context_length=context_length, seed=None)
     windows = -(-folder.tokens // context_length)
     return (
@@ -212,7 +212,8 @@ def _source_seed(seed: int, stage: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest())
 
 
-def _check_sources(folders: Mapping[str, ShardFolder], vocab_size: int | None) -> None:
+def check_tokenizers(folders: Mapping[str, ShardFolder], vocab_size: int | None) -> None:
+    """Raises a `ValueError` where folders are not of one tokenizer, or not of the model's size."""
     first_name, first = next(iter(folders.items()))
     for name, folder in folders.items():
         if folder.tokenizer_fingerprint != first.tokenizer_fingerprint:

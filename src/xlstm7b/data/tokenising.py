@@ -23,11 +23,12 @@ from xlstm7b.tokenizer import ByteTokenizer, FileTokenizer
 
 def tokenizer_fingerprint(tokenizer: str | Path) -> str:
     """What tells tokenizers apart: "bytes", or the sha256 of a tokenizer.json, or of a folder's."""
-    file = _tokenizer_file(tokenizer)
+    file = tokenizer_file(tokenizer)
     return "bytes" if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def _tokenizer_file(tokenizer: str | Path) -> Path | None:
+def tokenizer_file(tokenizer: str | Path) -> Path | None:
+    """The tokenizer.json itself, or a folder's; none for "bytes"."""
     if str(tokenizer) == "bytes":
         return None
     path = Path(tokenizer)
@@ -38,7 +39,7 @@ def _tokenizer_file(tokenizer: str | Path) -> Path | None:
 
 
 def load(tokenizer: str | Path) -> ByteTokenizer | FileTokenizer:
-    file = _tokenizer_file(tokenizer)
+    file = tokenizer_file(tokenizer)
     if file is None:
         return ByteTokenizer()
     loaded = FileTokenizer(file)

@@ -1,14 +1,18 @@
 """From a run's folder to what everyone reads: a Hugging Face folder, and curves as PNG."""
 
+import shutil
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import torch
 
+from xlstm7b.data.tokenising import load, tokenizer_file, tokenizer_fingerprint
 from xlstm7b.train.checkpoint import best_step, read_model, read_run, steps
 from xlstm7b.train.metrics import read_metrics
 from xlstm7b.train.recipe import Recipe
-from xlstm7b.weights import save_checkpoint
+from xlstm7b.weights import resolve, save_checkpoint
 
 
 def export_run(
@@ -17,12 +21,12 @@ def export_run(
     *,
     step: int | Literal["best"] | None = None,
     dtype: torch.dtype | None = None,
-    tokenizer: Path | None = None,
+    tokenizer: str | Path | None = None,
 ) -> int:
     """Writes a checkpoint's weights, the last one's if none is named; returns its step.
 
-    The best one is that with the lowest held-out loss.
-    `tokenizer` is a tokenizer.json to lay beside them.
+    The best one is that with the lowest held-out loss. `tokenizer` is laid beside the weights: a
+    tokenizer.json, its folder, or "bytes", which needs none; by default that of `init_from`.
     """
     folder = run / "checkpoints"
     found = steps(folder)
@@ -35,14 +39,35 @@ def export_run(
     step = found[-1] if step is None else step
     if step not in found:
         raise ValueError(f"{run} has no checkpoint of step {step}; there are: {found}")
-    if tokenizer is not None and not tokenizer.is_file():
-        raise ValueError(f"there is no tokenizer at {tokenizer}")
     checkpoint = folder / f"step-{step:08}"
-    config = Recipe.from_dict(read_run(checkpoint)["recipe"]).model
-    model = read_model(checkpoint, config)
-    companions = [] if tokenizer is None else [tokenizer]
-    save_checkpoint(target, config, model.named_parameters(), dtype=dtype, companions=companions)
+    noted = read_run(checkpoint)
+    recipe = Recipe.from_dict(noted["recipe"])
+    # Runs of earlier versions did not note their tokenizer.
+    file = _find_tokenizer(recipe, tokenizer, noted.get("tokenizer"))
+    parameters = read_model(checkpoint, recipe.model).named_parameters()
+    with TemporaryDirectory() as aside:
+        companions = []
+        if file is not None:  # whatever its own name is
+            companions.append(shutil.copyfile(file, Path(aside) / "tokenizer.json"))
+        save_checkpoint(target, recipe.model, parameters, dtype=dtype, companions=companions)
     return step
+
+
+def _find_tokenizer(
+    recipe: Recipe, chosen: str | Path | None, fingerprint: str | None
+) -> Path | None:
+    """The one chosen, if it is the run's; else that of the weights it began with, if they say."""
+    if chosen is not None:
+        fits = load(chosen).vocab_size <= recipe.model.vocab_size
+        if not fits or fingerprint not in (None, tokenizer_fingerprint(chosen)):
+            raise ValueError(f"the run was trained on tokens of another tokenizer than {chosen}")
+        return tokenizer_file(chosen)
+    if recipe.init_from and not recipe.start_step:
+        with suppress(ValueError, OSError):  # it may be gone by now
+            file = tokenizer_file(resolve(recipe.init_from))
+            if file is not None and fingerprint in (None, tokenizer_fingerprint(file)):
+                return file
+    return None
 
 
 def plot_runs(runs: list[Path], output: Path) -> None:

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xlstm7b.data.loader import Batch, Loader
+from xlstm7b.data.loader import Batch, Loader, check_tokenizers
 from xlstm7b.data.shards import ShardFolder, open_folder
-from xlstm7b.train.build import build_model
+from xlstm7b.train.build import build_model, check_tokenizer
 from xlstm7b.train.checkpoint import Checkpoints, steps
 from xlstm7b.train.gates import gate_statistics
 from xlstm7b.train.metrics import Metrics
@@ -59,8 +59,11 @@ class Trainer:
             for name, source in recipe.data.sources.items()
         }
         self._validation: ShardFolder | None = None
+        folders = {name: folder for name, (folder, _) in self._sources.items()}
         if recipe.data.validation:
-            self._validation = open_folder(recipe.data.validation)
+            self._validation = folders["data.validation"] = open_folder(recipe.data.validation)
+        check_tokenizers(folders, recipe.model.vocab_size)
+        self._tokenizer = next(iter(folders.values())).tokenizer_fingerprint
         rank = dist.get_rank() // self.layout.tp  # tensor-parallel neighbours read the same text
         self.loader = Loader(
             self._sources,
@@ -74,7 +77,12 @@ class Trainer:
             vocab_size=recipe.model.vocab_size,
             pin_memory=device_type == "cuda",
         )
-        self.model = build_model(recipe, self.layout, self.device)
+        # What is loaded from a checkpoint of a run needs no other weights before.
+        is_new = not recipe.start_step and not steps(folder / "checkpoints")
+        init_from = recipe.init_from if is_new else ""
+        if init_from:
+            check_tokenizer(init_from, self._tokenizer)
+        self.model = build_model(recipe, self.layout, self.device, init_from=init_from)
         model: Any = self.model  # FSDP has given it methods of its own
         self._sum_over_copies: Callable[[bool], None] = model.set_requires_all_reduce
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
@@ -101,7 +109,11 @@ class Trainer:
             if self.recipe.start_step not in steps(before):
                 raise ValueError(f"{before} has no checkpoint of step {self.recipe.start_step}")
             earlier = Checkpoints(before, keep_last=1, keep_every=0)
-            earlier.load(self.recipe.start_step, self.model, self.optimizer)
+            run = earlier.load(self.recipe.start_step, self.model, self.optimizer)
+            if run.get("tokenizer", self._tokenizer) != self._tokenizer:
+                raise ValueError(
+                    f"the run in {self.recipe.init_from} read text of another tokenizer than this"
+                )
         return bool(found)
 
     def train(self, report: Report) -> None:
@@ -230,6 +242,7 @@ class Trainer:
             "loader": self.loader.state_dict(),
             "recipe": self.recipe.to_dict(),
             "best": self.best,
+            "tokenizer": self._tokenizer,
         }
         self.checkpoints.start(self.step, self.model, self.optimizer, run)
 
