@@ -44,16 +44,20 @@ def test_a_run_learns_and_keeps_its_books(whole, data):
     assert steps(whole / "checkpoints") == [6, 8]  # the last two, of which one is the best
 
 
-@pytest.mark.parametrize("stopped_at", [1, 5])
-def test_a_stopped_run_goes_on_bit_for_bit(whole, data, tmp_path, stopped_at):
+@pytest.mark.parametrize(
+    ("stopped_at", "by"), [(1, signal.SIGTERM), (5, signal.SIGTERM), (5, signal.SIGINT)]
+)
+def test_a_stopped_run_goes_on_bit_for_bit(whole, data, tmp_path, capfd, stopped_at, by):
     with process_group("cpu"):
         trainer = Trainer(recipe(data), tmp_path, "cpu")
 
         def stop(line: dict) -> None:
             if line["step"] == stopped_at - 1:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), by)
 
         trainer.train(stop)
+    told = "\nsaving after this step; Ctrl-C again to stop at once\n"
+    assert (told in capfd.readouterr().err) == (by == signal.SIGINT)
     assert steps(tmp_path / "checkpoints")[-1] in (stopped_at, stopped_at + 1)
     run(0, recipe(data), tmp_path)
     assert losses(tmp_path) == losses(whole)
@@ -138,6 +142,60 @@ def test_bad_numbers_change_nothing(data, tmp_path, monkeypatch, policy):
 
         trainer.train(look)
         assert all(value.isfinite().all() for value in before.values())
+
+
+def test_a_run_of_bad_numbers_ends(data, tmp_path, monkeypatch):
+    chosen = recipe(data, "run.steps=40", "run.save_every=2", "run.validate_every=0")
+    with process_group("cpu"):
+        trainer = Trainer(chosen, tmp_path, "cpu")
+        plain = trainer._loss
+        bad = [1, *range(6, 40)]
+        monkeypatch.setattr(
+            trainer,
+            "_loss",
+            lambda *arguments: plain(*arguments) * (math.inf if trainer.step in bad else 1),
+        )
+        words = "at step 25, the last of 20 in a row; the last good checkpoint is of step 6"
+        with pytest.raises(FloatingPointError, match=words):
+            trainer.train(lambda line: None)
+    assert trainer.skipped == 21
+    assert steps(tmp_path / "checkpoints") == [4, 6]  # those before are not pushed out
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 25
+    assert json.loads(lines[1], parse_constant=pytest.fail)["loss"] is None
+    assert [json.loads(line)["applied"] for line in lines] == [n not in bad for n in range(25)]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_save_counts_whatever_comes_behind_it(data, tmp_path, error):
+    with process_group("cpu"):
+        trainer = Trainer(recipe(data), tmp_path, "cpu")
+        trainer.checkpoints.finish = lambda wait=True: None
+
+        def fail(line: dict) -> None:
+            if line["step"] == 3:  # behind the save of step 3, which nobody has finished
+                assert not steps(tmp_path / "checkpoints")
+                raise error
+
+        with pytest.raises(error):
+            trainer.train(fail)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
+    run(0, recipe(data), tmp_path)
+    assert len(losses(tmp_path)) == 8
+
+
+def test_a_second_interrupt_stops_at_once(data, tmp_path):
+    with process_group("cpu"):
+        trainer = Trainer(recipe(data), tmp_path, "cpu")
+
+        def interrupt(line: dict) -> None:
+            if line["step"] == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train(interrupt)
+    assert steps(tmp_path / "checkpoints") == [3]
 
 
 def test_a_run_goes_on_with_the_recipes_optimizer(data, tmp_path):
@@ -246,3 +304,6 @@ def test_metrics_survive_a_cut_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps({"step": 0, "loss": 1.0}) + "\n" + '{"step": 1, "lo', "utf-8")
     assert read_metrics(path) == [{"step": 0, "loss": 1.0}]
+    path.write_text(path.read_text() + "\n", "utf-8")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is garbled in line 2: Unterminated"):
+        read_metrics(path)

@@ -72,20 +72,28 @@ class Checkpoints:
         saving, step = self._pending
         if not wait and any_process(not saving.done()):
             return
-        self._pending = None
         failure = saving.exception()
+        self._pending = None
         with self._naming(step):
             if any_process(failure is not None):
                 in_first_process(self._sweep)
                 raise OSError(_reason(failure) if failure else "another process could not write")
             in_first_process(self._count, step)
 
-    def abandon(self) -> None:
-        """Waits for what is being written, and removes it: the run has failed."""
-        if self._pending is not None:
-            self._pending[0].exception()
-            self._pending = None
-            if dist.get_rank() == 0:
+    def settle(self) -> None:
+        """The run has failed: what is being written still counts if all of it comes, or is removed.
+
+        Nobody is asked, who may be dead: to the first process, a save is done when it is to all.
+        """
+        if self._pending is None:
+            return
+        saving, step = self._pending
+        failure = saving.exception()
+        self._pending = None
+        if dist.get_rank() == 0:
+            if failure is None:
+                self._count(step)
+            else:
                 self._sweep()
 
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What a run writes down: a JSONL line a step, and mean and max over intervals."""
 
 import json
+import math
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ class Metrics:
     def __init__(self, path: Path, *, start: int, interval: int, tensorboard: bool) -> None:
         kept = [line for line in read_metrics(path) if line["step"] < start]
         aside = path.with_name(f".{path.name}")
-        aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        aside.write_text("".join(map(_as_line, kept)), encoding="utf-8")
         aside.replace(path)
         self._file = path.open("a", encoding="utf-8")
         self._recent: deque[dict[str, float]] = deque(maxlen=interval)
@@ -28,7 +29,7 @@ class Metrics:
 
     def write(self, **line: Any) -> None:
         try:
-            self._file.write(json.dumps(line) + "\n")
+            self._file.write(_as_line(line))
             self._file.flush()
         except OSError as error:
             with suppress(OSError):  # closing tries to write once more
@@ -63,5 +64,23 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All whole lines of a run's metrics: the last may have been cut off."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    found = []
+    for number, line in enumerate(lines[:-1], 1):
+        if line:
+            try:
+                found.append(dict(json.loads(line)))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path} is garbled in line {number}: {error}") from error
+    return found
+
+
+def _as_line(values: dict[str, Any]) -> str:
+    """JSON has no NaN and no infinity: null."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, list):
+            return [finite(part) for part in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps({name: finite(value) for name, value in values.items()}) + "\n"

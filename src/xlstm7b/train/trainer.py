@@ -5,6 +5,7 @@ none, so that there is one way to do it: FSDP2 keeps float32 masters and compute
 """
 
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from xlstm7b.train.processes import in_first_process
 from xlstm7b.train.recipe import Recipe
 from xlstm7b.train.validation import held_out_loss
 
+_MOST_SKIPS = 20  # in a row: a run that is given so many comes back no more
 Report = Callable[[dict[str, Any]], None]
 
 
@@ -96,6 +98,7 @@ class Trainer:
         # The same text over the whole run, so that intervals can be compared.
         self._watched_text = self.loader.first_window()
         self._asked_to_stop = False
+        self.skipped = self._skipped_in_a_row = 0  # steps that were not applied
 
     def resume(self) -> bool:
         """Goes on from the last checkpoint of this folder, or of the run that a stage follows."""
@@ -117,7 +120,7 @@ class Trainer:
         return bool(found)
 
     def train(self, report: Report) -> None:
-        """Runs to the recipe's last step, to the time limit or until SIGTERM; saves at the end."""
+        """Runs to the last step, to the time limit, until SIGTERM or Ctrl-C; saves at the end."""
         run = self.recipe.run
         deadline = time.monotonic() + 3600 * run.time_limit if run.time_limit else math.inf
         metrics = in_first_process(
@@ -128,13 +131,15 @@ class Trainer:
             tensorboard=run.tensorboard,
         )
         try:
-            with self._stopping_on_sigterm():
+            with self._stopping_on_signals():
                 while self.step < run.steps and not self._take_step(deadline, metrics, report):
                     pass
-            self.checkpoints.finish()
-        except (OSError, FloatingPointError) as error:
-            self.checkpoints.abandon()
-            raise type(error)(f"{error}; {self.checkpoints.last()}") from error
+                self.checkpoints.finish()
+        except BaseException as error:
+            self.checkpoints.settle()
+            if isinstance(error, OSError | FloatingPointError):
+                raise type(error)(f"{error}; {self.checkpoints.last()}") from error
+            raise
         self.loader.close()
         if metrics is not None:
             metrics.close()
@@ -145,12 +150,10 @@ class Trainer:
         began = time.perf_counter()
         self._asked_to_stop |= time.monotonic() > deadline
         update = self.update()
-        if not update.applied and run.nan_policy == "stop":
-            self.checkpoints.finish()
-            raise FloatingPointError(
-                f"loss {update.loss} and gradient norm {update.gradient_norm} at step "
-                f"{self.step - 1}"
-            )
+        if update.applied:
+            self._skipped_in_a_row = 0
+        else:
+            self._count_skip(update)
         line = {
             "step": self.step - 1,
             "loss": update.loss,
@@ -171,9 +174,23 @@ class Trainer:
         self.checkpoints.finish(wait=False)
         at_end = update.stop or self.step == run.steps
         is_best = self.best is not None and self.best["step"] == self.step
-        if at_end or is_best or (run.save_every and self.step % run.save_every == 0):
+        # What cannot learn any more does not push out what could.
+        is_due = update.applied and run.save_every and self.step % run.save_every == 0
+        if at_end or is_best or is_due:
             self._save()
         return update.stop
+
+    def _count_skip(self, update: Update) -> None:
+        self.skipped += 1
+        self._skipped_in_a_row += 1
+        if self.recipe.run.nan_policy == "skip" and self._skipped_in_a_row < _MOST_SKIPS:
+            return
+        self.checkpoints.finish()
+        row = f", the last of {n} in a row" if (n := self._skipped_in_a_row) > 1 else ""
+        raise FloatingPointError(
+            f"loss {update.loss} and gradient norm {update.gradient_norm} at step "
+            f"{self.step - 1}{row}"
+        )
 
     def update(self) -> Update:
         """One step: every target of the global batch counts alike, whoever computes it."""
@@ -247,12 +264,17 @@ class Trainer:
         self.checkpoints.start(self.step, self.model, self.optimizer, run)
 
     @contextmanager
-    def _stopping_on_sigterm(self) -> Iterator[None]:
+    def _stopping_on_signals(self) -> Iterator[None]:
         def ask(number: int, frame: FrameType | None) -> None:
             self._asked_to_stop = True
+            if number == signal.SIGINT:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                if dist.get_rank() == 0:  # not by print, which may have been interrupted
+                    os.write(2, b"\nsaving after this step; Ctrl-C again to stop at once\n")
 
-        before = signal.signal(signal.SIGTERM, ask)
+        before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
