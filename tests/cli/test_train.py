@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from cli.commands import Cli, Outcome, environment, refused, save_chat_model, succeeded
 from workers import full_disk
 
+from xlstm7b.data.writing import alone_in
 from xlstm7b.train.metrics import read_metrics
+from xlstm7b.train.trainer import Trainer
 
 MODEL = "model={embedding_dim=64,num_blocks=1,num_heads=2,vocab_size=320}"
 
@@ -54,7 +57,8 @@ def test_from_text_to_a_folder(cli: Cli, settings: list[str], tmp_path: Path) ->
     other = [*settings, "--set", "data.context_length=16"]
     code, _, err = cli("train", "quickstart", "--run", run, "--device", "cpu", *other)
     assert code == 2
-    assert err == f"xlstm7b: the run in {run} was begun with another [data]: choose another --run\n"
+    begun = f"the run in {run} was begun with data.context_length 32, not 16"
+    assert err == f"xlstm7b: {begun}: choose another --run\n"
 
 
 def test_a_plan(cli: Cli) -> None:
@@ -70,6 +74,11 @@ def test_a_plan(cli: Cli) -> None:
         (["train", "8b"], "there is no recipe '8b'; there are "),
         (["train", "7b", "--set", "optimizer.lrr=1"], "there is no setting optimizer.lrr; did you"),
         (["train", "quickstart", "--device", "tpu"], "the device must be cuda or cpu, not 'tpu'"),
+        pytest.param(
+            ["train", "quickstart", "--device", "cuda"],
+            "the device cuda cannot be used here: PyTorch finds no GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
         (["plot", "nowhere"], "nowhere holds no metrics to draw"),
         (["export", "nowhere", "model"], "nowhere holds no checkpoint to export"),
     ],
@@ -184,6 +193,76 @@ def test_a_garbled_recipe_of_a_run(cli: Cli, settings: list[str], trained: Path)
     before = contents(trained)
     assert refused(train(cli, trained, *settings)).startswith(f"{trained}/recipe.json is garbled: ")
     assert contents(trained) == before
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ("model.num_heads=4", "was begun with model.num_heads 2, not 4: choose another --run"),
+        ("batch.sequences=4", "was begun with batch.sequences 2, not 4: choose another --run"),
+        ("data.packing=best-fit", "was begun with data.packing windows, not best-fit: choose"),
+        ("data.sources.more={path='data'}", "with text 1/2 of 1601 tokens; more 1/2 of 1601"),
+        ("run.seed=1", "read its data with seed 0, this one with 1"),
+        ("run.steps=2", "is at step 3 already, which is behind the last one asked for, run.steps"),
+    ],
+)
+def test_what_a_run_does_not_go_on_with(
+    cli: Cli, settings: list[str], trained: Path, monkeypatch: pytest.MonkeyPatch, changed, sentence
+) -> None:
+    monkeypatch.chdir(trained.parent)
+    before = contents(trained)
+    more = ["--set", "run.steps=4", "--set", changed]
+    assert sentence in refused(train(cli, trained, *settings, *more))
+    assert contents(trained) == before
+
+
+def test_what_a_run_goes_on_with(
+    cli: Cli, settings: list[str], trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same data at another place, other micro-batches, held-out text."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").rename(tmp_path / "moved")
+    changed = ["data.sources.text.path=moved", "batch.micro_batch=1", "data.validation=moved",
+               "run.validate_every=1", "run.steps=4"]  # fmt: skip
+    more = [word for setting in changed for word in ("--set", setting)]
+    assert train(cli, trained, *settings, *more).out == f"{trained}: trained to step 4 of 4\n"
+    lines = read_metrics(trained / "metrics.jsonl")
+    assert ["validation_loss" in line for line in lines] == [False, False, False, True]
+
+
+def test_a_run_without_a_checkpoint_begins_anew(
+    cli: Cli, settings: list[str], trained: Path
+) -> None:
+    shutil.rmtree(trained / "checkpoints")
+    outcome = train(cli, trained, *settings, "--set", "data.context_length=16")
+    assert outcome.out == f"{trained}: trained to step 3 of 3\n"
+    assert [line["tokens"] for line in read_metrics(trained / "metrics.jsonl")] == [32] * 3
+
+
+def test_one_run_at_a_time(cli: Cli, settings: list[str], trained: Path) -> None:
+    before = contents(trained)
+    with alone_in(trained, "training in"):
+        said = refused(train(cli, trained, *settings, "--set", "run.steps=4"))
+        assert said == f"another process is training in {trained} right now"
+    assert contents(trained) == before
+    assert train(cli, trained, *settings, "--set", "run.steps=4").code == 0
+    with alone_in(trained, "training in"):  # it has let go
+        pass
+
+
+def test_what_is_said_of_a_run_that_stopped(
+    cli: Cli, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    unread = ["--set", f"data.validation={tmp_path / 'data'}", "--set", "run.time_limit=1e-9"]
+    outcome = train(cli, run, *settings, *unread)
+    assert outcome.out == f"{run}: trained to step 1 of 3; the same command goes on\n"
+    first, *_ = outcome.err.splitlines()
+    assert first == "data.validation is never read: run.validate_every is 0"
+    monkeypatch.setattr(Trainer, "_loss", lambda *_: torch.tensor(torch.nan, requires_grad=True))
+    out = train(cli, run, *settings).out
+    skipped = "skipped for numbers that were not finite: 2 of them"
+    assert out == f"{run}: trained to step 3 of 3; {skipped}\n"
 
 
 def test_data_that_changed_under_a_run(

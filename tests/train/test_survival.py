@@ -1,6 +1,10 @@
-"""Runs that are killed, and disks that are full: nothing is lost, nobody waits for the dead."""
+"""Runs that are killed, disks that are full, numbers that are bad: what was saved is not lost."""
 
+import json
+import math
+import os
 import random
+import signal
 import time
 from pathlib import Path
 
@@ -11,6 +15,8 @@ from workers import fails_on_a_full_disk, in_processes, run, start_processes
 
 from xlstm7b.train.checkpoint import best_step, steps
 from xlstm7b.train.metrics import read_metrics
+from xlstm7b.train.processes import process_group
+from xlstm7b.train.trainer import Trainer
 
 # Almost every moment is one of saving, and checkpoints are deleted all the time.
 BUSY = ["run.steps=12", "run.save_every=1", "run.validate_every=2", "run.keep_last=1"]
@@ -72,3 +78,57 @@ def test_one_full_disk_stops_all(data, tmp_path, full):
     in_processes(2, run, chosen, tmp_path)
     assert len(losses(tmp_path)) == 8
     assert steps(tmp_path / "checkpoints") == [7, 8]
+
+
+def test_a_run_of_bad_numbers_ends(data, tmp_path, monkeypatch):
+    chosen = recipe(data, "run.steps=40", "run.save_every=2", "run.validate_every=0")
+    with process_group("cpu"):
+        trainer = Trainer(chosen, tmp_path, "cpu")
+        plain = trainer._loss
+        bad = [1, *range(6, 40)]
+        monkeypatch.setattr(
+            trainer,
+            "_loss",
+            lambda *arguments: plain(*arguments) * (math.inf if trainer.step in bad else 1),
+        )
+        words = "at step 25, the last of 20 in a row; the last good checkpoint is of step 6"
+        with pytest.raises(FloatingPointError, match=words):
+            trainer.train(lambda line: None)
+    assert trainer.skipped == 21
+    assert steps(tmp_path / "checkpoints") == [4, 6]  # those before are not pushed out
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 25
+    assert json.loads(lines[1], parse_constant=pytest.fail)["loss"] is None
+    assert [json.loads(line)["applied"] for line in lines] == [n not in bad for n in range(25)]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_save_counts_whatever_comes_behind_it(data, tmp_path, error):
+    with process_group("cpu"):
+        trainer = Trainer(recipe(data), tmp_path, "cpu")
+        trainer.checkpoints.finish = lambda wait=True: None
+
+        def fail(line: dict) -> None:
+            if line["step"] == 3:  # behind the save of step 3, which nobody has finished
+                assert not steps(tmp_path / "checkpoints")
+                raise error
+
+        with pytest.raises(error):
+            trainer.train(fail)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
+    run(0, recipe(data), tmp_path)
+    assert len(losses(tmp_path)) == 8
+
+
+def test_a_second_interrupt_stops_at_once(data, tmp_path):
+    with process_group("cpu"):
+        trainer = Trainer(recipe(data), tmp_path, "cpu")
+
+        def interrupt(line: dict) -> None:
+            if line["step"] == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train(interrupt)
+    assert steps(tmp_path / "checkpoints") == [3]

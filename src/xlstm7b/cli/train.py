@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +15,10 @@ from xlstm7b.cli.sections import print_sections
 
 if TYPE_CHECKING:
     from xlstm7b.train import Recipe
+    from xlstm7b.train.trainer import Trainer
 
-_SAME = ("model", "data", "batch")  # sections that a run keeps from its first step to its last
+# What a run keeps from first step to last, beside its model; the loader sees to its sources.
+_SAME = {"data": ["context_length", "packing"], "batch": ["sequences", "ramp"]}
 _PEAK_FLOPS = {(9, 0): 989e12, (8, 0): 312e12}  # dense bfloat16, by compute capability
 
 
@@ -57,22 +60,29 @@ def train(
         return
     folder = run or Path("runs") / chosen.name
     _check_same_run(folder, chosen)
-    import torch
-
     if device not in (None, "cuda", "cpu"):
         raise ValueError(f"the device must be cuda or cpu, not {device!r}")
+    import torch
+
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    from xlstm7b.train.processes import in_first_process, process_group
+    if where == "cuda" and not torch.cuda.is_available():
+        raise ValueError("the device cuda cannot be used here: PyTorch finds no GPU")
+    from xlstm7b.data.writing import write_json
+    from xlstm7b.train.processes import in_first_process, process_group, run_folder
     from xlstm7b.train.trainer import Trainer
 
-    with process_group(where):
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    with process_group(where), run_folder(folder):
         trainer = Trainer(chosen, folder, where)
         trainer.resume()
-        in_first_process(_write_recipe, folder, chosen)  # now that nothing stands against it
+        # Now that nothing stands against it.
+        in_first_process(write_json, folder / "recipe.json", chosen.to_dict())
+        if is_first and chosen.data.validation and not chosen.run.validate_every:
+            print("data.validation is never read: run.validate_every is 0", file=sys.stderr)
         with _bar(chosen, trainer.step, where) as report:
             trainer.train(report)
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(f"{folder}: trained to step {trainer.step} of {chosen.run.steps}")
+    if is_first:
+        print(f"{folder}: trained to step {trainer.step} of {chosen.run.steps}{_remarks(trainer)}")
 
 
 def export(
@@ -126,23 +136,32 @@ def _check_same_run(folder: Path, recipe: "Recipe") -> None:
         if folder.is_dir() and any(folder.iterdir()):
             raise ValueError(f"{folder} holds something else than a run: choose another --run")
         return
+    from xlstm7b.train.checkpoint import steps
+
+    if not steps(folder / "checkpoints"):
+        return  # it begins anew
     now = json.loads(json.dumps(recipe.to_dict()))
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
-        others = [section for section in _SAME if before[section] != now[section]]
+        others = [
+            f"{section}.{name} {before[section][name]}, not {now[section][name]}"
+            for section, names in {"model": now["model"], **_SAME}.items()
+            for name in names
+            if before[section][name] != now[section][name]
+        ]
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is garbled: {type(error).__name__}: {error}") from error
-    for section in others:
-        raise ValueError(
-            f"the run in {folder} was begun with another [{section}]: choose another --run"
-        )
+    for other in others:
+        raise ValueError(f"the run in {folder} was begun with {other}: choose another --run")
 
 
-def _write_recipe(folder: Path, recipe: "Recipe") -> None:
-    from xlstm7b.data.writing import write_json
-
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "recipe.json", recipe.to_dict())
+def _remarks(trainer: "Trainer") -> str:
+    remarks = ""
+    if trainer.skipped:
+        remarks += f"; skipped for numbers that were not finite: {trainer.skipped} of them"
+    if trainer.step < trainer.recipe.run.steps:
+        remarks += "; the same command goes on"
+    return remarks
 
 
 @contextmanager

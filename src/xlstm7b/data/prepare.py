@@ -1,6 +1,5 @@
 """Text → token shards: several processes, one order, resumable, whole or not at all."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -21,7 +20,7 @@ from xlstm7b.data.sources import (
     read_batches,
 )
 from xlstm7b.data.tokenising import Tokenised, load, tokenise, tokenizer_fingerprint
-from xlstm7b.data.writing import ShardWriter, adopt_folder, write_json, write_manifest
+from xlstm7b.data.writing import ShardWriter, adopt_folder, alone_in, write_json, write_manifest
 
 Progress = Callable[[str, int], None]
 """Called with the name of an input file and how many of its bytes were just dealt with."""
@@ -132,19 +131,10 @@ def _is_done(output: Path, plan: str) -> bool:
 def _begun(output: Path, plan: str) -> Iterator[None]:
     """The folder, marked as unfinished, and ours alone."""
     output.mkdir(parents=True, exist_ok=True)
-    lock = os.open(output, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"another process is preparing {output} right now") from error
-        except OSError:
-            pass  # some network file systems cannot lock
+    with alone_in(output, "preparing"):
         if not _is_done(output, plan):
             write_json(output / UNFINISHED, {"plan": plan})
         yield
-    finally:
-        os.close(lock)
 
 
 def _sync(folder: Path) -> None:

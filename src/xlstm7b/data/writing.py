@@ -1,10 +1,12 @@
 """Writing token shards: aside, hashed on the way, renamed; the manifest last."""
 
+import fcntl
 import hashlib
 import json
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -120,6 +122,22 @@ def write_json(path: Path, value: Any) -> None:
         file.close()
     finally:
         file.abandon()
+
+
+@contextmanager
+def alone_in(folder: Path, doing: str) -> Iterator[None]:
+    """No other process may come into the folder while this one is in it."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"another process is {doing} {folder} right now") from error
+        except OSError:
+            pass  # some network file systems cannot lock
+        yield
+    finally:
+        os.close(lock)
 
 
 def write_manifest(

@@ -2,13 +2,16 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+
+from xlstm7b.data.writing import alone_in
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -29,6 +32,26 @@ def process_group(device_type: str) -> Iterator[None]:
         dist.barrier()  # nobody hangs up while another still talks
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def run_folder(folder: Path) -> Iterator[None]:
+    """Where a run is, and no other meanwhile; made if need be, and gone again if nothing comes."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    with ExitStack() as stack:
+
+        def enter() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(alone_in(folder, "training in"))
+
+        in_first_process(enter)
+        try:
+            yield
+        finally:
+            if dist.get_rank() == 0:
+                with suppress(OSError):  # there is something in it
+                    for path in missing:
+                        path.rmdir()
 
 
 def in_first_process(

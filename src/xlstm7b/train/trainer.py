@@ -103,6 +103,11 @@ class Trainer:
     def resume(self) -> bool:
         """Goes on from the last checkpoint of this folder, or of the run that a stage follows."""
         found = steps(self.checkpoints.folder)
+        if found and found[-1] > self.recipe.run.steps:
+            raise ValueError(
+                f"the run in {self.folder} is at step {found[-1]} already, which is behind the "
+                f"last one asked for, run.steps ({self.recipe.run.steps})"
+            )
         if found:
             run = self.checkpoints.load(found[-1], self.model, self.optimizer)
             self.loader.load_state_dict(run["loader"])
