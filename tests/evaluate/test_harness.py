@@ -191,6 +191,10 @@ def test_arguments(byte_model: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=sentence):
             XLSTM7B(str(byte_model), **wrong)
+    if not torch.cuda.is_available():
+        fallen = XLSTM7B(str(byte_model), device="cuda:0", batch_size=2)  # the harness's default
+        assert fallen.device == torch.device("cpu")
+        assert fallen.scorer.model.lm_head.weight.dtype == torch.float32
     with pytest.raises(ValueError, match=r"there is no folder .* of tasks"):
         load_tasks([], tmp_path / "nowhere")
 

@@ -37,8 +37,9 @@ _DEFAULT_MAX_TOKENS = 256
 class XLSTM7B(TemplateLM):
     """An xLSTM as the harness asks for one.
 
-    `batch_size` is a number or "auto", which goes by free memory, up to `max_batch_size`. By
-    default on a GPU if there is one, in bfloat16; else on the CPU, in the dtype stored.
+    `batch_size` is a number or "auto", which goes by free memory, up to `max_batch_size`. On a GPU,
+    if there is one, by default in bfloat16; else on the CPU, in the dtype stored: the harness's
+    command line asks for a GPU whether there is one or not.
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class XLSTM7B(TemplateLM):
         grouping: bool = True,
     ) -> None:
         super().__init__()
-        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        where = torch.device(device or "cuda")
+        if where.type == "cuda" and not torch.cuda.is_available():
+            where = torch.device("cpu")
         if dtype is None and where.type == "cuda":
             dtype = "bfloat16"
         if dtype not in (None, "float32", "bfloat16", "float16"):
