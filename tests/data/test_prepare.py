@@ -299,6 +299,19 @@ def test_other_input_or_settings_do_not_go_on(texts, tokenizer, tmp_path):
         shutil.rmtree(out)
 
 
+def test_a_corrected_line_is_prepared(texts, tmp_path):
+    """Where no shard was finished, there is nothing to go on with, nor to protect."""
+    out, file = tmp_path / "out", texts / "d.jsonl"
+    file.write_text(json.dumps({"text": "ok"}) + "\n{\n")
+    refused(r"d.jsonl line 2", [texts], out)
+    assert content(out).keys() == {"unfinished.json"}
+    (out / "00000.ds.part").write_bytes(b"left by a kill")
+    file.write_text(json.dumps({"text": "ok"}) + "\n")
+    prepare([texts], tmp_path / "whole")
+    assert prepare([texts], out).documents == 25
+    assert content(out) == content(tmp_path / "whole")
+
+
 def test_outputs_that_are_something_else(texts, tmp_path):
     refused(r"texts holds something else: remove it, or name another folder$", [texts], texts)
     refused(r"c.txt is there already, and is not a folder$", [texts], texts / "c.txt")

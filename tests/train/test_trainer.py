@@ -168,6 +168,11 @@ def test_export_is_read_by_all(whole, data, tmp_path):
         export_run(whole, tmp_path / "other", step=3)
     plot_runs([whole], tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    plot_runs([whole], tmp_path / "curves.pdf")
+    assert (tmp_path / "curves.pdf").read_bytes()[:4] == b"%PDF"
+    with pytest.raises(ValueError, match="Format 'doc' is not supported"):
+        plot_runs([whole], tmp_path / "curves.doc")
+    assert not (tmp_path / ".curves.doc").exists()
 
 
 def test_weights_to_start_from(whole, data, tmp_path):

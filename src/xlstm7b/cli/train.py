@@ -120,7 +120,7 @@ def export(
 
 def plot(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
-    output: Annotated[Path, typer.Option(help="PNG to write.")] = Path("curves.png"),
+    output: Annotated[Path, typer.Option(help="A .png, .pdf or .svg.")] = Path("curves.png"),
 ) -> None:
     """Draw loss and gradient norm of one or more runs."""
     from xlstm7b.train.export import plot_runs

@@ -116,7 +116,8 @@ def _is_done(output: Path, plan: str) -> bool:
                 ours = json.loads(file.read_bytes())["plan"] == plan
             except (ValueError, LookupError, TypeError):
                 ours = False
-            if not ours:
+            begun = any(other.suffix != ".part" for other in output.iterdir() if other != file)
+            if not ours and (file == manifest or begun):
                 raise ValueError(
                     f"{output} holds tokens of other input, or by another tokenizer or other "
                     "settings: remove it, or name another folder"

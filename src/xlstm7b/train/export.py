@@ -1,4 +1,4 @@
-"""From a run's folder to what everyone reads: a Hugging Face folder, and curves as PNG."""
+"""From a run's folder to what everyone reads: a Hugging Face folder, and curves as a picture."""
 
 import shutil
 from contextlib import suppress
@@ -71,7 +71,10 @@ def _find_tokenizer(
 
 
 def plot_runs(runs: list[Path], output: Path) -> None:
-    """Loss and gradient norm over the steps, mean and max over 50 (paper, figure 2)."""
+    """Loss and gradient norm over the steps, mean and max over 50 (paper, figure 2).
+
+    The file's ending says the format: png, pdf, svg, …
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -100,6 +103,6 @@ def plot_runs(runs: list[Path], output: Path) -> None:
     losses.legend()
     figure.tight_layout()
     aside = output.with_name(f".{output.name}")
-    figure.savefig(aside, dpi=120, format="png")
+    figure.savefig(aside, dpi=120, format=output.suffix[1:] or "png")
     pyplot.close(figure)
     aside.replace(output)

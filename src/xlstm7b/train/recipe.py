@@ -20,6 +20,8 @@ from xlstm7b.train.settings import (
     Fraction,
     NonNegative,
     Positive,
+    PositiveOrInf,
+    Seed,
     Settings,
     Tally,
     build,
@@ -91,7 +93,7 @@ class Optimizer(Settings):
     betas: tuple[Fraction, Fraction] = (0.99, 0.95)
     eps: Positive = 1e-8
     weight_decay: NonNegative = 0.1  # on matrices, but not the embedding's
-    clip: Positive = 0.5  # of the gradient's global norm; inf: not at all
+    clip: PositiveOrInf = 0.5  # of the gradient's global norm; inf: not at all
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class Run(Settings):
 
     SECTION: ClassVar[str] = "run"
     steps: Count
-    seed: Tally = 0
+    seed: Seed = 0
     precision: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 on GPUs only
     activation_checkpointing: Literal["none", "block", "selective"] = "none"
     compile: bool = True

@@ -4,6 +4,7 @@ Nothing is dropped or guessed: an unknown key, a wrong type or a value out of ra
 `ValueError` of one sentence that names the setting.
 """
 
+import math
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -36,8 +37,10 @@ class Rule(NamedTuple):
 
 Count = Annotated[int, Rule("a whole number of at least 1", lambda value: value >= 1)]
 Tally = Annotated[int, Rule("a whole number of at least 0", lambda value: value >= 0)]
-Positive = Annotated[float, Rule("a number above 0", lambda value: value > 0)]
-NonNegative = Annotated[float, Rule("a number of at least 0", lambda value: value >= 0)]
+Seed = Annotated[int, Rule("a whole number from 0 to 2**64 - 1", lambda value: 0 <= value < 2**64)]
+Positive = Annotated[float, Rule("a number above 0", lambda value: 0 < value < math.inf)]
+PositiveOrInf = Annotated[float, Rule("a number above 0, or inf", lambda value: value > 0)]
+NonNegative = Annotated[float, Rule("a number of at least 0", lambda value: 0 <= value < math.inf)]
 Fraction = Annotated[float, Rule("a number from 0 to below 1", lambda value: 0 <= value < 1)]
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
