@@ -1,12 +1,13 @@
 """Text ↔ ids: a `tokenizer.json`, or bytes with no file needed, text as it streams, and chats."""
 
 import codecs
+import hashlib
 import json
 import re
 from array import array
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -79,6 +80,14 @@ class FileTokenizer:
             self._bytes[token] = b"" if added.special else _to_bytes(added.content, byte_of)
         self.vocab_size = max(self._bytes, default=-1) + 1
         self.cuts_after_words = _cuts_after_words(self._tokenizer)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The sha256 of what decides a text's ids, in whatever way the file is written."""
+        written = json.loads(self._tokenizer.to_str())
+        deciding = ("model", "normalizer", "pre_tokenizer", "added_tokens")
+        content = json.dumps({name: written[name] for name in deciding}, sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

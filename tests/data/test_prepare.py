@@ -377,6 +377,22 @@ def test_fingerprints(tokenizer):
     assert len(tokenizer_fingerprint(tokenizer)) == 64
 
 
+def test_the_same_tokenizer_written_in_another_way_has_the_same_fingerprint(tokenizer, tmp_path):
+    content, file = json.loads(tokenizer.read_text()), tmp_path / "tokenizer.json"
+
+    def fingerprint():
+        file.write_text(json.dumps(content, indent=7))
+        return tokenizer_fingerprint(file)
+
+    content["truncation"] = {"max_length": 5, "stride": 0, "strategy": "LongestFirst",
+                             "direction": "Right"}  # fmt: skip
+    content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
+    del content["pre_tokenizer"]["use_regex"]  # older versions had no such field
+    assert fingerprint() == tokenizer_fingerprint(tokenizer)
+    content["model"]["merges"][:2] = reversed(content["model"]["merges"][:2])
+    assert fingerprint() != tokenizer_fingerprint(tokenizer)
+
+
 # datatrove
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli.commands import save_chat_model
 from small_runs import losses, recipe, weights
 from torch.testing import assert_close
 from workers import in_processes, run
@@ -210,7 +211,8 @@ def others(data, tmp_path_factory) -> Path:
 
 def test_text_of_another_tokenizer_is_refused(whole, data, others, tmp_path):
     export_run(whole, tmp_path / "model")
-    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    file = save_chat_model(tmp_path / "other") / "tokenizer.json"
+    shutil.copy(file, tmp_path / "model")
     refusals = {
         f"data.validation={others}": "'noise' and 'data.validation' were prepared with different",
         f"init_from={tmp_path / 'model'}": "prepared with another tokenizer than that of .*/model",

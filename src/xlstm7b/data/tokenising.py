@@ -1,6 +1,5 @@
 """Batches of documents into tokens, by several processes, in the batches' order."""
 
-import hashlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -22,9 +21,9 @@ from xlstm7b.tokenizer import ByteTokenizer, FileTokenizer
 
 
 def tokenizer_fingerprint(tokenizer: str | Path) -> str:
-    """What tells tokenizers apart: "bytes", or the sha256 of a tokenizer.json, or of a folder's."""
+    """What tells tokenizers apart: "bytes", or that of a tokenizer.json, or of a folder's."""
     file = tokenizer_file(tokenizer)
-    return "bytes" if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
+    return "bytes" if file is None else FileTokenizer(file).fingerprint
 
 
 def tokenizer_file(tokenizer: str | Path) -> Path | None:
