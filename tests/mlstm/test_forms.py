@@ -198,6 +198,8 @@ def test_bad_input_is_one_sentence():
         ({"i": case.i.half()}, "i must be float32"),
         ({"f": case.f[..., :1]}, "f must be float32"),
         ({"resets": torch.zeros(2, 6)}, "resets must be bool"),
+        ({"state": MLSTMState(*(part[:1] for part in case.state))}, "the state's C must have"),
+        ({"state": case.state._replace(m=case.state.m[:, :1])}, r"m must have the shape \[2, 2\]"),
         ({"backend": "cudnn"}, "there is no backend 'cudnn'"),
         ({name: part[:, :0] for name, part in good.items()}, "at least one token"),
     ]:

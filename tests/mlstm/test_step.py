@@ -1,5 +1,6 @@
 """The single step: equal to the sequence, with the norm and the output gate, in place or not."""
 
+import pytest
 import torch
 from cases import FORMS, random_case
 from measure import error
@@ -63,3 +64,27 @@ def test_bfloat16_state_is_computed_in_float32():
     h, _ = mlstm_step(*one_token(case, 0), rounded)
     want, _ = mlstm_step(*one_token(case, 0), MLSTMState(*(part.float() for part in rounded)))
     assert torch.equal(h, want)
+
+
+@pytest.mark.parametrize(
+    ("part", "index"),
+    [
+        ("C", (slice(1),)),  # would broadcast over rows
+        ("n", (slice(None), slice(1))),  # and over heads
+        ("m", (slice(1),)),
+        ("C", (..., slice(3))),
+        ("gate", (slice(1),)),
+        ("norm_weight", (slice(6),)),
+    ],
+)
+def test_what_does_not_fit_the_token_is_refused(part, index):
+    case = random_case(5, 2, 1, 2, 4, 6)
+    extras = {"gate": torch.zeros(2, 2, 6), "norm_weight": torch.ones(12)}
+    state = case.state
+    if part in extras:
+        extras[part] = extras[part][index]
+    else:
+        state = state._replace(**{part: getattr(state, part)[index]})
+    name = part if part in extras else f"the state's {part}"
+    with pytest.raises(ValueError, match=f"{name} must have the shape"):
+        mlstm_step(*one_token(case, 0), state, **extras)

@@ -59,6 +59,8 @@ def mlstm_sequence(
         raise ValueError(f"resets must be bool of shape {(batch, length)}, not {_describe(resets)}")
     if state is None:
         state = MLSTMState.zeros(batch, heads, d_qk, v.shape[-1], dtype=i.dtype, device=i.device)
+    else:
+        _check_state(state, q, v)
     reason = _why_not_triton(q, k, v, i, f)
     form = _pick(backend, q.device.type != "cpu", reason, "chunkwise", _SEQUENCE_FORMS)
     if form == "triton":
@@ -90,6 +92,11 @@ def mlstm_step(
     gradient: where one is wanted, PyTorch's form runs.
     """
     _check_inputs(q, k, v, i, f)
+    _check_state(state, q, v)
+    if gate is not None:
+        _check_shape("gate", gate, v.shape)
+    if norm_weight is not None:
+        _check_shape("norm_weight", norm_weight, (v.shape[1] * v.shape[2],))
     reason = _why_not_triton(q, k, v, i, f)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, i, f, *state)):
         reason = "its single step has no gradient"
@@ -156,6 +163,19 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> torc
                 f"{name} must be float32 of shape {list(q.shape[:-1])}, not {_describe(gate)}"
             )
     return q.shape
+
+
+def _check_state(state: MLSTMState, q: Tensor, v: Tensor) -> None:
+    """A state of other shapes would broadcast, or have a kernel write beside it."""
+    batch, heads, d_qk, d_hv = q.shape[0], q.shape[-2], q.shape[-1], v.shape[-1]
+    _check_shape("the state's C", state.C, (batch, heads, d_qk, d_hv))
+    _check_shape("the state's n", state.n, (batch, heads, d_qk))
+    _check_shape("the state's m", state.m, (batch, heads))
+
+
+def _check_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    if x.shape != shape:
+        raise ValueError(f"{name} must have the shape {list(shape)}, not {list(x.shape)}")
 
 
 def _describe(x: Tensor) -> str:
