@@ -16,7 +16,8 @@ from xlstm7b.config import ModelConfig
 from xlstm7b.generate import decoder as module
 from xlstm7b.generate.decoder import Decoder, check_tokens, with_first_token
 from xlstm7b.generate.fused import FusedModel
-from xlstm7b.generate.sampling import Sampler, SamplingSettings
+from xlstm7b.generate.sampler import Sampler
+from xlstm7b.generate.sampling import SamplingSettings
 from xlstm7b.generate.states import TextState
 from xlstm7b.model import XLSTM
 

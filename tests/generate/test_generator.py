@@ -104,6 +104,22 @@ def test_several_sequences_know_their_prompt():
     assert one.prompt_tokens == other.prompt_tokens == 241
 
 
+@pytest.mark.parametrize(
+    "penalty",
+    [{"repetition_penalty": 50.0}, {"presence_penalty": 90.0}, {"frequency_penalty": 90.0}],
+)
+def test_a_text_goes_on_under_penalties_that_know_its_beginning(penalty):
+    settings = SamplingSettings(temperature=0, eos_token_id=(), max_new_tokens=24, **penalty)
+    prompt = [0, 70, 80, 90]
+    [first] = GENERATOR.run([Request(prompt, settings)], keep_state=True)
+    rest = Request("", settings, already_read=(*prompt,), already_generated=(*first.token_ids,))
+    [second] = GENERATOR.run([rest], state=first.state)
+    [whole] = GENERATOR.run([Request(prompt, replace(settings, max_new_tokens=48))])
+    assert first.token_ids + second.token_ids == whole.token_ids
+    [unaware] = GENERATOR.run([Request("", settings)], state=first.state)
+    assert unaware.token_ids != second.token_ids
+
+
 def test_without_a_seed_every_text_is_another():
     texts = GENERATOR.generate(["A"] * 4, temperature=2.0, max_new_tokens=9)
     texts += GENERATOR.generate("A", num_return_sequences=3, temperature=2.0, max_new_tokens=9)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from xlstm7b.generate import randomness
-from xlstm7b.generate.sampling import Needs, Sampler, SamplingSettings
+from xlstm7b.generate.sampler import Sampler
+from xlstm7b.generate.sampling import Needs, SamplingSettings
 
 EVERYTHING = Needs(True, True, True, True, True, 5)
 MASK = 2**64 - 1

@@ -397,3 +397,13 @@ def test_a_search_starts_from_one_text(generator):
             tree.expand(tree.root, **bad)
     with pytest.raises(ValueError, match=r"^keep must be at least 1, not 0$"):
         tree.prune(0)
+
+
+@pytest.mark.parametrize(
+    "penalty", [{"repetition_penalty": 50.0}, {"presence_penalty": 9.0}, {"frequency_penalty": 5.0}]
+)
+def test_thoughts_are_penalised_for_the_prompt_and_the_thoughts_before(generator, penalty):
+    settings = {"temperature": 0, "eos_token_id": (), **penalty}
+    shape = {"width": 1, "depth": 6, "expand": 1, "max_new_tokens": 2}
+    [whole] = generator.generate([PROMPT], max_new_tokens=12, **settings)
+    assert tree_search(generator, PROMPT, **shape, **settings).best.token_ids == whole.token_ids

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate.fused import FusedModel
-from xlstm7b.generate.sampling import Needs, Sampler, on_device
+from xlstm7b.generate.sampler import Sampler, on_device
+from xlstm7b.generate.sampling import Needs
 from xlstm7b.generate.states import TextState
 from xlstm7b.model import ModelState
 

@@ -100,9 +100,7 @@ class Generator:
         state = self.read([request.prompt for request in requests], state=state)
         speed = sum(len(request.ids) for request in requests) / (time.perf_counter() - started)
         several = [
-            replace(request, prompt=[], already_read=(*request.ids,)).nth(n)
-            for request in requests
-            for n in range(num_return_sequences)
+            request.once_read().nth(n) for request in requests for n in range(num_return_sequences)
         ]
         completions = self.run(
             several, state=state.fork(num_return_sequences), keep_state=keep_state
@@ -305,8 +303,13 @@ class Generator:
             request = requests[index]
             seed = request.settings.seed
             seed = secrets.randbits(64) if seed is None else seed
-            prompt = [*request.already_read, *request.ids]
-            decoder.sampler.set_row(row, request.settings, seed=seed, prompt=prompt)
+            decoder.sampler.set_row(
+                row,
+                request.settings,
+                seed=seed,
+                prompt=[*request.already_read, *request.ids],
+                generated=request.already_generated,
+            )
             texts.append(GrowingText(self.tokenizer, request.settings, request.stop_strings))
         decoder.sample()
         coming = decoder.results()

@@ -13,19 +13,25 @@ Prompt = str | Sequence[int]
 class Request:
     """One text to continue, a string or ids. Without `eos_token_id`, the model's is it.
 
-    `already_read` are ids that a given state has read: repetition penalties see them.
+    `already_read` are ids that a given state has read, and `already_generated` those that were
+    generated behind them: penalties then see the whole text.
     """
 
     prompt: Prompt
     settings: SamplingSettings = field(default_factory=SamplingSettings)
     stop_strings: tuple[str, ...] = ()
     already_read: tuple[int, ...] = ()
+    already_generated: tuple[int, ...] = ()
 
     @property
     def ids(self) -> list[int]:
         """The prompt, once it was turned into ids."""
         assert isinstance(self.prompt, list)
         return self.prompt
+
+    def once_read(self) -> Self:
+        """What is left to ask for when a state has read the prompt."""
+        return replace(self, prompt=[], already_read=(*self.already_read, *self.ids))
 
     def nth(self, n: int) -> Self:
         """The n-th of several like it: a seed s becomes s + n."""

@@ -43,7 +43,7 @@ def best_of_n(
     _check(length_penalty, n=n)
     request, place, (tokens, seconds, *_) = _read(generator, prompt, state, settings)
     text, ranked = _text(generator, prompt), []
-    for sample, logprob, length in _samples(generator, request, [place] * n):
+    for sample, logprob, length in _samples(generator, [(request.once_read(), place)] * n):
         completion = replace(sample, state=None, prompt_tokens=tokens)
         completion = replace(completion, prompt_tokens_per_second=tokens / seconds)
         likely = logprob / length**length_penalty
@@ -166,8 +166,9 @@ class Tree:
         done: Callable[[str], bool] | None = None, state: TextState | None = None,
     ) -> None:  # fmt: skip
         _check(length_penalty)
-        _, place, _ = _read(generator, prompt, state, {})
+        request, place, _ = _read(generator, prompt, state, {})
         self.generator, self.prompt = generator, _text(generator, prompt)
+        self._already_read = (*request.ids,)
         self._score, self._length_penalty, self._done = score, length_penalty, done
         self.samples = self.tokens = 0  # drawn so far, in all
         self.root = Node("", [], 0.0, 0.0, place, None, 0, False)
@@ -188,16 +189,19 @@ class Tree:
         _check(n=n)
         if not nodes:
             return []
-        places = [node.state for node in nodes for _ in range(n) if node.state is not None]
-        if len(places) < n * len(nodes):
-            raise ValueError("only nodes that are neither finished nor pruned can be expanded")
-        request = _request(self.generator, (), places[0], settings)
+        starts = []
+        for node in nodes:
+            if node.state is None:
+                raise ValueError("only nodes that are neither finished nor pruned can be expanded")
+            asked, so_far = _request(self.generator, (), node.state, settings), (*node.token_ids,)
+            asked = replace(asked, already_read=self._already_read, already_generated=so_far)
+            starts += [(asked, node.state)] * n
         children: dict[tuple[int, bool, tuple[int, ...]], Node] = {}
-        for index, sample in enumerate(_samples(self.generator, request, places, self.samples)):
+        for index, sample in enumerate(_samples(self.generator, starts, self.samples)):
             child = self._child(nodes[index // n], *sample)
             children.setdefault((id(child.parent), child.finished, (*child.token_ids,)), child)
             self.tokens += sample[2]
-        self.samples += len(places)
+        self.samples += len(starts)
         self._expanded += nodes
         leaves = [leaf for leaf in self.leaves if leaf not in nodes] + [*children.values()]
         self.leaves = sorted(leaves, key=lambda leaf: -leaf.score)
@@ -265,15 +269,14 @@ def _read(
 
 
 def _samples(
-    generator: Generator, request: Request, places: Sequence[TextState], first: int = 0
+    generator: Generator, starts: Sequence[tuple[Request, TextState]], first: int = 0
 ) -> Iterator[tuple[Completion, float, int]]:
-    """One continuation of each place, its log-probability and length, the end of text included."""
-    settings = request.settings
-    request = replace(request, prompt=(), already_read=(*request.already_read, *request.ids))
-    for start in range(0, len(places), generator.batch_size):
-        group = places[start : start + generator.batch_size]
-        requests = [request.nth(first + start + index) for index in range(len(group))]
-        for completion in generator.run(requests, state=TextState.join(group), keep_state=True):
+    """One continuation of each start, its log-probability and length, the end of text included."""
+    for start in range(0, len(starts), generator.batch_size):
+        group, places = zip(*starts[start : start + generator.batch_size], strict=True)
+        requests = [request.nth(first + start + index) for index, request in enumerate(group)]
+        settings = requests[0].settings
+        for completion in generator.run(requests, state=TextState.join(places), keep_state=True):
             assert completion.state is not None
             logprob, length = sum(completion.logprobs or ()), len(completion.token_ids)
             # "stop" may also be a stop string, which the ids hold and the text doesn't.
