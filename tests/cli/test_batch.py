@@ -97,6 +97,23 @@ def test_jsonl_through_pipes(cli: Cli, speller: Path, wanted: list[Completion]) 
     assert len(from_lines(again)) == len(LINES)
 
 
+def test_jsonl_lines_that_do_not_sample(cli: Cli, speller: Path) -> None:
+    common = {"prompt": "Once", "max_new_tokens": 9}
+    ways = ({"temperature": 0}, {"do_sample": False}, {"do_sample": False})
+    given = as_lines([{**common, **way} for way in ways])
+    options = ("--jsonl", "-", "--temperature", 3, "--seed", 1)
+    texts = [
+        line["text"]
+        for line in from_lines(succeeded(cli("generate", speller, *options, stdin=given)))
+    ]
+    assert len(set(texts)) == 1
+    for way in ({"do_sample": True}, {"do_sample": None}, {}):
+        [line] = from_lines(
+            succeeded(cli("generate", speller, *options, stdin=as_lines([{**common, **way}])))
+        )
+        assert line["text"] != texts[0]
+
+
 def test_jsonl_verbose(cli: Cli, speller: Path, source: Path) -> None:
     code, out, err = cli("generate", speller, "--jsonl", source, "--verbose")
     tokens = sum(line["completion_tokens"] for line in from_lines(out))
@@ -136,6 +153,14 @@ def test_jsonl_verbose(cli: Cli, speller: Path, source: Path) -> None:
         (b'{"prompt": "x", "eos_token_id": "0"}', "eos_token_id must be an id or a list of ids"),
         (b'{"prompt": "x", "eos_token_id": [999]}', "eos_token_id 999 is outside the vocabulary"),
         (b'{"prompt": "x", "stop_strings": [""]}', "stop_strings must be a text or a list of "),
+        (b'{"prompt": "x", "do_sample": 0}', "do_sample must be true or false, not 0"),
+        (
+            b'{"prompt": "x", "do_sample": false, "temperature": 1}',
+            "do_sample=False contradicts temperature 1.0",
+        ),
+        (b'{"prompt": "x", "num_return_sequences": 3}', "a line has one text: for more, repeat it"),
+        (b'{"prompt": "x", "text": "mine"}', "'text' is a field of the result: give this one"),
+        (b'{"prompt": "x", "top_logprobs": 1}', "'top_logprobs' is a field of the result"),
         (b'{"prompt": "x", "stop_strings": 3}', "stop_strings must be a text or a list of texts"),
     ],
 )

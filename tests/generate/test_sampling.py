@@ -591,6 +591,41 @@ def test_bad_settings(changes, message):
         SamplingSettings(**changes).check(40)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_new_tokens": 5.5}, "max_new_tokens must be a whole number, not 5.5"),
+        ({"max_new_tokens": "5"}, "max_new_tokens must be a whole number, not '5'"),
+        ({"top_k": True}, "top_k must be a whole number, not True"),
+        ({"top_k": None}, "top_k must be a whole number, not None"),
+        ({"seed": 1.0}, "seed must be a whole number, not 1.0"),
+        ({"logprobs": False}, "logprobs must be a whole number, not False"),
+        ({"temperature": None}, "temperature must be a number, not None"),
+        ({"min_p": "0"}, "min_p must be a number, not '0'"),
+        ({"logit_bias": {"65": 1}}, "logit_bias must be numbers by token id, not {'65': 1}"),
+        ({"logit_bias": {65: "1"}}, "logit_bias must be numbers by token id, not {65: '1'}"),
+        ({"logit_bias": [65]}, "logit_bias must be numbers by token id, not [65]"),
+        ({"eos_token_id": "0"}, "eos_token_id must be an id or a list of ids, not '0'"),
+        ({"eos_token_id": 0.0}, "eos_token_id must be an id or a list of ids, not 0.0"),
+        ({"eos_token_id": [0, None]}, "eos_token_id must be an id or a list of ids, not [0, None]"),
+    ],
+)
+def test_settings_of_another_type(changes, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        SamplingSettings(**changes)
+
+
+def test_numbers_of_numpy_are_numbers():
+    row = SamplingSettings(
+        temperature=np.float32(0.5), seed=np.int64(3), eos_token_id=np.int64(2), top_k=np.int32(4)
+    )
+    row.check(40)
+    assert row.eos_token_ids == (2,)
+    logits = random_logits(0, 1, 40)
+    plain = SamplingSettings(temperature=0.5, seed=3, eos_token_id=2, top_k=4)
+    assert step(set_rows(row, vocab=40), logits) == step(set_rows(plain, vocab=40), logits)
+
+
 def test_extreme_settings_that_are_allowed():
     logits = random_logits(0, 1, 40, scale=30)
     for changes in (

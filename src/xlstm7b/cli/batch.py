@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xlstm7b.cli.options import checked_settings, count_progress, to_target
+from xlstm7b.cli.options import ANY_VOCABULARY, count_progress, to_target
 
 if TYPE_CHECKING:
     from xlstm7b.cli.loading import OpenedModel
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 _WHOLE = ("max_new_tokens", "min_new_tokens", "top_k", "seed", "logprobs")
 _REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty",
          "frequency_penalty")  # fmt: skip
-_NULLABLE = ("seed", "logprobs", "eos_token_id")
+_NULLABLE = ("seed", "logprobs", "eos_token_id", "do_sample")
+_OUTCOMES = ("text", "finish_reason", "prompt_tokens", "completion_tokens", "token_ids",
+             "top_logprobs")  # fmt: skip
 
 
 class Job(NamedTuple):
@@ -199,7 +201,8 @@ def _to_request(
 ) -> "Request":
     from dataclasses import fields as fields_of
 
-    from xlstm7b.generate import Request, SamplingSettings
+    from xlstm7b.generate import SamplingSettings
+    from xlstm7b.generate.requests import common_requests
 
     if "prompt" not in fields:
         raise ValueError('there is no "prompt"')
@@ -210,10 +213,18 @@ def _to_request(
         own_stops = [own_stops]
     if own_stops is not stops and not (_is_list_of(own_stops, str) and all(own_stops)):
         raise ValueError("stop_strings must be a text or a list of texts, none of them empty")
-    known = [field.name for field in fields_of(SamplingSettings)]
+    if "num_return_sequences" in fields:
+        raise ValueError("a line has one text: for more, repeat it instead of num_return_sequences")
+    for name in _OUTCOMES:
+        if name in fields:
+            raise ValueError(f"{name!r} is a field of the result: give this one another name")
+    known = ["do_sample", *(field.name for field in fields_of(SamplingSettings))]
     own = {name: _setting(name, value) for name, value in fields.items() if name in known}
-    chosen = SamplingSettings(**checked_settings(**settings | own))
-    return Request(prompt, chosen, tuple(own_stops))
+    if own.get("do_sample") is False:
+        own.setdefault("temperature", 0.0)
+    [request] = common_requests([prompt], own_stops, settings | own)
+    request.settings.check(ANY_VOCABULARY)
+    return request
 
 
 def _setting(name: str, value: Any) -> Any:
@@ -229,7 +240,13 @@ def _setting(name: str, value: Any) -> Any:
         return value
     elif name == "eos_token_id" and _is_list_of(value, int):
         return tuple(value)
-    wanted = {"logit_bias": "numbers by token", "eos_token_id": "an id or a list of ids"}
+    elif name == "do_sample" and isinstance(value, bool):
+        return value
+    wanted = {
+        "logit_bias": "numbers by token",
+        "eos_token_id": "an id or a list of ids",
+        "do_sample": "true or false",
+    }
     kind = wanted.get(name, "a whole number" if name in _WHOLE else "a number")
     raise ValueError(f"{name} must be {kind}, not {json.dumps(value)}")
 

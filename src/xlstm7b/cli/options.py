@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from xlstm7b.files import Progress
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_ANY_VOCABULARY = 1 << 63  # larger than any: for checks before the model is known
+ANY_VOCABULARY = 1 << 63  # larger than any: for checks before the model is known
 
 
 def _sampling(*names: str, explained: str) -> Any:
@@ -72,7 +72,7 @@ def checked_settings(**settings: Any) -> dict[str, Any]:
     """Sampling settings, checked as far as they can be without a model: loading one takes long."""
     from xlstm7b.generate.sampling import SamplingSettings
 
-    SamplingSettings(**settings).check(_ANY_VOCABULARY)
+    SamplingSettings(**settings).check(ANY_VOCABULARY)
     return settings
 
 

@@ -62,11 +62,12 @@ def common_requests(
 def _settings(given: dict[str, Any]) -> SamplingSettings:
     do_sample = given.pop("do_sample", None)
     if do_sample is not None:
-        temperature = given.setdefault("temperature", 1.0 if do_sample else 0.0)
-        if do_sample != (temperature > 0):
-            raise ValueError(f"do_sample={do_sample} contradicts temperature {temperature}")
+        given.setdefault("temperature", 1.0 if do_sample else 0.0)
     known = [known.name for known in fields(SamplingSettings)]
     for name in given:
         if name not in known:
             raise ValueError(f"there is no setting {name!r}; there are: {', '.join(known)}")
-    return SamplingSettings(**given)
+    settings = SamplingSettings(**given)
+    if do_sample is not None and do_sample != (settings.temperature > 0):
+        raise ValueError(f"do_sample={do_sample} contradicts temperature {settings.temperature}")
+    return settings

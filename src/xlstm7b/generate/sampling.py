@@ -1,13 +1,15 @@
 """How a text is sampled: its settings, and what work they ask for."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import NamedTuple
 
 MOST_LOGPROBS = 20
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 REALS = ("temperature", "top_p", "min_p", *_PENALTIES)
+_WHOLE = ("max_new_tokens", "min_new_tokens", "top_k", "seed", "logprobs")
 
 
 class Needs(NamedTuple):
@@ -29,7 +31,10 @@ class Needs(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """One row's settings, under Hugging Face's names where it has them."""
+    """One row's settings, under Hugging Face's names where it has them.
+
+    A value of another type than its setting's is a `ValueError` at once.
+    """
 
     max_new_tokens: int = 256
     min_new_tokens: int = 0  # no end of text before
@@ -45,12 +50,25 @@ class SamplingSettings:
     eos_token_id: int | Sequence[int] | None = None  # None: only max_new_tokens ends the text
     logprobs: int | None = None  # 0: of the token alone; n: and of the n likeliest
 
+    def __post_init__(self) -> None:
+        for name in (*_WHOLE, *REALS):
+            value, kind = getattr(self, name), Real if name in REALS else Integral
+            if not _is(kind, value) and (value is not None or name not in ("seed", "logprobs")):
+                wanted = "a number" if kind is Real else "a whole number"
+                raise ValueError(f"{name} must be {wanted}, not {value!r}")
+        bias, ends = self.logit_bias, self.eos_token_id
+        if not (isinstance(bias, Mapping) and _are(Integral, bias) and _are(Real, bias.values())):
+            raise ValueError(f"logit_bias must be numbers by token id, not {bias!r}")
+        if ends is not None and not _is(Integral, ends) and not _are(Integral, ends):
+            raise ValueError(f"eos_token_id must be an id or a list of ids, not {ends!r}")
+
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokens that end the text, however many there are."""
         if self.eos_token_id is None:
             return ()
-        return (self.eos_token_id,) if isinstance(self.eos_token_id, int) else (*self.eos_token_id,)
+        ends = self.eos_token_id
+        return (*ends,) if isinstance(ends, Collection) else (ends,)
 
     @property
     def needs(self) -> Needs:
@@ -98,3 +116,12 @@ class SamplingSettings:
             yield 0 <= token < vocab_size, f"eos_token_id {token} {outside}"
         n, columns = self.logprobs or 0, min(MOST_LOGPROBS, vocab_size)
         yield 0 <= n <= columns, f"logprobs must be between 0 and {columns}, not {n}"
+
+
+def _is(kind: type, value: object) -> bool:
+    """Whether it is such a number; Python counts bools among them."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _are(kind: type, values: object) -> bool:
+    return isinstance(values, Collection) and all(_is(kind, value) for value in values)
