@@ -28,7 +28,7 @@ class Completion:
     """A finished text. Neither end of text nor a stop string is part of it."""
 
     text: str
-    token_ids: list[int]
+    token_ids: list[int]  # less the end of text, but with a stop string's
     finish_reason: FinishReason  # "stop": end of text, a stop string, or asked to
     prompt_tokens: int
     prompt_tokens_per_second: float
