@@ -292,7 +292,10 @@ def _checked(
         if (dtype or tensor.dtype) not in files.DTYPES.values():
             raise ValueError(f"{name} cannot be stored as {dtype or tensor.dtype}")
         missing.remove(name)
-        yield name, tensor.detach().to("cpu", dtype)
+        stored = tensor.detach().to("cpu", dtype)
+        if stored.dtype != tensor.dtype and stored.isinf().sum() > tensor.isinf().sum():
+            raise ValueError(f"{name} holds numbers too large for {dtype}")
+        yield name, stored
     _refuse_missing(missing, "the tensors to save")
 
 

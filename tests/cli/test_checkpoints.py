@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
-from xlstm7b.weights import open_checkpoint, read_config, verify
+from xlstm7b.weights import open_checkpoint, read_config, save_checkpoint, verify
 
 # info
 
@@ -129,6 +129,17 @@ def test_convert_to_bfloat16_and_back(cli: Cli, tmp_path: Path) -> None:
     wide = {name: tensor.float() for name, tensor in narrow.items()}
     assert_same(load_file(tmp_path / "wide" / "model.safetensors"), wide)
     assert read_config(tmp_path / "wide") == CONFIG
+
+
+def test_convert_refuses_what_the_dtype_cannot_hold(cli: Cli, tmp_path: Path) -> None:
+    source, tensors = save_small(tmp_path)
+    tensors["lm_head.weight"][3, 5] = 1e5
+    tensors["backbone.out_norm.weight"][0] = torch.inf  # which it was before
+    save_checkpoint(source, CONFIG, tensors.items())
+    got = refused(cli("convert", source, tmp_path / "half", "--dtype", "float16"))
+    assert got == "lm_head.weight holds numbers too large for torch.float16"
+    assert names_in(tmp_path) == {"model"}
+    succeeded(cli("convert", source, tmp_path / "wide", "--dtype", "bfloat16"))
 
 
 def test_convert_shards(cli: Cli, tmp_path: Path) -> None:

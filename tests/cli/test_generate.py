@@ -382,3 +382,15 @@ def test_generate_mistakes(cli: Cli, speller: Path, tmp_path: Path) -> None:
     missing.write_text("{")
     sentence = refused(cli("generate", speller, "x", "--tokenizer", missing))
     assert sentence.startswith(f"{missing} is not a readable tokenizer.json: ")
+
+
+def test_a_model_without_numbers_fails(cli: Cli, speller: Path, tmp_path: Path) -> None:
+    model = XLSTM.from_pretrained(speller)
+    with torch.no_grad():
+        model.lm_head.weight[100, 0] = torch.nan
+    model.save_pretrained(tmp_path / "broken")
+    outcome = cli("generate", tmp_path / "broken", "Once")
+    sentence = (
+        "the model's logits are not numbers: its weights are damaged, or overflow in this dtype"
+    )
+    assert outcome == Outcome(1, "", f"xlstm7b: {sentence}\n")

@@ -6,6 +6,7 @@ import threading
 import tracemalloc
 
 import pytest
+import torch
 from engines import Listener, advance, idle, random_generator, running
 
 from xlstm7b.generate import Request, SamplingSettings
@@ -130,6 +131,24 @@ def test_a_fault_fails_what_is_in_flight(monkeypatch):
     with pytest.raises(EngineStopped, match="it failed"):
         engine.submit(greedy("A"), Listener())
     engine.stop()
+
+
+@torch.no_grad()
+def test_a_text_without_numbers_ends_alone():
+    generator = random_generator()
+    generator.model.embedding[ord("~") + 2] = torch.nan
+    broken, later, sound = (Listener() for _ in range(3))
+    with running(generator, slots=2) as engine:
+        engine.submit(greedy("a~b"), broken)
+        engine.submit(greedy("B"), sound)
+        assert_complete(sound, greedy("B"))
+        assert broken.ended.wait(10)
+        assert isinstance(broken.error, FloatingPointError)
+        assert broken.pieces == []
+        engine.submit(greedy("A"), later)
+        assert_complete(later, greedy("A"))
+        engine.drain(10)
+    assert idle(engine)
 
 
 def test_drain_waits_and_stop_does_not():

@@ -8,7 +8,14 @@ import torch
 from measure import error
 
 from xlstm7b.config import ModelConfig
-from xlstm7b.generate import Completion, Generator, Request, SamplingSettings, TextState
+from xlstm7b.generate import (
+    Completion,
+    Generator,
+    Request,
+    SamplingSettings,
+    TextState,
+    beam_search,
+)
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import ByteTokenizer
 
@@ -118,6 +125,21 @@ def test_a_text_goes_on_under_penalties_that_know_its_beginning(penalty):
     assert first.token_ids + second.token_ids == whole.token_ids
     [unaware] = GENERATOR.run([Request("", settings)], state=first.state)
     assert unaware.token_ids != second.token_ids
+
+
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED, {**GREEDY, "logprobs": 2}])
+@torch.no_grad()
+def test_a_model_without_numbers_does_not_pass_for_one(settings):
+    model = random_model()
+    model.lm_head.weight[200, 3] = torch.nan
+    generator = Generator(model, ByteTokenizer())
+    sentence = "^the model's logits are not numbers: its weights are damaged, or overflow in"
+    with pytest.raises(FloatingPointError, match=sentence):
+        generator.generate(PROMPTS[:2], **settings)
+    with pytest.raises(FloatingPointError, match=sentence):
+        list(generator.stream("A", eos_token_id=(), **settings))
+    with pytest.raises(FloatingPointError, match=sentence):
+        beam_search(generator, "A", num_beams=2, max_new_tokens=4)
 
 
 def test_without_a_seed_every_text_is_another():

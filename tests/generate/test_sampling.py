@@ -13,7 +13,7 @@ from torch import Tensor
 
 from xlstm7b.generate import randomness
 from xlstm7b.generate.sampler import Sampler
-from xlstm7b.generate.sampling import Needs, SamplingSettings
+from xlstm7b.generate.sampling import NO_TOKEN, Needs, SamplingSettings
 
 EVERYTHING = Needs(True, True, True, True, True, 5)
 MASK = 2**64 - 1
@@ -518,9 +518,17 @@ def test_not_a_number_is_one_rows_trouble():
     healthy = set_rows(*[SamplingSettings(presence_penalty=1.0, top_p=0.9)] * 3, vocab=9)
     want = step(healthy, logits)
     logits[1], logits[2, 4] = torch.nan, torch.inf
-    got = step(sampler, logits)
-    assert got[0] == want[0]
-    assert all(0 <= token < 9 for token in got)
+    assert step(sampler, logits) == [want[0], NO_TOKEN, NO_TOKEN]
+    assert (sampler.pending >= 0).tolist() == [True, False, False]
+    assert step(sampler, random_logits(1, 3, 9))[1:] == [-1, -1]  # they are over
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_one_logit_that_is_not_a_number_is_noticed(temperature):
+    sampler = set_rows(*[SamplingSettings(temperature=temperature)] * 2, vocab=9)
+    logits = random_logits(0, 2, 9)
+    logits[0, 3] = torch.nan
+    assert [token == NO_TOKEN for token in step(sampler, logits)] == [True, False]
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])

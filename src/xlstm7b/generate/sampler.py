@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from xlstm7b.generate.randomness import draw, scramble, signed, uniform
-from xlstm7b.generate.sampling import MOST_LOGPROBS, REALS, Needs, SamplingSettings
+from xlstm7b.generate.sampling import MOST_LOGPROBS, NO_TOKEN, REALS, Needs, SamplingSettings
 
 
 class Sampler:
@@ -21,11 +21,12 @@ class Sampler:
 
     def __init__(self, batch: int, vocab_size: int, device: torch.device | str) -> None:
         self._shape, self._device = (batch, vocab_size), device
-        # What was sampled, end of text included; −1 in a row that was over already.
+        # What was sampled, end of text included; −1 in a row that was over already, `NO_TOKEN` in
+        # one whose logits are not numbers, which is over with it.
         self.tokens = self._new(batch) - 1
         # Settings in one tensor a type: a row is written by one copy. Zeros suit an idle row.
         self._integers = self._new(6, batch)
-        # What the model must read next; −1 where there is nothing, and then the row is over.
+        # What the model must read next; below 0 there is nothing, and then the row is over.
         # In a row just set it is 0 until the first call, and only says that the row is not over.
         self.pending = self._integers[0].fill_(-1)
         self.index = self._integers[1]  # how many tokens the row has sampled
@@ -132,13 +133,12 @@ class Sampler:
         A row in which every token is banned gets token 0.
         """
         scores = self._scores(logits, needs)
-        token = scores.argmax(-1, keepdim=True)
+        best, token = scores.max(-1, keepdim=True)  # NaN, if there is one
         if needs.sampling:
-            best = scores.gather(-1, token)
             certain = (self._temperature == 0) | (best == -torch.inf)
             weights = self._weights(scores, best, needs)
             token = torch.where(certain, token, draw(weights, uniform(self._key, self.index)))
-        self._record(logits, token, needs)
+        self._record(logits, best, token, needs)
 
     def _scores(self, logits: Tensor, needs: Needs) -> Tensor:
         """Logits after bias, penalties and bans."""
@@ -177,11 +177,12 @@ class Sampler:
             weights = weights.where(weights >= self._min_p * scale, 0)
         return weights
 
-    def _record(self, logits: Tensor, token: Tensor, needs: Needs) -> None:
+    def _record(self, logits: Tensor, best: Tensor, token: Tensor, needs: Needs) -> None:
         alive = (self.pending >= 0) & (self.index < self._max_new)
         goes_on = alive & ~self._ends.gather(-1, token)[:, 0]
-        self.tokens.copy_(torch.where(alive, token[:, 0], -1))
-        self.pending.copy_(torch.where(goes_on, token[:, 0], -1))
+        told = torch.where(best < torch.inf, token, NO_TOKEN)[:, 0]
+        self.tokens.copy_(torch.where(alive, told, -1))
+        self.pending.copy_(torch.where(goes_on, told, -1))
         self.index += alive
         if needs.penalties:
             self._counts.scatter_add_(-1, token, alive[:, None].int())

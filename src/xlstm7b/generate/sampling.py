@@ -7,6 +7,7 @@ from numbers import Integral, Real
 from typing import NamedTuple
 
 MOST_LOGPROBS = 20
+NO_TOKEN = -2  # what a row gets whose logits are not numbers
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 REALS = ("temperature", "top_p", "min_p", *_PENALTIES)
 _WHOLE = ("max_new_tokens", "min_new_tokens", "top_k", "seed", "logprobs")

@@ -217,7 +217,11 @@ class Scheduler:
             assert text is not None
             job.first_token = job.first_token or now
             before = len(text.token_ids)
-            given = text.push(tokens[row], *(part[row] for part in logprobs))
+            try:
+                given = text.push(tokens[row], *(part[row] for part in logprobs))
+            except FloatingPointError as error:
+                job.deliver(error)  # the next step frees its row
+                continue
             self.generated_tokens += len(text.token_ids) - before
             wanted = job.request.settings.logprobs
             piece = Piece(

@@ -1,5 +1,6 @@
 """One text as it grows: tokens into characters, where it ends, and what is known of it then."""
 
+import math
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from xlstm7b.generate.sampling import SamplingSettings
+from xlstm7b.generate.sampling import NO_TOKEN, SamplingSettings
 from xlstm7b.generate.states import TextState
 from xlstm7b.tokenizer import StreamDecoder, Tokenizer
 
@@ -63,7 +64,15 @@ class GrowingText:
         top_logprobs: Sequence[float] = (),
         top_tokens: Sequence[int] = (),
     ) -> str:
-        """The text that this token makes certain; `finish_reason` says whether it is the last."""
+        """The text that this token makes certain; `finish_reason` says whether it is the last.
+
+        A `FloatingPointError` if the model's logits were not numbers.
+        """
+        if token == NO_TOKEN or math.isnan(logprob):
+            raise FloatingPointError(
+                "the model's logits are not numbers: its weights are damaged, or overflow in "
+                "this dtype"
+            )
         if token in self._settings.eos_token_ids:
             return self.finish("stop")
         self.token_ids.append(token)
