@@ -290,6 +290,17 @@ def test_ctrl_c_ends_the_text_and_saves_the_state(
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_ctrl_c_ends_several_texts_and_begins_no_more(
+    cli: Cli, speller: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once = iter([signal.SIGINT])  # both texts are there then, and a second Ctrl-C is no request
+    after_tokens(monkeypatch, 3, lambda: [*map(signal.raise_signal, once)])
+    endless = ("--max-new-tokens", 100_000, "--ignore-eos", "--temperature", 0)
+    outcome = cli("generate", speller, "So ", "-n", 5, "--batch-size", 2, *endless)
+    text = greedy_text(speller, "So ", 5)
+    assert outcome == Outcome(130, f"=== 1 of 5 ===\n{text}\n=== 2 of 5 ===\n{text}\n", "")
+
+
 # Speeds
 
 

@@ -103,6 +103,25 @@ def test_several_sequences_have_seeds_one_after_the_other():
     assert same(*greedy)
 
 
+def test_several_sequences_are_forked_and_told_of_a_batch_at_a_time(monkeypatch):
+    want = GENERATOR.generate(PROMPTS[:2], num_return_sequences=4, **SAMPLED)
+    generator, told, selected = Generator(MODEL, ByteTokenizer(), batch_size=3), [], []
+    select = TextState.select
+    monkeypatch.setattr(
+        TextState, "select", lambda state, rows: (selected.append(rows), select(state, rows))[1]
+    )
+    several = {"num_return_sequences": 4, "done": lambda *news: told.append(news), **SAMPLED}
+    texts = generator.generate(PROMPTS[:2], **several)
+    assert all(map(same, texts, want))
+    assert selected[-3:] == [[0, 0, 0], [0, 1, 1], [1, 1]]
+    assert sorted(index for index, _ in told) == list(range(8))
+    assert all(completion is texts[index] for index, completion in told)
+    assert [index // 3 for index, _ in told] == [0] * 3 + [1] * 3 + [2] * 2
+    asked = iter([False, False, True, True])
+    some = generator.generate("A", should_stop=lambda: next(asked), **{**several, "done": None})
+    assert [(len(text.token_ids), text.finish_reason) for text in some] == [(3, "stop")] * 3
+
+
 def test_several_sequences_know_their_prompt():
     settings = {**SAMPLED, "repetition_penalty": 90.0, "temperature": 5.0}
     prompt = [*range(10, 250)]

@@ -84,7 +84,7 @@ def write_completions(
     shown = target is not None or not sys.stdout.isatty()
     with (
         count_progress("generating", len(jobs), shown) as advance,
-        _to_stdout() if target is None else _to_file(target, len(jobs)) as write,
+        in_order() if target is None else _to_file(target, len(jobs)) as write,
     ):
 
         def done(index: int, completion: "Completion") -> None:
@@ -125,8 +125,8 @@ def _outcome(completion: "Completion", token_ids: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def _to_stdout() -> Iterator[Callable[[int, str], None]]:
-    """Lines in order, each as soon as those before it are there; in the end all that are left."""
+def in_order() -> Iterator[Callable[[int, str], None]]:
+    """Prints in order, each as soon as those before it are there; in the end all that are left."""
     waiting: dict[int, str] = {}
     first = 0
 

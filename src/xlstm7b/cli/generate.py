@@ -80,7 +80,7 @@ def generate(
 ) -> None:
     """Continue a prompt, streaming to the terminal; or, with --jsonl, many from a file.
 
-    Ctrl-C ends the text; a state is saved even so.
+    Ctrl-C ends the text, or all that are under way; a state is saved even so.
 
     A line of --jsonl may have sampling settings, stop_strings and fields that go through.
     """
@@ -142,7 +142,9 @@ def generate(
     wanted = {**settings, "state": state, "stop_strings": stops}
     interrupted = False
     if num_return_sequences > 1:
-        completions = _print_several(generator, text, shown, num_return_sequences, wanted)
+        completions, interrupted = _print_several(
+            generator, text, shown, num_return_sequences, wanted
+        )
     else:
         completion, interrupted = _stream(generator, text, shown, length, save_state, wanted)
         completions = [completion]
@@ -215,9 +217,17 @@ def _stream(
 
 def _print_several(
     generator: "Generator", text: str | None, shown: str, count: int, wanted: dict[str, Any]
-) -> "list[Completion]":
+) -> "tuple[list[Completion], bool]":
+    """Prints texts in order as they are finished; what there is of them, and if Ctrl-C ended it."""
+    from xlstm7b.cli.batch import in_order
+
     prompts = None if text is None else [text]
-    completions = generator.generate(prompts, num_return_sequences=count, **wanted)
-    for number, completion in enumerate(completions, 1):
-        print(f"=== {number} of {count} ===\n{shown}{completion.text}")
-    return completions
+    with stopping_on_interrupt() as pressed, in_order() as write:
+
+        def done(index: int, completion: "Completion") -> None:
+            write(index, f"=== {index + 1} of {count} ===\n{shown}{completion.text}\n")
+
+        completions = generator.generate(
+            prompts, num_return_sequences=count, done=done, should_stop=pressed, **wanted
+        )
+    return completions, pressed()

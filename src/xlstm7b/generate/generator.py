@@ -82,6 +82,8 @@ class Generator:
         num_return_sequences: int = 1,
         stop_strings: str | Sequence[str] = (),
         keep_state: bool = False,
+        done: Callable[[int, Completion], None] | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
         **settings: Any,
     ) -> list[Completion]:
         """Continues every prompt, `num_return_sequences` times each, in the prompts' order.
@@ -89,30 +91,35 @@ class Generator:
         Settings are those of `SamplingSettings`, and `do_sample=False` for temperature 0. With
         `state`, prompt r is read on top of its row r; without prompts its texts go on as they are.
         With `keep_state` each completion carries its state, which has read all of its tokens.
+        `done` and `should_stop` are as in `run`.
         """
         requests = self.requests(prompts, state=state, stop_strings=stop_strings, **settings)
         if num_return_sequences < 1:
             raise ValueError(f"num_return_sequences must be at least 1, not {num_return_sequences}")
         if num_return_sequences == 1:
-            return self.run(requests, state=state, keep_state=keep_state)
+            return self.run(
+                requests, state=state, keep_state=keep_state, done=done, should_stop=should_stop
+            )
         requests = self.check(requests, state)
         started = time.perf_counter()
-        state = self.read([request.prompt for request in requests], state=state)
+        place = self.read([request.prompt for request in requests], state=state)
         speed = sum(len(request.ids) for request in requests) / (time.perf_counter() - started)
         several = [
             request.once_read().nth(n) for request in requests for n in range(num_return_sequences)
         ]
-        completions = self.run(
-            several, state=state.fork(num_return_sequences), keep_state=keep_state
-        )
-        return [
-            replace(
-                completion,
-                prompt_tokens=len(request.already_read),
-                prompt_tokens_per_second=speed,
+        finished = self._finished(several, place, keep_state, should_stop, num_return_sequences)
+        with_prompt = (
+            (
+                index,
+                replace(
+                    completion,
+                    prompt_tokens=len(several[index].already_read),
+                    prompt_tokens_per_second=speed,
+                ),
             )
-            for request, completion in zip(several, completions, strict=True)
-        ]
+            for index, completion in finished
+        )
+        return _collected(with_prompt, done)
 
     def stream(
         self,
@@ -165,22 +172,34 @@ class Generator:
         state: TextState | None = None,
         keep_state: bool = False,
         done: Callable[[int, Completion], None] | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> list[Completion]:
         """Completes requests, each by its own settings, at most `batch_size` of them at a time.
 
         `done` is told of every completion, with its request's index, as soon as it is there.
+        `should_stop` is asked at every token: True ends the texts there, and begins no more.
         """
-        completions: dict[int, Completion] = {}
+        checked = self.check(requests, state)
+        return _collected(self._finished(checked, state, keep_state, should_stop), done)
+
+    def _finished(
+        self,
+        requests: Sequence[Request],
+        state: TextState | None,
+        keep_state: bool,
+        should_stop: Callable[[], bool],
+        copies: int = 1,
+    ) -> Iterator[tuple[int, Completion]]:
+        """Completions with their requests' indices, as they come."""
         first = 0
-        for group, start in self._groups(self.check(requests, state), state):
-            for pieces in self._steps(group, start, keep_state):
+        for group, start in self._groups(requests, state, copies):
+            if first and should_stop():
+                return
+            for pieces in self._steps(group, start, keep_state, should_stop):
                 for row, _, _, completion in pieces:
                     if completion is not None:
-                        completions[first + row] = completion
-                        if done is not None:
-                            done(first + row, completion)
+                        yield first + row, completion
             first += len(group)
-        return [completions[index] for index in range(len(requests))]
 
     def requests(
         self,
@@ -221,14 +240,15 @@ class Generator:
         return checked
 
     def _groups(
-        self, requests: Sequence[Request], state: TextState | None
+        self, requests: Sequence[Request], state: TextState | None, copies: int = 1
     ) -> Iterator[tuple[Sequence[Request], TextState | None]]:
-        if 0 < len(requests) <= self.batch_size:
+        """Requests with their places; each row of the state is that of `copies` requests."""
+        if 0 < len(requests) <= self.batch_size and copies == 1:
             yield requests, state
             return
         for start in range(0, len(requests), self.batch_size):
             group = requests[start : start + self.batch_size]
-            rows = list(range(start, start + len(group)))
+            rows = [(start + index) // copies for index in range(len(group))]
             yield group, None if state is None else state.select(rows)
 
     @torch.inference_mode()
@@ -274,7 +294,7 @@ class Generator:
         requests: Sequence[Request],
         state: TextState | None,
         keep_state: bool,
-        should_stop: Callable[[], bool] = lambda: False,
+        should_stop: Callable[[], bool],
         progress: Callable[[int], None] | None = None,
     ) -> Iterator[list[tuple[int, str, int, Completion | None]]]:
         with self._decoder(len(requests)) as decoder:
@@ -344,3 +364,15 @@ class Generator:
             yield [
                 (order[row], text, tokens[row], finished.get(row)) for row, text in pieces.items()
             ]
+
+
+def _collected(
+    finished: Iterator[tuple[int, Completion]], done: Callable[[int, Completion], None] | None
+) -> list[Completion]:
+    """Completions in their requests' order, when all have come."""
+    completions: dict[int, Completion] = {}
+    for index, completion in finished:
+        completions[index] = completion
+        if done is not None:
+            done(index, completion)
+    return [completions[index] for index in sorted(completions)]
