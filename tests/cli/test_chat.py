@@ -74,7 +74,7 @@ def test_chat_commands(cli: Cli, greeter: Path, tmp_path: Path) -> None:
     three = two + len(" e\nAssistant: Hi!\nUser:")
     assert tokens_read(err) == [one, two, one, 0, two, three]
     assert TextState.load(path, read_config(greeter)).tokens_seen == [two]
-    assert [int(n) for n in re.findall(r"exchanges +(\d+)", err)] == [1, 2, 1, 0, 0, 1]
+    assert [int(n) for n in re.findall(r"exchanges +(\d+)", err)] == [1, 2, 1, 0, 2, 3]
     assert len(re.findall(r"^state +\d+\.\d MB$", err, re.MULTILINE)) == 6
     assert len(re.findall(r"^answering +[\d,.]+ tok/s$", err, re.MULTILINE)) == 4
     for sentence in (

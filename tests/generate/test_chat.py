@@ -186,6 +186,47 @@ def test_load_any_text(greeter: Generator, tmp_path: Path) -> None:
     assert chat.stats() == before
 
 
+def test_the_system_message_comes_after_a_text_and_once(greeter: Generator, tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    greeter.read("A long book.").save(path)
+    chat = Chat(greeter, system="Be brief.", temperature=0)
+    chat.load(path)
+    chat.save(path)  # as yet it is no conversation
+    chat.load(path)
+    answer(chat, "a")
+    text = "A long book.\nBe brief.\n\nUser: a\nAssistant: Hi!\nUser:"
+    assert_has_read(chat, greeter, bytes_of(text), path)
+    chat.load(path)
+    answer(chat, "b")
+    assert_has_read(chat, greeter, bytes_of(text + " b\nAssistant: Hi!\nUser:"), path)
+
+
+def test_a_saved_conversation_goes_on_counting(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    chat = Chat(random_generator(), max_new_tokens=12, seed=3)
+    for word in ("a", "b"):
+        answer(chat, word)
+    chat.save(path)
+    later = Chat(random_generator(), max_new_tokens=12, seed=3)
+    later.load(path)
+    assert later.stats().exchanges == 2
+    assert answer(later, "c") == answer(chat, "c")
+    assert later.stats().exchanges == 3
+
+
+def test_a_state_of_a_servers_is_a_conversation(greeter: Generator, tmp_path: Path) -> None:
+    """It has what the model read past its answer for a note, and no count."""
+    path = tmp_path / "state"
+    for overread in ("", "\nUser:"):
+        greeter.read(f"User: a\nAssistant: Hi!{overread}").save(path, note=overread)
+        chat = Chat(greeter, system="Be brief.", temperature=0)
+        chat.load(path)
+        answer(chat, "b")
+        text = "User: a\nAssistant: Hi!\nUser: b\nAssistant: Hi!\nUser:"
+        assert_has_read(chat, greeter, bytes_of(text), path)
+        assert chat.stats().exchanges == 1
+
+
 # Templates
 
 
@@ -212,6 +253,19 @@ def test_template_turns_are_read_once(
         whole = template.render(messages).removesuffix("<|im_end|>\n")
         ids = templated.tokenizer.encode(whole)
         assert_has_read(chat, templated, ids, tmp_path / "state")
+
+
+def test_a_template_closes_no_turn_after_a_text(templated: Generator, tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    templated.read("A long book.").save(path)
+    template = ChatTemplate(CHATML, {})
+    chat = Chat(templated, TemplateTurns(template, "Be brief."), system="Be brief.")
+    chat.load(path)
+    assert answer(chat, "Hello") == "Hi!"
+    opening = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    whole = template.render(opening, add_generation_prompt=True)
+    ids = templated.tokenizer.encode("A long book.") + templated.tokenizer.encode(f"\n{whole}")
+    assert_has_read(chat, templated, ids + templated.tokenizer.encode("Hi!"), path)
 
 
 @pytest.mark.parametrize(("ending", "answered", "overread"), [("!", " Hi", ""), ("i!", " H", "i!")])

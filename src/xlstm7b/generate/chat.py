@@ -137,6 +137,7 @@ class _Place:
     """Where the conversation stands."""
 
     state: TextState | None = None
+    begun: bool = False  # if not, the state may have read a text, but no turn
     overread: str = ""  # what the model read past the end of its answer: a stop string
     exchanges: int = 0
     last: Completion | None = None
@@ -168,9 +169,11 @@ class Chat:
     def say(self, text: str, should_stop: Callable[[], bool] = lambda: False) -> Iterator[Piece]:
         """The answer, piece by piece. The conversation moves on with the last piece, not before."""
         place, turns, settings = self._place, self._turns, dict(self._settings)
-        fresh = place.state is None
-        prompt = turns.first(self._system, text) if fresh else turns.later(text)
-        prompt = less_start(prompt, place.overread)
+        if place.begun:
+            prompt = less_start(turns.later(text), place.overread)
+        else:
+            apart = "" if place.state is None else "\n"  # from the text before
+            prompt = apart + turns.first(self._system, text)
         if settings.get("seed") is not None:
             settings["seed"] = (settings["seed"] + place.exchanges) % (1 << 64)
         pieces = self._generator.stream(
@@ -196,19 +199,25 @@ class Chat:
 
     def save(self, path: str | Path) -> None:
         """Writes the conversation's state, which is all there is of it."""
-        if self._place.state is None:
+        place = self._place
+        if place.state is None:
             raise ValueError("nothing has been said that could be saved")
-        self._place.state.save(path, note=self._place.overread)
+        notes = {"note": place.overread, "exchanges": str(place.exchanges)} if place.begun else {}
+        place.state.save(path, **notes)
 
     def load(self, path: str | Path) -> None:
-        """Goes on from a saved state: a conversation's, or any text's that was read."""
+        """Goes on from a saved state: a conversation's, or any text's, which one then begins after.
+
+        A file with a note is a conversation's; a server's has one, too.
+        """
         state = TextState.load(path, self._generator.config, device=self._generator.model.device)
         if len(state) != 1:
             raise ValueError(f"{path} holds {len(state)} texts; a conversation is one")
         with opened_safetensors(Path(path)) as file:
-            overread = file.metadata().get("note", "")
+            notes = file.metadata()
+        exchanges = int(notes.get("exchanges", 0))
         self.clear()
-        self._place = _Place(state, overread)
+        self._place = _Place(state, "note" in notes, notes.get("note", ""), exchanges)
 
     def stats(self) -> ChatStats:
         place = self._place
@@ -225,6 +234,7 @@ class Chat:
                 self._past.append(self._place)
                 self._place = _Place(
                     answer.state,
+                    True,
                     written.removeprefix(answer.text),
                     self._place.exchanges + 1,
                     answer,

@@ -74,18 +74,18 @@ class TextState:
             torch.cat([state.logits for state in states]),
         )
 
-    def save(self, path: str | Path, note: str = "") -> None:
+    def save(self, path: str | Path, **notes: str) -> None:
         """Writes one safetensors file, aside first: a file that was there stays whole till then.
 
-        A note goes into the file's metadata, for whoever wrote it.
+        Notes go into the file's metadata, for whoever wrote it.
         """
         C, n, m = (torch.stack(parts, dim=1) for parts in zip(*self.memory.blocks, strict=True))
         tensors = {"C": C.cpu(), "n": n.cpu(), "m": m.cpu(), "logits": self.logits.cpu()}
         description = {
+            **notes,
             "format": _FORMAT,
             "config": json.dumps(self.config.to_dict()),
             "tokens_seen": json.dumps(self.tokens_seen),
-            "note": note,
         }
         write_safetensors(Path(path), tensors, description)
 
