@@ -272,6 +272,13 @@ def test_compare_with_what_transformers_cannot_load(cli: Cli, tmp_path: Path) ->
     assert sentence.startswith(f"transformers does not load {folder}: ")
 
 
+@pytest.mark.usefixtures("quiet_transformers")
+def test_compare_with_what_transformers_cannot_run(cli: Cli, tmp_path: Path) -> None:
+    XLSTM(ModelConfig(64, 1, 2, vocab_size=320)).save_pretrained(tmp_path)
+    want = "transformers runs qk and v widths that are multiples of 64, not 32 and 64"
+    assert refused(cli("compare", tmp_path)) == want
+
+
 def test_compare_mistakes(cli: Cli, speller: Path) -> None:
     for options in (["--max-new-tokens", 0], ["--speed-length", 0]):
         sentence = refused(cli("compare", speller, *options))

@@ -276,6 +276,8 @@ def test_bad_input_is_one_sentence():
         (lambda: model(tokens[:, :0]), "tokens must be whole numbers"),
         (lambda: model(tokens, state), "the state has 3 rows, the tokens have 2"),
         (lambda: model(tokens, lengths=torch.tensor([5])), "lengths must have shape"),
+        (lambda: model(tokens, lengths=torch.tensor([1, -2])), r"between 0 and 5, not \[1, -2\]"),
+        (lambda: model(tokens, lengths=torch.tensor([99, 1])), r"between 0 and 5, not \[99, 1\]"),
         (lambda: model(tokens, resets=torch.zeros(2, 4, dtype=torch.bool)), "resets must be bool"),
         (lambda: model(tokens, logits="first"), 'logits must be "all" or "last"'),
         (lambda: model.token_logprobs(tokens, tokens[:, 1:]), "differ in shape"),

@@ -39,6 +39,11 @@ def their_model(config: ModelConfig, folder: Path | None, dtype: torch.dtype) ->
             # folder in the authors' own format, which `xlstm7b convert` turns into one it reads.
             reason = " ".join(str(error).split())
             raise ValueError(f"transformers does not load {folder}: {reason}") from error
+    if config.qk_dim % 64 or config.v_dim % 64:
+        widths = f"{config.qk_dim} and {config.v_dim}"
+        raise ValueError(
+            f"transformers runs qk and v widths that are multiples of 64, not {widths}"
+        )
     module: torch.nn.Module = model.eval()
     return module
 

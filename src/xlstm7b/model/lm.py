@@ -62,7 +62,8 @@ class XLSTM(nn.Module):
         tokens [B, T]; `state` is what earlier tokens left (None: nothing yet) and is not changed.
         `resets` [B, T] is True on a document's first token. With `lengths` [B] rows are padded on
         the right: the state returned is the one at each row's own length, and what the logits hold
-        past it means nothing. A row of length 0 returns its state unchanged.
+        past it means nothing. A row of length 0 returns its state unchanged. Lengths are at most T,
+        which is checked on a CPU alone: to look at them would be to wait for a GPU.
         """
         if logits not in ("all", "last"):
             raise ValueError(f'logits must be "all" or "last", not {logits!r}')
@@ -134,6 +135,9 @@ class XLSTM(nn.Module):
         if lengths is not None:
             if lengths.shape != (batch,):
                 raise ValueError(f"lengths must have shape {[batch]}, not {list(lengths.shape)}")
+            looked_at = lengths.device.type == "cpu" and not torch.compiler.is_compiling()
+            if looked_at and ((lengths < 0) | (lengths > length)).any():
+                raise ValueError(f"lengths must be between 0 and {length}, not {lengths.tolist()}")
             padded = torch.arange(length, device=tokens.device) >= lengths[:, None]
             resets = None if resets is None else resets & ~padded
         seen = seen + (length if lengths is None else lengths)
