@@ -24,6 +24,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
 
+from xlstm7b.cli.options import to_device
 from xlstm7b.generate import Generator, TextState
 from xlstm7b.generate.search import best_of_n, self_consistency, tree_search
 
@@ -106,16 +107,19 @@ def as_question(line: str) -> Question:
 def read_questions(path: Path, limit: int | None) -> list[Question]:
     """The first `limit` questions of a file, or a sentence that names the line that is none."""
     questions: list[Question] = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if len(questions) == limit:
-                break
-            if not line.strip():
-                continue
-            try:
-                questions.append(as_question(line))
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if len(questions) == limit:
+            break
+        if not line.strip():
+            continue
+        try:
+            questions.append(as_question(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
     if not questions:
         raise ValueError(f"{path} holds no questions")
     return questions
@@ -214,7 +218,7 @@ def solve(options: argparse.Namespace) -> None:
     questions = read_questions(options.questions, options.limit)
     shown = demonstrations(options.demonstrations, options.shots)
     generator = Generator.from_pretrained(
-        options.model, device=options.device, batch_size=options.batch_size
+        options.model, device=to_device(options.device), batch_size=options.batch_size
     )
     started = time.perf_counter()
     solver = Solver(generator, shown, options)

@@ -179,6 +179,15 @@ def test_gsm8k_names_mistakes(gsm8k, model, tmp_path, content, options, message)
     assert message in str(raised.value)
 
 
+def test_gsm8k_names_the_file_and_the_device(gsm8k, model, tmp_path):
+    path = tmp_path / "questions.jsonl"
+    path.write_bytes(b"\xff")
+    with pytest.raises(SystemExit, match=rf"^gsm8k: {path} is not UTF-8 text: "):
+        gsm8k.main([model, str(path)])
+    with pytest.raises(SystemExit, match=r"^gsm8k: the device 'cuda:99' cannot be used here: "):
+        gsm8k.main([model, write(path), "--device", "cuda:99"])
+
+
 def test_gsm8k_command_line(gsm8k, tmp_path, capsys):
     path = write(tmp_path / "questions.jsonl")
     with pytest.raises(SystemExit, match=r"^gsm8k: there is no folder 'nowhere'"):

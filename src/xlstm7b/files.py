@@ -42,7 +42,7 @@ class Stored(NamedTuple):
 def opened_safetensors(path: Path) -> Iterator[Any]:
     """`safe_open`, with errors that name the file; its tensors are views of the mapped file."""
     if not path.is_file():
-        raise ValueError(f"{path} is missing")
+        raise ValueError(f"{path} is {'not a file' if path.exists() else 'missing'}")
     path.open("rb").close()  # if that is forbidden, Python's OSError names the file
     try:
         with safe_open(path, framework="pt") as handle:
@@ -129,11 +129,14 @@ def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
     """Writes a new file through to the disk; returns its sha256 without reading it back."""
     digest = hashlib.sha256()
     with path.open("xb") as file:
-        for piece in pieces:
-            digest.update(piece)
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
+        try:
+            for piece in pieces:
+                digest.update(piece)
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError as error:  # which names no file
+            raise OSError(f"{path} could not be written ({error})") from error
     return digest.hexdigest()
 
 

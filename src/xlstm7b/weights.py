@@ -59,7 +59,8 @@ class Checkpoint:
 
     def companions(self) -> list[Path]:
         """The tokenizer, licence and the like that lie beside the weights."""
-        return sorted(path for pattern in _COMPANIONS for path in self.folder.glob(pattern))
+        found = (path for pattern in _COMPANIONS for path in self.folder.glob(pattern))
+        return sorted(path for path in found if path.is_file())
 
     def copy_into(
         self, parameters: Mapping[str, torch.Tensor], progress: Progress | None = None

@@ -186,6 +186,7 @@ def test_convert_a_standalone_folder_with_its_companions(cli: Cli, tmp_path: Pat
     companions = {"tokenizer.json": "{}", "tokenizer_config.json": "[1]", "LICENSE": "NXAI\n"}
     for name, text in {**companions, "notes.txt": "stay"}.items():
         (source / name).write_text(text)
+    (source / "tokenizer_old").mkdir()
     succeeded(cli("convert", source, target))
     assert names_in(target) == {"model.safetensors", "config.json", "SHA256SUMS", *companions}
     assert_same(load_file(target / "model.safetensors"), tensors)

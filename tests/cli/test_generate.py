@@ -242,6 +242,8 @@ def test_generate_refuses_states_before_weights(cli: Cli, speller: Path, tmp_pat
     config = read_config(speller)
     path = tmp_path / "state"
     assert refused(cli("generate", speller, "--load-state", path)) == f"{path} is missing"
+    want = f"{tmp_path} is not a file"
+    assert refused(cli("generate", speller, "--load-state", tmp_path)) == want
     path.write_bytes(b"hello")
     assert refused(cli("generate", speller, "--load-state", path)).startswith(f"{path} is damaged")
     sentence = refused(cli("generate", speller, "--load-state", speller / "model.safetensors"))

@@ -61,6 +61,8 @@ class TextState:
         """The rows of several states of one model, in order."""
         if len(states) == 1:
             return states[0]
+        if any(state.config != states[0].config for state in states):
+            raise ValueError("states of different models cannot be joined")
         blocks = zip(*(state.memory.blocks for state in states), strict=True)
         return cls(
             states[0].config,
