@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -273,6 +274,18 @@ def test_states_given_and_kept():
         ) < 3e-5  # fmt: skip
         with pytest.raises(ValueError, match="rows"):
             engine.submit(go_on, second, state=place.fork(2))
+
+
+def test_penalties_know_what_came_before():
+    penalised = {"presence_penalty": 5.0, "repetition_penalty": 1.3, "eos_token_id": ()}
+    before = alone(greedy("Once", 8, **penalised))
+    request = greedy([*b"Once"], 8, **penalised)
+    request = replace(request, already_read=(7,), already_generated=(*before.token_ids,))
+    told = Listener()
+    with running(GENERATOR) as engine:
+        engine.submit(request, told)
+        assert_same(told, alone(request))
+    assert not {*told.token_ids} & {*before.token_ids}
 
 
 @pytest.mark.parametrize("length", [1, 2, 41, 190])

@@ -14,7 +14,7 @@ class Request:
     """One text to continue, a string or ids. Without `eos_token_id`, the model's is it.
 
     `already_read` are ids that a given state has read, and `already_generated` those that were
-    generated behind them: penalties then see the whole text. An engine looks at the former alone.
+    generated behind them: penalties then see the whole text.
     """
 
     prompt: Prompt

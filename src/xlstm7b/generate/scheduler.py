@@ -187,10 +187,10 @@ class Scheduler:
         self._slots.release(job.row)
         job.row = min(self._slots.free)
         self._slots.free.remove(job.row)
-        settings = job.request.settings
+        request = job.request
+        settings, prompt = request.settings, [*request.already_read, *job.ids]
         seed = secrets.randbits(64) if settings.seed is None else settings.seed
-        prompt = [*job.request.already_read, *job.ids]
-        results = self._slots.begin(job.row, settings, seed, prompt)
+        results = self._slots.begin(job.row, settings, seed, prompt, request.already_generated)
         self._running.append(job)
         self._under_way.append(partial(self._tell_tokens, results, [(0, job)]))
 

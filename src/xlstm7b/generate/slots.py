@@ -119,11 +119,16 @@ class Slots:
         return TextState(self._config, self._reader.state, self._reader.logits).clone()
 
     def begin(
-        self, row: int, settings: SamplingSettings, seed: int, prompt: Sequence[int]
+        self,
+        row: int,
+        settings: SamplingSettings,
+        seed: int,
+        prompt: Sequence[int],
+        generated: Sequence[int] = (),
     ) -> Results:
         """Moves the text in the reader to a row of the pool; its first token is under way."""
         reader = self._reader
-        reader.sampler.set_row(0, settings, seed=seed, prompt=prompt)
+        reader.sampler.set_row(0, settings, seed=seed, prompt=prompt, generated=generated)
         reader.sample()
         self.park(row)
         self._pool.sampler.take_row(row, reader.sampler, 0)
