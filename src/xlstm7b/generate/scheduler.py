@@ -52,7 +52,8 @@ class Scheduler:
         self._under_way: deque[Callable[[], None]] = deque()  # results, and who is to be told
         self._admitted = 0
         self.prompt_tokens = self.generated_tokens = self.cached_tokens = self.steps = 0
-        self.seconds = self.model_seconds = 0.0
+        self.seconds = self.model_seconds = 0.0  # of steps that are over
+        self._model_seconds = 0.0  # of this one
         self.job_seconds = 1.0  # how long a text has its row, of late
 
     @property
@@ -73,7 +74,7 @@ class Scheduler:
 
     def step(self, waiting: Sequence[Job]) -> None:
         """One round; `waiting` are the texts that have no row yet."""
-        started = time.perf_counter()
+        started, self._model_seconds = time.perf_counter(), 0.0
         for job in [job for job in self.active if job.finished]:
             self._leave(job)
         self._read(waiting)
@@ -84,6 +85,7 @@ class Scheduler:
             self._under_way.clear()
         self.steps += 1
         self.seconds += time.perf_counter() - started
+        self.model_seconds += self._model_seconds
 
     def _read(self, waiting: Sequence[Job]) -> None:
         """Reads on in prompts, in turn: one piece, and what more fits into a piece's tokens.
@@ -287,7 +289,7 @@ class Scheduler:
         """Does what is the model's work, or waits for it, and takes the time."""
         started = time.perf_counter()
         result = work()
-        self.model_seconds += time.perf_counter() - started
+        self._model_seconds += time.perf_counter() - started
         return result
 
 
