@@ -1,6 +1,5 @@
 """`Generator`: prompts in, completions out, with their speeds."""
 
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,11 +9,12 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from xlstm7b.generate.batch import Step, continued, read_prompts, taken
 from xlstm7b.generate.decoder import Decoder, check_tokens, with_first_token
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.requests import Prompt, Request, common_requests
 from xlstm7b.generate.states import TextState
-from xlstm7b.generate.texts import Completion, GrowingText, Speeds, peak_memory
+from xlstm7b.generate.texts import Completion
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import Tokenizer, load_tokenizer
 from xlstm7b.weights import read_config, resolve
@@ -160,9 +160,9 @@ class Generator:
         parts = []
         for group, start in self._groups(requests, state):
             with self._decoder(len(group)) as decoder:
-                order = self._prepare(decoder, group, start, progress)
+                order = read_prompts(decoder, group, start, progress)
                 back = sorted(range(len(order)), key=order.__getitem__)
-                parts.append(self._taken(decoder, back))
+                parts.append(taken(decoder, back))
         return TextState.join(parts)
 
     def run(
@@ -251,24 +251,6 @@ class Generator:
             rows = [(start + index) // copies for index in range(len(group))]
             yield group, None if state is None else state.select(rows)
 
-    @torch.inference_mode()
-    def _prepare(
-        self,
-        decoder: Decoder,
-        requests: Sequence[Request],
-        state: TextState | None,
-        progress: Callable[[int], None] | None = None,
-    ) -> list[int]:
-        """Has row r read request order[r], the longest first; returns that order."""
-        order = sorted(range(len(requests)), key=lambda index: -len(requests[index].ids))
-        if state is not None and order != sorted(order):
-            state = state.select(order)
-        decoder.start(state)
-        prompts = [requests[index].ids for index in order]
-        if prompts[0]:
-            decoder.prefill([prompt for prompt in prompts if prompt], progress)
-        return order
-
     @contextmanager
     def _decoder(self, batch: int) -> Iterator[Decoder]:
         """A decoder for so many rows, nobody else's for a while: two streams may be read in turn.
@@ -285,10 +267,6 @@ class Generator:
         finally:
             self._idle[batch] = decoder
 
-    @torch.inference_mode()
-    def _taken(self, decoder: Decoder, rows: list[int]) -> TextState:
-        return TextState(self.config, decoder.state, decoder.logits).select(rows)
-
     def _steps(
         self,
         requests: Sequence[Request],
@@ -296,74 +274,13 @@ class Generator:
         keep_state: bool,
         should_stop: Callable[[], bool],
         progress: Callable[[int], None] | None = None,
-    ) -> Iterator[list[tuple[int, str, int, Completion | None]]]:
+    ) -> Iterator[list[Step]]:
         with self._decoder(len(requests)) as decoder:
             started = time.perf_counter()
-            order = self._prepare(decoder, requests, state, progress)
-            yield from self._decoded(decoder, order, requests, keep_state, should_stop, started)
-
-    def _decoded(
-        self,
-        decoder: Decoder,
-        order: Sequence[int],
-        requests: Sequence[Request],
-        keep_state: bool,
-        should_stop: Callable[[], bool],
-        started: float,
-    ) -> Iterator[list[tuple[int, str, int, Completion | None]]]:
-        """At every token: (request, new text, token, completion if that was the last) of each.
-
-        On a GPU the next token is under way while this one's text is made. By the time that a row
-        is seen to be over its last token has been read, or is read if the state is kept; the row
-        stops before it reads another.
-        """
-        ahead = self.model.device.type == "cuda"
-        texts = []
-        for row, index in enumerate(order):
-            request = requests[index]
-            seed = request.settings.seed
-            seed = secrets.randbits(64) if seed is None else seed
-            decoder.sampler.set_row(
-                row,
-                request.settings,
-                seed=seed,
-                prompt=[*request.already_read, *request.ids],
-                generated=request.already_generated,
+            order = read_prompts(decoder, requests, state, progress)
+            yield from continued(
+                decoder, self.tokenizer, order, requests, keep_state, should_stop, started
             )
-            texts.append(GrowingText(self.tokenizer, request.settings, request.stop_strings))
-        decoder.sample()
-        coming = decoder.results()
-        running, first_token = list(range(len(texts))), 0.0
-        while running:
-            results = coming
-            if ahead:
-                decoder.decode_one()
-                coming = decoder.results()
-            tokens, *logprobs = results.lists()
-            now = time.perf_counter()
-            first_token = first_token or now
-            asked = should_stop()
-            pieces = {}
-            for row in running:
-                pieces[row] = texts[row].push(tokens[row], *(part[row] for part in logprobs))
-                if asked and texts[row].finish_reason is None:
-                    pieces[row] += texts[row].finish("stop")
-            over = [row for row in running if texts[row].finish_reason is not None]
-            running = [row for row in running if texts[row].finish_reason is None]
-            if not ahead and (running or keep_state):
-                decoder.decode_one()
-                coming = decoder.results()
-            finished = {}
-            for row in over:
-                decoder.sampler.stop_row(row)
-                seconds = first_token - started, now - first_token
-                length = len(requests[order[row]].ids)
-                speeds = Speeds(length, *seconds, peak_memory(self.model.device))
-                kept = self._taken(decoder, [row]) if keep_state else None
-                finished[row] = texts[row].completion(speeds, kept)
-            yield [
-                (order[row], text, tokens[row], finished.get(row)) for row, text in pieces.items()
-            ]
 
 
 def _collected(
