@@ -52,7 +52,7 @@ def ask(connection: socket.socket, **body: Any) -> None:
 def test_clients_that_leave(live: Live, generator: Generator) -> None:
     draw = random.Random(0)
     aborted = live.figure('request_success_total{finished_reason="abort"}')
-    for n in range(200):
+    for n in range(1000):
         with connect(live) as connection:
             texts = draw.choice((1, 1, 3))
             ask(connection, **ENDLESS, stream=n % 4 > 0, n=texts)
