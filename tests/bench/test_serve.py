@@ -63,10 +63,15 @@ def test_an_interrupted_load_tells_what_was(tmp_path: Path) -> None:
         bench = subprocess.Popen(
             [*command, *lengths, "--json", tmp_path / "load.json"],
             env=environment(), stdout=subprocess.PIPE, text=True,
+            # Whoever runs the tests in the background has it ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
-        wait_for(lambda: live.figure("generation_tokens_total") > 20)
-        bench.send_signal(signal.SIGINT)
-        told, _ = bench.communicate(timeout=60)
+        try:
+            wait_for(lambda: live.figure("generation_tokens_total") > 20)
+            bench.send_signal(signal.SIGINT)
+            told, _ = bench.communicate(timeout=60)
+        finally:
+            bench.kill()
         assert bench.returncode == 130
     assert "errors                    none" in told
     summary = json.loads((tmp_path / "load.json").read_text())["summary"]
