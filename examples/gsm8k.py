@@ -1,17 +1,18 @@
-"""Sums in words, with as much thought as they are given: test-time compute on GSM8K.
+"""Test-time compute on GSM8K (grade-school maths): several samples for each question.
 
     python examples/gsm8k.py MODEL QUESTIONS.jsonl --method vote --n 8 --limit 50
 
-MODEL is a checkpoint folder or a hub id. Every line of QUESTIONS.jsonl is an object with a
-"question" and an "answer" that ends in "#### 42". The demonstrations are read once, into a state
-that every question is read on top of; every sample is a fork of what that leads to. Methods:
+MODEL is a checkpoint folder or a hub id. Each line of QUESTIONS.jsonl is an object with a
+"question" and an "answer" that ends in "#### 42". The few-shot examples are read once into a state.
+Each question is read on a copy of that state, and each sample starts from a copy of the result.
+Methods:
 
-    greedy   the likeliest token at each step, many questions at a time
-    best     n samples; the one that is likeliest per token
+    greedy   the most likely token at each step; many questions in one batch
+    best     n samples; the one with the highest log-probability per token
     vote     n samples; the answer that most of them give
-    tree     n samples a line, of which the likeliest few texts go on
+    tree     n samples of each line; the best few texts are continued
 
-A model with random weights gets nothing right, and takes every step that a trained one does.
+A model with random weights answers nothing right but runs through every step.
 """
 
 import argparse
@@ -24,11 +25,11 @@ from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
 
-from xlstm7b.cli.options import to_device
-from xlstm7b.generate import Generator, TextState
+from xlstm7b.devices import to_device
+from xlstm7b.generate import Generator
 from xlstm7b.generate.search import best_of_n, self_consistency, tree_search
 
-# For where no training file is at hand.
+# Used if no --demonstrations file is given.
 DEMONSTRATIONS = (
     (
         "A baker fills 6 trays with 8 rolls each and sells 30 rolls. How many rolls are left?",
@@ -54,11 +55,11 @@ DEMONSTRATIONS = (
     ),
 )
 
-# A minus between two numbers is no sign: 9-4 ends in 4.
+# A minus between two numbers is not a sign: the last number of "9-4" is 4.
 _NUMBER = re.compile(
     r"((?<!\w)[-−])?(?:\$([-−])?)?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)", re.ASCII
 )
-_STOPS = ("\n\n", "Question:")  # either way the model has gone on to a question of its own
+_STOP_STRINGS = ("\n\n", "Question:")  # the model has begun another question
 
 
 class Question(NamedTuple):
@@ -68,7 +69,7 @@ class Question(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of one question, and what it took: texts sampled, and tokens in them."""
+    """The answer to one question, and its cost: samples, and tokens generated in them."""
 
     answer: str | None
     samples: int
@@ -76,7 +77,7 @@ class Outcome(NamedTuple):
 
 
 def find_answer(text: str) -> str | None:
-    """The number after "####", or else the last one, written in one way: 1,234.50 is 1234.5."""
+    """The number after "####", else the last number. In one notation: 1,234.50 becomes 1234.5."""
     before, marked, after = text.partition("####")
     found = _NUMBER.search(after) if marked else None
     found = found or next(reversed([*_NUMBER.finditer(before)]), None)
@@ -89,14 +90,14 @@ def find_answer(text: str) -> str | None:
     return f"-{number}" if (found[1] or found[2]) and number != "0" else number
 
 
-def as_question(line: str) -> Question:
+def parse_question(line: str) -> Question:
     try:
         fields = json.loads(line)
         text, solution = fields["question"], fields["answer"]
     except (ValueError, KeyError, TypeError):
         text = solution = None
     if not isinstance(text, str) or not isinstance(solution, str):
-        raise ValueError('this is no object with a "question" and an "answer"')
+        raise ValueError('this is not an object with a "question" and an "answer"')
     _, mark, after = solution.partition("####")
     answer = find_answer(mark + after)
     if answer is None:
@@ -105,7 +106,7 @@ def as_question(line: str) -> Question:
 
 
 def read_questions(path: Path, limit: int | None) -> list[Question]:
-    """The first `limit` questions of a file, or a sentence that names the line that is none."""
+    """The first `limit` questions of a file. A `ValueError` names the line that is wrong."""
     questions: list[Question] = []
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -117,53 +118,53 @@ def read_questions(path: Path, limit: int | None) -> list[Question]:
         if not line.strip():
             continue
         try:
-            questions.append(as_question(line))
+            questions.append(parse_question(line))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
     if not questions:
-        raise ValueError(f"{path} holds no questions")
+        raise ValueError(f"{path} contains no questions")
     return questions
 
 
 def demonstrations(path: Path | None, count: int) -> str:
-    """Questions with solutions, to be imitated."""
+    """Few-shot examples: questions with solutions."""
     shown: Sequence[tuple[str, str]] = DEMONSTRATIONS
     if path is not None:
         shown = [(text, solution) for text, solution, _ in read_questions(path, count)]
     if count > len(shown):
         where = path or "the built-in list"
         raise ValueError(f"{where} has {len(shown)} demonstrations, not {count}")
-    # The calculator's notes (<<6*8=48>>) are the data set's own; no other text is written so.
+    # GSM8K's calculator notes (<<6*8=48>>) are removed: no other text looks like that.
     return "\n\n".join(
         f"Question: {text}\nAnswer: {re.sub('<<.*?>>', '', solution)}"
         for text, solution in shown[:count]
     )
 
 
-def as_prompt(question: Question) -> str:
-    # It begins with the line breaks, rather than that the demonstrations end in them: so a
-    # tokenizer cuts the text as it would in one piece.
+def to_prompt(question: Question) -> str:
+    # The line breaks are here, not at the end of the examples: this way the two parts give the
+    # same tokens as the whole text.
     return f"\n\nQuestion: {question.text}\nAnswer:"
 
 
 def is_done(text: str) -> bool:
-    """Whether a text's last line is there, all of it."""
-    return bool(re.search("####.*\n", text)) or any(stop in text for stop in _STOPS)
+    """True if the text contains its last line completely."""
+    return bool(re.search("####.*\n", text)) or any(stop in text for stop in _STOP_STRINGS)
 
 
 class Solver:
-    """A generator that has read the demonstrations, and the methods' settings."""
+    """The methods, on a generator that has read the few-shot examples."""
 
     def __init__(self, generator: Generator, shown: str, options: argparse.Namespace) -> None:
         self.generator, self.options = generator, options
-        self.start: TextState = generator.read([shown])
+        self.start = generator.read([shown])
         self.sampling = {"temperature": options.temperature, "seed": options.seed}
-        self.length = {"max_new_tokens": options.max_new_tokens, "stop_strings": _STOPS}
+        self.length = {"max_new_tokens": options.max_new_tokens, "stop_strings": _STOP_STRINGS}
 
     def greedy(self, questions: Sequence[Question]) -> Iterator[Outcome]:
         size = self.generator.batch_size
         for first in range(0, len(questions), size):
-            prompts = [*map(as_prompt, questions[first : first + size])]
+            prompts = [*map(to_prompt, questions[first : first + size])]
             state = self.start.fork(len(prompts))
             for completion in self.generator.generate(
                 prompts, state=state, temperature=0, **self.length
@@ -172,7 +173,7 @@ class Solver:
 
     def best(self, questions: Sequence[Question]) -> Iterator[Outcome]:
         n = self.options.n
-        for prompt in map(as_prompt, questions):
+        for prompt in map(to_prompt, questions):
             ranked = best_of_n(
                 self.generator, prompt, n, state=self.start, **self.sampling, **self.length
             )
@@ -181,14 +182,14 @@ class Solver:
 
     def vote(self, questions: Sequence[Question]) -> Iterator[Outcome]:
         n = self.options.n
-        for prompt in map(as_prompt, questions):
+        for prompt in map(to_prompt, questions):
             settings = {**self.sampling, **self.length, "answer": find_answer}
             vote = self_consistency(self.generator, prompt, n, state=self.start, **settings)
             tokens = sum(len(completion.token_ids) for completion in vote.completions)
             yield Outcome(vote.winner, n, tokens)
 
     def tree(self, questions: Sequence[Question]) -> Iterator[Outcome]:
-        """A thought is a line, or as much of it as its share of the tokens allows."""
+        """Each step of the tree is a line, of at most max_new_tokens / depth tokens."""
         options = self.options
         settings = {
             "width": options.width,
@@ -198,7 +199,7 @@ class Solver:
             "max_new_tokens": max(1, options.max_new_tokens // options.depth),
             "done": is_done,
         }
-        for prompt in map(as_prompt, questions):
+        for prompt in map(to_prompt, questions):
             tree = tree_search(
                 self.generator, prompt, state=self.start, **settings, **self.sampling
             )
@@ -214,7 +215,7 @@ METHODS: dict[str, Callable[[Solver, Sequence[Question]], Iterator[Outcome]]] = 
 
 
 def solve(options: argparse.Namespace) -> None:
-    """Answers the questions and prints how that went; progress goes to stderr."""
+    """Answers the questions and prints the accuracy and the cost. Progress goes to stderr."""
     questions = read_questions(options.questions, options.limit)
     shown = demonstrations(options.demonstrations, options.shots)
     generator = Generator.from_pretrained(
@@ -224,15 +225,16 @@ def solve(options: argparse.Namespace) -> None:
     solver = Solver(generator, shown, options)
     right = samples = tokens = 0
     few_shot = solver.start.tokens_seen[0]
-    read = few_shot  # once, and every question once on top of it
-    anew = 0  # what there is to read if every sample began at the beginning
+    read = few_shot  # tokens read: the examples once, and each question once
+    without_states = 0  # tokens to read if each sample read its whole prompt again
     for number, (question, outcome) in enumerate(
         zip(questions, METHODS[options.method](solver, questions), strict=True), 1
     ):
-        length = len(generator.tokenizer.encode(as_prompt(question)))
+        length = len(generator.tokenizer.encode(to_prompt(question)))
         right += outcome.answer == question.answer
         samples, tokens = samples + outcome.samples, tokens + outcome.tokens
-        read, anew = read + length, anew + outcome.samples * (few_shot + length)
+        read += length
+        without_states += outcome.samples * (few_shot + length)
         seconds = time.perf_counter() - started
         progress = f"\r{number}/{len(questions)} questions, {right} right, {seconds:.0f} s "
         print(progress, end="", file=sys.stderr, flush=True)
@@ -240,7 +242,7 @@ def solve(options: argparse.Namespace) -> None:
     print(file=sys.stderr)
     print(f"accuracy       {right / len(questions):.1%} ({right} of {len(questions)})")
     print(f"generated      {tokens:,} tokens in {samples:,} samples, {tokens / seconds:,.1f} tok/s")
-    print(f"prompts        {read:,} tokens read; forking saved {anew - read:,}")
+    print(f"prompts        {read:,} tokens read; reuse saved {without_states - read:,}")
 
 
 def positive(text: str) -> int:
@@ -251,25 +253,25 @@ def positive(text: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line; a mistake of the user's is one sentence."""
+    """Reads the command line. A user's mistake ends the program with one sentence."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="a checkpoint folder or a hub id")
-    add("questions", metavar="QUESTIONS", type=Path, help="a JSONL file in GSM8K's format")
+    add("questions", metavar="QUESTIONS", type=Path, help="JSONL file in GSM8K's format")
     add("--method", choices=METHODS, default="vote")
-    add("--n", type=positive, default=8, help="samples a question; in a tree, a line (8)")
-    add("--limit", type=positive, help="only the first so many questions")
-    add("--shots", type=positive, default=4, help="how many demonstrations (4)")
-    add("--demonstrations", type=Path, metavar="FILE", help="whose first lines are shown")
-    add("--max-new-tokens", type=positive, default=256, help="in one answer (256)")
-    add("--temperature", type=float, default=0.7, help="of all but greedy (0.7)")
+    add("--n", type=positive, default=8, help="samples per question; with tree, per line (8)")
+    add("--limit", type=positive, help="answer only the first N questions")
+    add("--shots", type=positive, default=4, help="number of few-shot examples (4)")
+    add("--demonstrations", type=Path, metavar="FILE", help="JSONL file with the few-shot examples")
+    add("--max-new-tokens", type=positive, default=256, help="maximum tokens of an answer (256)")
+    add("--temperature", type=float, default=0.7, help="for all methods but greedy (0.7)")
     add("--seed", type=int, default=0)
-    add("--width", type=positive, default=2, help="texts that a tree goes on with (2)")
-    add("--depth", type=positive, default=8, help="lines in a tree's answer (8)")
-    add("--batch-size", type=positive, default=32, help="texts at a time (32)")
-    add("--device", help="cuda, cpu, …")
+    add("--width", type=positive, default=2, help="tree: number of texts that are continued (2)")
+    add("--depth", type=positive, default=8, help="tree: maximum lines of an answer (8)")
+    add("--batch-size", type=positive, default=32, help="sequences in a batch (32)")
+    add("--device", help="cpu, cuda, cuda:1, … (a GPU if there is one)")
     try:
         solve(parser.parse_args(arguments))
     except (ValueError, OSError) as error:

@@ -1,15 +1,15 @@
-"""Token shards by datatrove, in as many processes, or on as many Slurm or Ray nodes, as you have.
+"""Prepares token shards with datatrove, which runs on many processes, or on Slurm or Ray nodes.
 
     pip install 'xlstm7b[data]'
     python examples/prepare_with_datatrove.py TEXTS OUTPUT --tokenizer tokenizer.json --tasks 8
     xlstm7b prepare --verify OUTPUT
 
 TEXTS is a folder of .jsonl, .jsonl.gz or .jsonl.zst. `xlstm7b prepare` does the same on one
-machine; datatrove also filters, deduplicates and reads from S3 (put those steps before the last).
-Task i of n reads every n-th file, and writes OUTPUT/0000i_unshuffled.ds: have many files. Run again
-and it does what is not done. Training shuffles by document, so nothing is shuffled here.
+machine; datatrove can also filter, deduplicate and read from S3 (add such steps before the last).
+Task i of n reads every n-th file and writes OUTPUT/0000i_unshuffled.ds, so have many files. A
+second run continues with the unfinished tasks. Training shuffles documents, so this does not.
 
-On a cluster, in the place of LocalPipelineExecutor, and `xlstm7b prepare --adopt OUTPUT` after it:
+On a cluster, replace LocalPipelineExecutor as below, then run `xlstm7b prepare --adopt OUTPUT`:
 
     from datatrove.executor import SlurmPipelineExecutor
     SlurmPipelineExecutor(steps, tasks=1000, time="10:00:00", partition="cpu", logging_dir=…).run()
@@ -32,19 +32,19 @@ def prepare(texts: Path, output: Path, tokenizer: Path, column: str, tasks: int)
         DocumentTokenizer(
             str(output),
             tokenizer_name_or_path=str(tokenizer),
-            eos_token="<|endoftext|>",  # id 0, with which every document has to end
+            eos_token="<|endoftext|>",  # id 0: every document must end with it
             shuffle_documents=False,
         ),
     ]
-    # Its notes of what is done are not among the shards.
+    # datatrove's logs, which record the finished tasks, are not kept among the shards.
     logs = output.with_name(f"{output.name}-logs")
     LocalPipelineExecutor(steps, tasks=tasks, logging_dir=str(logs)).run()
-    # The manifest: from here on, another tokenizer or a damaged shard is refused.
+    # Adds the manifest: from now on another tokenizer or a damaged shard is an error.
     return adopt(output, tokenizer)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Token shards by datatrove.")
+    parser = argparse.ArgumentParser(description="Prepares token shards with datatrove.")
     parser.add_argument("texts", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("--tokenizer", type=Path, required=True)

@@ -1,8 +1,7 @@
-"""`make quickstart`: from text that is on every machine to a model that continues it.
+"""`make quickstart`: trains a small model on text that every machine has, and generates from it.
 
-Prepares the Python standard library's sources, trains a small byte-level model on them, draws its
-curves, writes its weights as a checkpoint folder and lets it complete two prompts. Every step is
-the command that a large model takes.
+Prepares the sources of the Python standard library, trains a byte-level model on them, plots the
+run, exports the weights and completes two prompts. A large model takes the same commands.
 """
 
 import shlex
@@ -15,18 +14,18 @@ from pathlib import Path
 RUN = Path("runs/quickstart")
 DATA = Path("runs/quickstart-data")
 MODEL = Path("runs/quickstart-model")
-HELD_OUT = 10  # every tenth source is kept for validation
+HELD_OUT = 10  # every tenth file is for validation
 
 
-def show(*arguments: object) -> None:
-    """Runs one command of the package, after printing it."""
+def run(*arguments: object) -> None:
+    """Prints a command of the package, then runs it."""
     words = [str(argument) for argument in arguments]
     print(f"\n$ xlstm7b {shlex.join(words)}", flush=True)
     subprocess.run([sys.executable, "-m", "xlstm7b", *words], check=True)
 
 
 def collect() -> None:
-    """Copies the standard library's modules into two folders of text."""
+    """Copies the modules of the standard library into two folders of text."""
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     for index, source in enumerate(sources):
         part = DATA / "text" / ("valid" if index % HELD_OUT == 0 else "train")
@@ -40,18 +39,18 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
     collect()
     for part in ("train", "valid"):
-        show("prepare", DATA / "text" / part, "--output", DATA / part, "--tokenizer", "bytes")
-    show("train", "quickstart", "--run", RUN)
-    show("plot", RUN, "--output", RUN / "curves.png")
-    show("export", RUN, MODEL)
+        run("prepare", DATA / "text" / part, "--output", DATA / part, "--tokenizer", "bytes")
+    run("train", "quickstart", "--run", RUN)
+    run("plot", RUN, "--output", RUN / "curves.png")
+    run("export", RUN, MODEL)
     for prompt in ("    def __init__(self", "import "):
-        show("generate", MODEL, prompt, "--max-new-tokens", 120, "--temperature", 0.9, "--seed", 2)
+        run("generate", MODEL, prompt, "--max-new-tokens", 120, "--temperature", 0.9, "--seed", 2)
     print("\nNext: source .venv/bin/activate")
     for command, purpose in (
-        (f"chat {MODEL}", "talk to it: it has read code, and not much of it"),
-        ("train 160m --dry-run", "what a larger run takes"),
-        ("info 7b", "the released model's sizes and FLOPs"),
-        ("generate NX-AI/xLSTM-7b 'The sea'", "27 GB of weights, under a licence of their own"),
+        (f"chat {MODEL}", "chat with it (it has only read a little code)"),
+        ("train 160m --dry-run", "the plan of a larger run"),
+        ("info 7b", "parameters and FLOPs of the released model"),
+        ("generate NX-AI/xLSTM-7b 'The sea'", "27 GB of weights, with their own licence"),
     ):
         print(f"      xlstm7b {command:36}# {purpose}")
 

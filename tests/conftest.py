@@ -1,4 +1,4 @@
-"""Settings for every test: reproducible random numbers and bounded property tests."""
+"""For all tests: fixed random seeds, hypothesis settings, and no GPU tests without a GPU."""
 
 import os
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
-    # Before any kernel is imported: Triton's kernels then run on the CPU, in its interpreter.
+    # Must be set before a kernel is imported: Triton's interpreter then runs it on the CPU.
     os.environ["TRITON_INTERPRET"] = "1"
 
 settings.register_profile(

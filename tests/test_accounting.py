@@ -1,4 +1,4 @@
-"""Accounting against the paper's table, the authors' published figures and the parameter shapes."""
+"""Counts against the paper's table, the authors' published figures and the parameter shapes."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ def paper_cell(num_heads: int) -> int:
     return accounting.cell_flops(8192, 64, num_heads, 2048 // num_heads, 4096 // num_heads)["total"]
 
 
-# The paper's table on head dimensions. It prints 7.6e11 for 4 heads: a slip of a factor of ten.
+# The paper's table on head dimensions. It prints 7.6e11 for 4 heads, too large by a factor of 10.
 @pytest.mark.parametrize(
     ("num_heads", "megabytes", "tokens", "flops"),
     [
@@ -95,26 +95,26 @@ def test_linear_flops_are_two_per_weight_and_token(size: str) -> None:
     assert accounting.training_flops(config, length) == 3 * forward["total"]
 
 
-def test_cell_is_its_matrix_products_and_little_else() -> None:
+def test_matrix_products_are_98_percent_of_the_cell() -> None:
     floor = accounting.cell_floor(8192, 64, 8, 256, 512)["forward"]["flops"]
     assert floor == 8192 * 8 * (4 * 256 * 512 + 2 * 64 * (256 + 512))
     assert floor < paper_cell(8) < 1.02 * floor
 
 
-def test_a_shorter_last_chunk_is_counted_as_it_is() -> None:
+def test_a_shorter_last_chunk_is_counted_with_its_length() -> None:
     shape = (4, 96, 192)
     whole, rest = accounting.cell_flops(64, 64, *shape), accounting.cell_flops(36, 36, *shape)
     assert accounting.cell_flops(100, 64, *shape) == {key: whole[key] + rest[key] for key in whole}
     assert accounting.cell_flops(36, 64, *shape) == rest
 
 
-def test_causal_factor_takes_from_the_intra_chunk_part_only() -> None:
+def test_the_causal_factor_changes_only_the_intra_chunk_part() -> None:
     full, half = (accounting.cell_flops(8192, 256, 8, 256, 512, causal=c) for c in (1.0, 0.5))
     assert half["intra_chunk"] == pytest.approx(full["intra_chunk"] / 2, rel=0.01)
     assert half["inter_chunk"] == full["inter_chunk"]
 
 
-def test_decoding_costs_the_same_as_a_token_of_prefill_to_a_percent() -> None:
+def test_a_decoded_token_costs_as_much_as_a_prefilled_one_within_1_percent() -> None:
     step = accounting.step_flops(SEVEN)
     assert step["cell"] == 32 * accounting.cell_step_flops(8, 256, 512)
     assert step["total"] == pytest.approx(
@@ -122,7 +122,7 @@ def test_decoding_costs_the_same_as_a_token_of_prefill_to_a_percent() -> None:
     )
 
 
-def test_transformer_at_equal_width() -> None:
+def test_transformer_of_the_same_width() -> None:
     short, long = (accounting.transformer_forward_flops(SEVEN, T) for T in (8192, 16384))
     assert long["attention"] == 4 * short["attention"]
     assert long["ffn"] == 2 * short["ffn"] == accounting.forward_flops(SEVEN, 16384)["ffn"]
@@ -131,7 +131,7 @@ def test_transformer_at_equal_width() -> None:
     assert short["attention_projections"] == 8192 * 32 * 8 * 4096**2
 
 
-def test_state_is_c_and_a_little() -> None:
+def test_state_bytes() -> None:
     state = accounting.state_bytes(SEVEN)
     assert state["C"] == 134_217_728
     assert state["total"] == 134_217_728 + 4 * 32 * 8 * (256 + 1)
@@ -143,13 +143,13 @@ def test_decode_limit_of_one_h200() -> None:
     without_table = 6_865_424_896 - 50304 * 4096
     moved = 2 * (without_table + 4096) + 2 * accounting.state_bytes(SEVEN)["total"]
     assert accounting.decode_bytes(SEVEN) == moved
-    # A batch shares the weights and nothing else.
+    # Only the weights are shared in a batch.
     row = 2 * 4096 + 2 * accounting.state_bytes(SEVEN)["total"]
     assert accounting.decode_bytes(SEVEN, 64) == moved + 63 * row
     assert accounting.decode_limit(SEVEN, 4.27e12, 64) == 64 * 4.27e12 / (moved + 63 * row)
 
 
-def test_no_step_is_faster_than_its_bytes_or_its_flops() -> None:
+def test_the_least_decode_time_is_that_of_bytes_or_flops() -> None:
     moved, flops = accounting.decode_bytes(SEVEN, 64), accounting.step_flops(SEVEN)["total"]
     assert accounting.least_decode_seconds(SEVEN, 768e12, 4.27e12, 64) == moved / 4.27e12
     assert accounting.least_decode_seconds(SEVEN, 1e12, 4.27e12, 64) == 64 * flops / 1e12
@@ -158,12 +158,12 @@ def test_no_step_is_faster_than_its_bytes_or_its_flops() -> None:
     assert accounting.least_decode_seconds(SEVEN, 768e12, 1e12, **both) == wide / 1e12
 
 
-def test_prompts_need_the_head_once_and_write_a_state_each() -> None:
+def test_prefill_counts_the_head_once_and_one_state_for_each_prompt() -> None:
     forward = accounting.forward_flops(SEVEN, 8192, 64, causal=0.5)
     head = 2 * 4096 * 50304
     flops = 8 * (forward["total"] - 8192 * head + head)
     assert accounting.least_prefill_seconds(SEVEN, 768e12, 4.27e12, 8192, 8) == flops / 768e12
-    # A short prompt waits for the weights.
+    # A short prompt takes as long as reading the weights.
     weights = 6_865_424_896 - 50304 * 4096 + 4096
     moved = 2 * weights + accounting.state_bytes(SEVEN)["total"]
     assert accounting.least_prefill_seconds(SEVEN, 768e12, 4.27e12, 1) == moved / 4.27e12
@@ -183,7 +183,7 @@ def test_cell_floor_counts_every_tensor_once() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_summary_is_json_with_its_sections(size: str) -> None:
+def test_the_summary_has_its_sections_and_is_json(size: str) -> None:
     config = ModelConfig.named(size)
     summary = accounting.summary(config, context_length=1000)
     assert json.loads(json.dumps(summary)) == summary
@@ -212,7 +212,7 @@ def test_counts_below_one_are_refused(call: Any, name: str) -> None:
         call()
 
 
-def test_neither_module_imports_torch() -> None:
+def test_accounting_and_tokenizer_do_not_import_torch() -> None:
     code = "import sys, xlstm7b.accounting, xlstm7b.tokenizer as t; t.load_tokenizer(None, 320)"
     check = "; assert not {'torch', 'tokenizers', 'numpy'} & set(sys.modules)"
     assert run([sys.executable, "-c", code + check], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""ModelConfig: the named sizes, every published `config.json`, and refusals that name the field."""
+"""ModelConfig: named sizes, every published `config.json`, and errors that name the field."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from xlstm7b.config import SIZES, ModelConfig
 
 SEVEN = ModelConfig.named("7b")
 
-# The fields of the released 7B, in the vocabulary of its first publication.
+# The fields of the released 7B, as first published.
 ORIGINAL: dict[str, Any] = {
     "architectures": ["xLSTMForCausalLM"],
     "model_type": "xlstm",
@@ -46,7 +46,7 @@ ORIGINAL: dict[str, Any] = {
     "pad_token_id": 1,
     "torch_dtype": "float32",
 }
-# The same model in the vocabulary of today's `transformers`.
+# The same model with the field names of today's `transformers`.
 CURRENT: dict[str, Any] = {
     "architectures": ["xLSTMForCausalLM"],
     "model_type": "xlstm",
@@ -94,8 +94,10 @@ def test_named_sizes(
     assert (config.qk_dim, config.v_dim, config.vocab_size) == (d // 2, d, vocabulary)
 
 
-def test_an_unknown_size_is_answered_with_the_sizes() -> None:
-    with pytest.raises(ValueError, match=r"no size '8b'; the sizes are tiny, 160m, .*, 7b"):
+def test_the_error_for_an_unknown_size_lists_the_sizes() -> None:
+    with pytest.raises(
+        ValueError, match=r"unknown model size '8b'; choose from tiny, 160m, .*, 7b"
+    ):
         ModelConfig.named("8b")
 
 
@@ -125,10 +127,10 @@ def test_fields_in_the_file_win_over_defaults() -> None:
     config = ModelConfig.from_dict({**SMALL, **changed})
     assert {name: getattr(config, name) for name in changed} == changed
     assert config.d_qk == config.d_hv == 32
-    assert config.cell_norm_eps == 1e-5  # follows norm_eps where the file does not give it
+    assert config.cell_norm_eps == 1e-5  # norm_eps is its default
 
 
-def test_eos_2_is_the_token_of_an_exclamation_mark_at_gpt_neox_only() -> None:
+def test_eos_2_becomes_0_for_the_gpt_neox_vocabulary_only() -> None:
     assert ModelConfig.from_dict(ORIGINAL).eos_token_id == 0
     assert ModelConfig.from_dict({**ORIGINAL, "eos_token_id": 3}).eos_token_id == 3
     assert ModelConfig.from_dict({**ORIGINAL, "eos_token_id": [5]}).eos_token_id == 5
@@ -136,7 +138,7 @@ def test_eos_2_is_the_token_of_an_exclamation_mark_at_gpt_neox_only() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_round_trip(size: str, tmp_path: Path) -> None:
+def test_a_config_is_read_as_it_was_written(size: str, tmp_path: Path) -> None:
     config = ModelConfig.named(size)
     assert ModelConfig.from_dict(config.to_dict()) == config
     file = tmp_path / "config.json"
@@ -152,9 +154,18 @@ def test_transformers_reads_what_we_write(tmp_path: Path) -> None:
     assert type(theirs) is transformers.xLSTMConfig
     assert (theirs.hidden_size, theirs.num_hidden_layers, theirs.num_heads) == (64, 2, 2)
     assert (theirs.qk_dim, theirs.v_dim, theirs.qk_head_dim, theirs.v_head_dim) == (64, 64, 32, 32)
-    for name in ("vocab_size", "norm_eps", "eps", "gate_soft_cap", "output_logit_soft_cap",
-                 "ffn_proj_factor", "ffn_round_up_to_multiple_of", "bos_token_id", "eos_token_id",
-                 "pad_token_id"):  # fmt: skip
+    for name in (
+        "vocab_size",
+        "norm_eps",
+        "eps",
+        "gate_soft_cap",
+        "output_logit_soft_cap",
+        "ffn_proj_factor",
+        "ffn_round_up_to_multiple_of",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    ):
         assert getattr(theirs, name) == getattr(config, name), name
     kernels = (theirs.chunkwise_kernel, theirs.sequence_kernel, theirs.step_kernel)
     assert all("native" in kernel for kernel in kernels)
@@ -165,7 +176,7 @@ def test_transformers_reads_what_we_write(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        # Mathematics that this package does not compute.
+        # Models that this package does not support.
         ({"add_qk_norm": True}, "add_qk_norm = True is not supported, only add_qk_norm = False"),
         ({"add_post_norm": True}, "add_post_norm = True is not supported"),
         ({"add_post_blocks_norm": False}, "add_post_blocks_norm = False is not supported"),
@@ -196,10 +207,10 @@ def test_transformers_reads_what_we_write(tmp_path: Path) -> None:
         ({"gate_soft_cap": float("nan")}, "gate_soft_cap must be a positive number, not nan"),
         ({"eps": -1e-6}, "eps must be between 0 and 1, not -1e-06"),
         ({"igate_bias_init_range": float("inf")}, "igate_bias_init_range must be finite"),
-        ({"eos_token_id": 320}, "eos_token_id is 320, outside the vocabulary of 320"),
+        ({"eos_token_id": 320}, "eos_token_id must be an id in the vocabulary, 0 to 319, not 320"),
     ],
 )
-def test_refusals_name_the_field(change: dict[str, Any], message: str) -> None:
+def test_an_error_names_the_field(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_dict({**SMALL, **change})
 
@@ -219,7 +230,7 @@ def test_the_number_of_heads_must_be_given() -> None:
         (b'{"num_blocks": 1, "embedding_dim": 64, "num_heads": 7}', r"num_heads \(7\) does not"),
     ],
 )
-def test_a_bad_file_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+def test_an_error_names_the_file(tmp_path: Path, content: bytes, message: str) -> None:
     file = tmp_path / "config.json"
     file.write_bytes(content)
     with pytest.raises(ValueError, match=message) as error:

@@ -1,4 +1,4 @@
-"""The examples: run through with a tiny model, and told their mistakes."""
+"""The examples, run with a tiny model, and their error messages."""
 
 import importlib.util
 import json
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from xlstm7b import XLSTM, ModelConfig
-from xlstm7b.train import load_recipe, resolved
-from xlstm7b.train.build import _first_weights
+from xlstm7b.train import load_recipe, make_plan
+from xlstm7b.train.sharded_model import first_weights
 
 FILE = Path(__file__).parents[1] / "examples" / "gsm8k.py"
 QUESTIONS = [
@@ -102,7 +102,7 @@ def test_gsm8k_prompts(gsm8k, tmp_path):
         "Question: A farm has 1,500 hens and 75 leave. How many stay?\n"
         "Answer: 1500 - 75 = 1425\n#### 1,425"
     )
-    assert gsm8k.as_prompt(third) == (
+    assert gsm8k.to_prompt(third) == (
         "\n\nQuestion: It is 4 degrees and falls by 7. How cold is it?\nAnswer:"
     )
     assert not gsm8k.is_done("3 + 2 = 5\n#### 5")
@@ -123,10 +123,10 @@ def test_gsm8k_runs_through(gsm8k, model, tmp_path, capsys, method):
     tokens, samples = re.search(
         r"([\d,]+) tokens in (\d+) samples, [\d,.]+ tok/s", generated
     ).groups()
-    read, saved = re.search(r"([\d,]+) tokens read; forking saved ([\d,]+)$", prompts).groups()
+    read, saved = re.search(r"([\d,]+) tokens read; reuse saved ([\d,]+)$", prompts).groups()
     read, saved = (int(number.replace(",", "")) for number in (read, saved))
     few_shot = 1 + len(gsm8k.demonstrations(Path(path), 2))  # bytes, and the first token
-    lengths = [len(gsm8k.as_prompt(q)) for q in gsm8k.read_questions(Path(path), None)]
+    lengths = [len(gsm8k.to_prompt(q)) for q in gsm8k.read_questions(Path(path), None)]
     assert read == few_shot + sum(lengths)
     if method != "tree":
         each = 1 if method == "greedy" else 4
@@ -139,7 +139,7 @@ def test_gsm8k_runs_through(gsm8k, model, tmp_path, capsys, method):
 
 
 def test_gsm8k_counts_right_answers(gsm8k, model, tmp_path, capsys, monkeypatch):
-    """Whatever the model says is taken for a 5: every method is right once."""
+    """With an answer of 5 for everything, every method is right once."""
     path = Path(write(tmp_path / "questions.jsonl"))
     questions = gsm8k.read_questions(path, 2)
     monkeypatch.setattr(gsm8k, "read_questions", lambda *_: questions)
@@ -154,14 +154,14 @@ def test_gsm8k_counts_right_answers(gsm8k, model, tmp_path, capsys, monkeypatch)
     ("content", "options", "message"),
     [
         (None, [], "No such file"),
-        ("", [], "questions.jsonl holds no questions"),
-        ("{}\n", [], 'line 1: this is no object with a "question" and an "answer"'),
-        ('\n["a"]\n', [], 'line 2: this is no object with a "question" and an "answer"'),
+        ("", [], "questions.jsonl contains no questions"),
+        ("{}\n", [], 'line 1: this is not an object with a "question" and an "answer"'),
+        ('\n["a"]\n', [], 'line 2: this is not an object with a "question" and an "answer"'),
         ('{"question": 5, "answer": "#### 5"}', [],
-         'line 1: this is no object with a "question" and an "answer"'),
+         'line 1: this is not an object with a "question" and an "answer"'),
         ('{"question": "a", "answer": "5 ####"}', [],
          'line 1: the answer has no number after "####"'),
-        ("what?\n", [], 'line 1: this is no object with a "question" and an "answer"'),
+        ("what?\n", [], 'line 1: this is not an object with a "question" and an "answer"'),
         ('{"question": "a", "answer": "5"}', [], 'line 1: the answer has no number after "####"'),
         ('{"question": "a", "answer": "#### 5"}', ["--shots", "9"],
          "the built-in list has 4 demonstrations, not 9"),
@@ -190,7 +190,7 @@ def test_gsm8k_names_the_file_and_the_device(gsm8k, model, tmp_path):
 
 def test_gsm8k_command_line(gsm8k, tmp_path, capsys):
     path = write(tmp_path / "questions.jsonl")
-    with pytest.raises(SystemExit, match=r"^gsm8k: there is no folder 'nowhere'"):
+    with pytest.raises(SystemExit, match=r"^gsm8k: 'nowhere' is neither a folder nor"):
         gsm8k.main(["nowhere", path])
     with pytest.raises(SystemExit, match=r"^2$"):
         gsm8k.main(["nowhere", path, "--n", "0"])
@@ -198,15 +198,15 @@ def test_gsm8k_command_line(gsm8k, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("path", sorted(FILE.parent.glob("*.toml")), ids=lambda path: path.name)
-def test_recipes_among_the_examples(path):
+def test_recipes_of_the_examples_fit_on_their_gpus(path):
     recipe = load_recipe(str(path))
     assert recipe.name == path.stem
-    plan = resolved(recipe, gpus=8 if recipe.init_from else 1)
+    plan = make_plan(recipe, gpus=8 if recipe.init_from else 1)
     assert plan.memory["total"] < 80e9
 
 
-def test_the_released_models_own_tokens_do_not_stand_in_the_way(tmp_path):
-    """Its config calls token 2 the end of text: weights are taken all the same."""
+def test_fine_tuning_accepts_other_special_tokens_but_no_other_constants(tmp_path):
+    """The released model's config has eos_token_id 2; its weights can still be used."""
     config = ModelConfig(64, 2, 2, vocab_size=320, eos_token_id=2, bos_token_id=0)
     XLSTM(config).save_pretrained(tmp_path)
     settings = [
@@ -214,8 +214,8 @@ def test_the_released_models_own_tokens_do_not_stand_in_the_way(tmp_path):
         "model={embedding_dim=64,num_blocks=2,num_heads=2,vocab_size=320}",
     ]
     recipe = load_recipe(str(FILE.parent / "finetune-7b.toml"), settings)
-    names = [name for name, _ in _first_weights(recipe, str(tmp_path), torch.device("cpu"))]
+    names = [name for name, _ in first_weights(recipe, str(tmp_path), torch.device("cpu"))]
     assert sorted(names) == sorted(config.parameter_shapes())
     other = replace(recipe, model=replace(recipe.model, gate_soft_cap=10.0))
     with pytest.raises(ValueError, match=r"has gate_soft_cap 15\.0, the recipe 10\.0"):
-        next(_first_weights(other, str(tmp_path), torch.device("cpu")))
+        next(first_weights(other, str(tmp_path), torch.device("cpu")))

@@ -1,7 +1,8 @@
-"""Saves that replace a folder whole or not at all, and the manifest that verifies it."""
+"""Files and folders are replaced completely or not at all; the manifest finds any damage."""
 
 import errno
 import fcntl
+import json
 import os
 import re
 import sys
@@ -11,23 +12,26 @@ from typing import NoReturn
 
 import pytest
 import torch
-from checkpoints import CONFIG, INDEX, assert_same, draw, names_in, run, save_small
+from checkpoint_files import CONFIG, INDEX, assert_same, draw, names_in, run, save_small
 from torch import Tensor
 
 from xlstm7b import files
-from xlstm7b.weights import open_checkpoint, save_checkpoint, verify
+from xlstm7b.checkpoint import open_checkpoint, save_checkpoint, verify
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes()
-            for path in folder.rglob("*") if path.is_file()}  # fmt: skip
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 # Saving over a folder
 
 
 @pytest.mark.parametrize("exchange", [True, False])
-def test_other_files_are_carried_over(
+def test_other_files_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
     if not exchange:
@@ -45,8 +49,15 @@ def test_other_files_are_carried_over(
     save_checkpoint(folder, CONFIG, tensors.items(), companions=[more])
     log.write(", and still written to")
     log.close()
-    assert names_in(folder) == {"model.safetensors", "config.json", "SHA256SUMS", "README.md",
-                                "tokenizer.json", "logs", "link"}  # fmt: skip
+    assert names_in(folder) == {
+        "model.safetensors",
+        "config.json",
+        "SHA256SUMS",
+        "README.md",
+        "tokenizer.json",
+        "logs",
+        "link",
+    }
     assert (folder / "README.md").read_text() == "kept"
     assert (folder / "tokenizer.json").read_text() == "new"
     assert (folder / "logs" / "config.json").read_text() == "also kept, and still written to"
@@ -58,7 +69,7 @@ def test_other_files_are_carried_over(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux swaps folders in one step")
-def test_swap_in_one_step(tmp_path: Path) -> None:
+def test_exchange_swaps_two_folders(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
@@ -67,27 +78,35 @@ def test_swap_in_one_step(tmp_path: Path) -> None:
     assert not files._exchange(tmp_path / "a", tmp_path / "none")
 
 
-def test_save_onto_the_folder_being_read(tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_saved_onto_itself(tmp_path: Path) -> None:
     folder, tensors = save_small(tmp_path)
     (tmp_path / "latest").symlink_to("model")
     mapped = dict(open_checkpoint(folder).tensors())
     reading = open_checkpoint(folder)
-    save_checkpoint(tmp_path / "latest", reading.config, reading.tensors(), dtype=torch.float16,
-                    max_shard_bytes=100_000)  # fmt: skip
+    save_checkpoint(
+        tmp_path / "latest",
+        reading.config,
+        reading.tensors(),
+        dtype=torch.float16,
+        max_shard_bytes=100_000,
+    )
     assert (tmp_path / "latest").is_symlink()
     halves = {name: tensor.half() for name, tensor in tensors.items()}
     assert_same(dict(open_checkpoint(folder).tensors()), halves)
-    assert_same(mapped, tensors)  # what was mapped before stays as it was
+    assert_same(mapped, tensors)  # tensors mapped before are unchanged
     assert names_in(tmp_path) == {"model", "latest"}
 
 
-def test_targets_that_are_refused(tmp_path: Path) -> None:
+def test_wrong_targets_are_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for target, problem in (tmp_path, "no config.json"), (tmp_path / "notes.txt", "is a file"):
         with pytest.raises(ValueError, match=problem):
             save_checkpoint(target, CONFIG, draw().items())
     for name in ("config.json", "SHA256SUMS", "model-1.safetensors", INDEX, "a\nb"):
-        with pytest.raises(ValueError, match="cannot go along"):
+        with pytest.raises(
+            ValueError,
+            match="cannot be copied: its name is that of a checkpoint",
+        ):
             save_checkpoint(tmp_path / "x", CONFIG, draw().items(), companions=[Path(name)])
     with pytest.raises(ValueError, match="at least 1"):
         save_checkpoint(tmp_path / "x", CONFIG, draw().items(), max_shard_bytes=0)
@@ -111,7 +130,7 @@ BAD: dict[str, Callable[[dict[str, Tensor]], object]] = {
 }
 
 
-def test_failed_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, tensors = save_small(tmp_path)
     before = contents(folder)
 
@@ -147,7 +166,7 @@ def test_failed_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert "No space left" in attempt(OSError, tensors.items())
 
 
-def test_leftovers_of_dead_saves_are_swept(tmp_path: Path) -> None:
+def test_temporary_folders_of_killed_saves_are_removed(tmp_path: Path) -> None:
     dead, alive = tmp_path / ".model.saving-dead", tmp_path / ".model.saving-alive"
     other = tmp_path / ".mode.saving-x"
     for path in (dead, alive, other):
@@ -162,14 +181,14 @@ def test_leftovers_of_dead_saves_are_swept(tmp_path: Path) -> None:
     assert names_in(tmp_path) == {"model", other.name}
 
 
-def test_killed_save_leaves_the_old_or_the_new_folder(tmp_path: Path) -> None:
-    """Kills at every flush to the disk, one after the other, and then at random moments."""
+def test_a_killed_save_leaves_the_old_or_the_new_folder(tmp_path: Path) -> None:
+    """Kills the process at every flush to the disk, one after the other, then at random times."""
     script = """if True:
         import os, pathlib, random, signal, sys, time
         import torch
-        from checkpoints import CONFIG
-        from xlstm7b.weights import open_checkpoint, save_checkpoint, verify
-        torch.set_num_threads(1)  # no pool of threads that a fork would lose
+        from checkpoint_files import CONFIG
+        from xlstm7b.checkpoint import open_checkpoint, save_checkpoint, verify
+        torch.set_num_threads(1)  # a fork would lose the other threads
         target = pathlib.Path(sys.argv[1]) / "model"
         shapes = CONFIG.parameter_shapes()
 
@@ -228,7 +247,7 @@ def test_killed_save_leaves_the_old_or_the_new_folder(tmp_path: Path) -> None:
     at_flushes, kept = run(script, tmp_path).splitlines()
     outcomes = at_flushes.split()
     assert len(outcomes) > 10
-    # The last flush is that of the folder around, after the swap; then no kill at all.
+    # The last flush, of the parent folder, comes after the swap. The last run is not killed.
     assert outcomes == ["0.0"] * (len(outcomes) - 2) + ["1.0", "1.0"]
     assert int(kept) > 0
 
@@ -236,12 +255,13 @@ def test_killed_save_leaves_the_old_or_the_new_folder(tmp_path: Path) -> None:
 # The manifest
 
 
-def test_verify_names_what_is_wrong(tmp_path: Path) -> None:
+def test_verify_names_the_file_that_is_wrong(tmp_path: Path) -> None:
     folder, _ = save_small(tmp_path)
     seen: list[tuple[str, int]] = []
     assert verify(folder, progress=lambda *step: seen.append(step)) == 2
-    assert seen == [(name, (folder / name).stat().st_size)
-                    for name in ("config.json", "model.safetensors")]  # fmt: skip
+    assert seen == [
+        (name, (folder / name).stat().st_size) for name in ("config.json", "model.safetensors")
+    ]
     manifest, good = folder / "SHA256SUMS", (folder / "SHA256SUMS").read_text()
     config_line, model_line = good.splitlines()
 
@@ -250,14 +270,17 @@ def test_verify_names_what_is_wrong(tmp_path: Path) -> None:
             verify(folder)
 
     for text, message in {
-        "": "lists no file", "nonsense": "'nonsense' is not the sha256 of a file in this folder",
-        config_line: r"model\.safetensors is not listed", model_line: r"config\.json is not listed",
-        good.replace("config.json", "../config.json"): "is not the sha256", "\udcff": "not a text",
+        "": "lists no file",
+        "nonsense": "'nonsense' is not the sha256 of a file in this folder",
+        config_line: r"model\.safetensors is not listed",
+        model_line: r"config\.json is not listed",
+        good.replace("config.json", "../config.json"): "is not the sha256",
+        "\udcff": "not a text",
         good.replace("config.json", "/etc/passwd"): "is not the sha256",
         good + "0" * 64 + "  gone.json\n": r"gone\.json is missing",
         good.replace(config_line[:64], "0" * 64): r"config\.json is damaged",
         good.upper(): "is not the sha256",
-    }.items():  # fmt: skip
+    }.items():
         manifest.write_text(text, errors="surrogateescape")
         refused(message)
     manifest.write_text(good.replace("  ", " *"))  # as `sha256sum --binary` writes it
@@ -273,3 +296,50 @@ def test_verify_names_what_is_wrong(tmp_path: Path) -> None:
     refused("has no SHA256SUMS")
     with pytest.raises(ValueError, match="there is no folder"):
         verify(tmp_path / "none")
+
+
+# Single files
+
+
+def test_a_file_is_replaced_only_when_it_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def interrupt(aside: Path) -> None:
+        aside.write_text("ha")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), files.write_aside(path) as aside:
+        interrupt(aside)
+    assert contents(tmp_path) == {"file": b"old"}
+    with files.write_aside(path) as aside:
+        aside.write_text("new")
+        assert path.read_text() == "old"
+    assert contents(tmp_path) == {"file": b"new"}
+
+
+def test_json_files_hold_numbers_and_unicode(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    files.write_json(path, {"mean": torch.tensor(0.5), "path": tmp_path, "text": "ü"})
+    assert json.loads(path.read_text()) == {"mean": 0.5, "path": str(tmp_path), "text": "ü"}
+    assert "ü" in path.read_text()
+    assert names_in(tmp_path) == {"a.json"}
+
+
+def test_a_locked_folder_is_refused(tmp_path: Path) -> None:
+    with files.lock_folder(tmp_path, "training in"):
+        message = f"^another process is training in {tmp_path} right now$"
+        with pytest.raises(ValueError, match=message), files.lock_folder(tmp_path, "training in"):
+            pass
+    with files.lock_folder(tmp_path, "training in"):
+        pass
+
+
+def test_safetensors_keep_metadata_and_bits(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3, 5).bfloat16(), "b": torch.randn(7, 3).T, "c": torch.randn(0, 2)}
+    given = dict(tensors)
+    files.write_safetensors(tmp_path / "file", given, {"model": "small"})
+    assert given == {}
+    with files.opened_safetensors(tmp_path / "file") as handle:
+        assert handle.metadata() == {"model": "small"}
+        assert_same({key: handle.get_tensor(key) for key in tensors}, tensors)

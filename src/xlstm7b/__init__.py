@@ -3,7 +3,7 @@
     from xlstm7b import Generator
     print(Generator.from_pretrained("NX-AI/xLSTM-7b").generate("The sea was")[0].text)
 
-Names are looked up when used: `import xlstm7b` loads no torch.
+Names are imported when they are first used, so `import xlstm7b` does not load torch.
 """
 
 from importlib import import_module
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xlstm7b.config import ModelConfig
-    from xlstm7b.generate import Generator, Request, SamplingSettings, TextState
+    from xlstm7b.generate import Engine, Generator, Request, SamplingParams, SavedState
     from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
     from xlstm7b.model import XLSTM, ModelState
     from xlstm7b.tokenizer import load_tokenizer
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "XLSTM",
+    "Engine",
     "Generator",
     "MLSTMState",
     "ModelConfig",
     "ModelState",
     "Request",
-    "SamplingSettings",
-    "TextState",
+    "SamplingParams",
+    "SavedState",
     "load_tokenizer",
     "mlstm_sequence",
     "mlstm_step",
@@ -39,10 +40,11 @@ _HOMES = {
     "mlstm_sequence": "mlstm",
     "mlstm_step": "mlstm",
     "load_tokenizer": "tokenizer",
+    "Engine": "generate",
     "Generator": "generate",
     "Request": "generate",
-    "SamplingSettings": "generate",
-    "TextState": "generate",
+    "SamplingParams": "generate",
+    "SavedState": "generate",
 }
 
 

@@ -1,4 +1,4 @@
-"""`python -m xlstm7b …`: the same as the console script `xlstm7b …`."""
+"""`python -m xlstm7b` is the same as the command `xlstm7b`."""
 
 from xlstm7b.cli import main
 

@@ -1,8 +1,8 @@
-"""Parameters, FLOPs and bytes: the appendices of xLSTM 7B (arXiv 2503.13427) as functions.
+"""Counts of parameters, FLOPs and bytes: the appendices of xLSTM 7B (arXiv 2503.13427).
 
-Conventions of the paper: a multiply-add is 2 FLOPs; exp, log, σ, max, abs, a mask and an activation
-are 1 each; soft-caps and the embedding's look-up are free. "Per layer" is one block's cell with all
-its heads, and every count is for one sequence unless it says otherwise.
+As in the paper, a multiply-add is 2 FLOPs; exp, log, σ, max, abs, a mask and an activation are 1
+each; soft-caps and the embedding are free. A layer is the cell of one block with all its heads.
+Counts are for one sequence unless they say otherwise.
 """
 
 from math import prod
@@ -10,15 +10,19 @@ from typing import Any
 
 from xlstm7b.config import ModelConfig
 
+H100_FLOPS = 989e12  # peak FLOP/s of an H100 or H200 in dense bfloat16, from NVIDIA's data sheet
+A100_FLOPS = 312e12  # peak FLOP/s of an A100 in dense bfloat16
+PAPER_MFU = 0.374  # of the 7B's training: 9.15K tokens/s on each H100 (paper, table 2)
+
 _NORM = 3  # FLOPs per element of a norm: square, scale, weight
 _SOFTMAX = 3  # FLOPs per attention logit
-_BACKWARD = 2  # a backward pass costs two forward passes, the convention of training budgets
+_BACKWARD = 2  # a backward pass counts as two forward passes, as usual
 
 # Parameters
 
 
 def parameter_counts(config: ModelConfig) -> dict[str, int]:
-    """Parameters of each part of the model, and their total."""
+    """The parameters of each part of the model, and the total."""
     counts = {
         "embedding": config.vocab_size * config.embedding_dim,
         "mlstm_projections": 0,
@@ -33,7 +37,7 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
 
 
 def _part_of(name: str) -> str:
-    """The part a block's parameter belongs to. The output gate, as wide as v, is a projection."""
+    """The part that a block's parameter belongs to. The output gate counts as a projection."""
     if "norm" in name:
         return "norms"
     if name.startswith("ffn."):
@@ -55,9 +59,9 @@ def cell_flops(
 ) -> dict[str, int]:
     """Forward FLOPs of one layer's chunkwise mLSTM (xLSTM 7B, appendix on FLOP counting).
 
-    `causal` is the share of each chunk's L × L matrix that is computed (TFLA, arXiv 2503.14376): 1
-    for a kernel that takes a chunk as one tile, towards 1/2 for one that skips tiles above the
-    diagonal. A last, shorter chunk is counted as what it is.
+    `causal` is the fraction of each chunk's L × L matrix that is computed (TFLA, arXiv 2503.14376):
+    1 for a kernel with one tile per chunk, near 1/2 for one that skips tiles above the diagonal. A
+    shorter last chunk is counted with its own length.
     """
     _check_positive(context_length=context_length, chunk_size=chunk_size)
     chunks, rest = divmod(context_length, chunk_size)
@@ -65,13 +69,13 @@ def cell_flops(
     for L, copies in ((chunk_size, chunks), (rest, int(rest > 0))):
         cumulative = L * (L + 1) // 2  # the cumulative log-forget gates
         per_head = {
-            # Gates of every step and of the chunk's state, with its maximum.
+            # The gates of every token and of the chunk's state, with its maximum.
             "gates": cumulative + 7 * L + 5,
-            # C and n: decayed and added to once a chunk (2), each step's k in and q out (4 L).
+            # C and n: decay and update of the chunk (2), k vᵀ and q C of each token (4 L).
             "inter_chunk": (2 + 4 * L) * d_qk * (d_hv + 1) + 3 * L * d_qk,
             # The gate matrix, S = q kᵀ ⊙ D, then S v and the row sums of S.
             "intra_chunk": cumulative + 2 * L + round(causal * L * L * (10 + 2 * (d_qk + d_hv))),
-            # The two parts on a common maximum, added, and divided by the normaliser.
+            # The two parts with a common maximum, their sum, and the division.
             "combination": L * (2 * d_hv + 7),
         }
         for part, flops in per_head.items():
@@ -80,9 +84,9 @@ def cell_flops(
 
 
 def cell_step_flops(num_heads: int, d_qk: int, d_hv: int) -> int:
-    """FLOPs of one layer's recurrent mLSTM for one token (the equations of `mlstm/recurrent.py`).
+    """FLOPs of one layer's recurrent mLSTM for one token, by the equations in `mlstm/recurrent.py`.
 
-    Gates 9, C's update 4 d_qk d_hv, its read-out 2 d_qk d_hv, the normaliser and scalings the rest.
+    Gates 9, update of C 4 d_qk d_hv, product q C 2 d_qk d_hv; the rest is n and scaling.
     """
     return num_heads * (6 * d_qk * d_hv + 7 * d_qk + d_hv + 12)
 
@@ -90,7 +94,7 @@ def cell_step_flops(num_heads: int, d_qk: int, d_hv: int) -> int:
 def forward_flops(
     config: ModelConfig, context_length: int, chunk_size: int = 64, *, causal: float = 1.0
 ) -> dict[str, int]:
-    """Forward FLOPs of the whole model on one sequence, by part, with the logits of every token."""
+    """Forward FLOPs of the whole model on one sequence, by part, with logits for every token."""
     cell = cell_flops(
         context_length, chunk_size, config.num_heads, config.d_qk, config.d_hv, causal=causal
     )["total"]
@@ -98,14 +102,14 @@ def forward_flops(
 
 
 def step_flops(config: ModelConfig) -> dict[str, int]:
-    """FLOPs of the whole model for one decoded token, by part: the same whatever came before it."""
+    """FLOPs of the whole model for one decoded token, by part."""
     return _model_flops(config, 1, cell_step_flops(config.num_heads, config.d_qk, config.d_hv))
 
 
 def training_flops(
     config: ModelConfig, context_length: int, chunk_size: int = 64, *, causal: float = 1.0
 ) -> int:
-    """FLOPs of a forward and a backward pass on one sequence; recomputation is not counted."""
+    """FLOPs of a forward and a backward pass on one sequence, without recomputation."""
     forward = forward_flops(config, context_length, chunk_size, causal=causal)["total"]
     return (1 + _BACKWARD) * forward
 
@@ -115,8 +119,8 @@ def transformer_forward_flops(
 ) -> dict[str, int]:
     """Forward FLOPs of a Llama-style Transformer of the same width, depth, SwiGLU and vocabulary.
 
-    Self-attention with as many key as query heads. `causal` is the share of the T × T logits that
-    is computed: 1/2 is the triangle alone, 1 is how the Chinchilla paper counts.
+    It has as many key heads as query heads. `causal` is the fraction of the T × T attention matrix
+    that is counted: 1/2 is the triangle, 1 is the convention of the Chinchilla paper.
     """
     _check_positive(context_length=context_length, head_dim=head_dim)
     d, per_block = config.embedding_dim, context_length * config.num_blocks
@@ -132,7 +136,7 @@ def transformer_forward_flops(
 
 
 def _model_flops(config: ModelConfig, tokens: int, cell: int) -> dict[str, int]:
-    """The model around its cells, which cost `cell` FLOPs a layer, on this many tokens."""
+    """FLOPs of the model on `tokens` tokens, for which the cell of one layer costs `cell`."""
     d, heads, per_block = config.embedding_dim, config.num_heads, tokens * config.num_blocks
     norms = 2 * (_NORM + 1) * d + _NORM * config.v_dim  # pre-norms with residuals; headwise norm
     counts = {
@@ -149,7 +153,7 @@ def _model_flops(config: ModelConfig, tokens: int, cell: int) -> dict[str, int]:
 
 
 def _ffn_flops(config: ModelConfig) -> int:
-    """One token through a SwiGLU: three matrices, the activation, the product."""
+    """The SwiGLU for one token: three matrices, the activation, the product."""
     return 6 * config.embedding_dim * config.ffn_dim + 2 * config.ffn_dim
 
 
@@ -157,9 +161,9 @@ def _ffn_flops(config: ModelConfig) -> int:
 
 
 def state_bytes(config: ModelConfig, itemsize: int = 4) -> dict[str, int]:
-    """Bytes of one sequence's recurrent state over all blocks: C, n, m, and their total.
+    """Bytes of one sequence's state in all blocks: C, n, m, and the total.
 
-    The paper's "total memory state" is C alone (its table on head dimensions).
+    The paper's "total memory state" (table on head dimensions) is C alone.
     """
     heads = config.num_blocks * config.num_heads * itemsize
     parts = {"C": heads * config.d_qk * config.d_hv, "n": heads * config.d_qk, "m": heads}
@@ -167,24 +171,24 @@ def state_bytes(config: ModelConfig, itemsize: int = 4) -> dict[str, int]:
 
 
 def kv_cache_equivalent_tokens(config: ModelConfig) -> float:
-    """How many tokens of a same-sized Transformer's keys and values C is as large as.
+    """The number of tokens whose KV cache, in a Transformer of the same size, is as large as C.
 
-    Both in the same dtype, with as many key as query heads: the paper's table on head dimensions.
+    Both in the same dtype, with as many key heads as query heads (table on head dimensions).
     """
     return state_bytes(config, 1)["C"] / (2 * config.num_blocks * config.embedding_dim)
 
 
 def weight_bytes(config: ModelConfig, itemsize: int = 2) -> int:
-    """Bytes of every parameter in one dtype."""
+    """Bytes of all parameters."""
     return itemsize * parameter_counts(config)["total"]
 
 
 def decode_bytes(
     config: ModelConfig, batch_size: int = 1, *, weight_itemsize: int = 2, state_itemsize: int = 4
 ) -> int:
-    """Bytes that one decoding step must move: weights once, every sequence's state in and out.
+    """Bytes that one decoding step reads and writes: the weights once, each state in and out.
 
-    Of the embedding's table only one row a sequence is read.
+    Only one row of the embedding is read for each sequence.
     """
     _check_positive(batch_size=batch_size)
     counts = parameter_counts(config)
@@ -194,39 +198,45 @@ def decode_bytes(
 
 
 def decode_limit(
-    config: ModelConfig,
-    bytes_per_second: float,
-    batch_size: int = 1,
-    *,
-    weight_itemsize: int = 2,
-    state_itemsize: int = 4,
+    config: ModelConfig, bytes_per_second: float, batch_size: int = 1, **itemsizes: int
 ) -> float:
-    """The most tokens per second, over the whole batch, that this memory bandwidth allows."""
-    moved = decode_bytes(
-        config, batch_size, weight_itemsize=weight_itemsize, state_itemsize=state_itemsize
-    )
-    return batch_size * bytes_per_second / moved
+    """The limit that memory bandwidth sets on tokens per second, summed over the batch.
+
+    `itemsizes` are those of `decode_bytes`.
+    """
+    return batch_size * bytes_per_second / decode_bytes(config, batch_size, **itemsizes)
 
 
 def least_decode_seconds(
-    config: ModelConfig, flops_per_second: float, bytes_per_second: float, batch_size: int = 1,
-    *, weight_itemsize: int = 2, state_itemsize: int = 4,
-) -> float:  # fmt: skip
-    """No step is faster: all its bytes at this bandwidth, or all its FLOPs, whichever is longer."""
-    moved = decode_bytes(
-        config, batch_size, weight_itemsize=weight_itemsize, state_itemsize=state_itemsize
-    )
+    config: ModelConfig,
+    flops_per_second: float,
+    bytes_per_second: float,
+    batch_size: int = 1,
+    **itemsizes: int,
+) -> float:
+    """A lower bound for one decoding step: the time for its bytes or its FLOPs, the longer one.
+
+    `itemsizes` are those of `decode_bytes`.
+    """
+    moved = decode_bytes(config, batch_size, **itemsizes)
     flops = batch_size * step_flops(config)["total"]
     return max(moved / bytes_per_second, flops / flops_per_second)
 
 
 def least_prefill_seconds(
-    config: ModelConfig, flops_per_second: float, bytes_per_second: float, context_length: int,
-    batch_size: int = 1, *, weight_itemsize: int = 2, state_itemsize: int = 4,
-) -> float:  # fmt: skip
-    """The same for prompts read from nothing, each for its state and its last token's logits.
+    config: ModelConfig,
+    flops_per_second: float,
+    bytes_per_second: float,
+    context_length: int,
+    batch_size: int = 1,
+    *,
+    weight_itemsize: int = 2,
+    state_itemsize: int = 4,
+) -> float:
+    """A lower bound for the prefill of prompts, up to the state and the last token's logits.
 
-    Cells in chunks of 64, of each the triangle; weights are read and states are written once.
+    It counts the cell in chunks of 64 with the triangle of each chunk. Weights are read once and
+    states are written once.
     """
     _check_positive(batch_size=batch_size)
     forward, counts = forward_flops(config, context_length, causal=0.5), parameter_counts(config)
@@ -248,12 +258,12 @@ def cell_floor(
     itemsize: int = 2,
     state_itemsize: int = 0,
 ) -> dict[str, dict[str, int]]:
-    """The matrix-multiply FLOPs and the bytes no chunkwise kernel does without, both directions.
+    """The least matrix FLOPs and bytes of a chunkwise cell kernel, forward and backward.
 
-    Divide by a machine's FLOP/s and bytes/s: the larger quotient bounds the cell's time. The
-    backward pass recomputes C and S (TFLA, arXiv 2503.14376): 2.5 times the forward's FLOPs where
-    d_qk = d_hv. With `state_itemsize`, the states at chunk borders also leave the chip and come
-    back, as in two-kernel designs; 0 is a kernel that keeps them. Gates are float32.
+    Divide them by a machine's FLOP/s and bytes/s: the longer time is a lower bound. The backward
+    pass computes C and S again (TFLA, arXiv 2503.14376): 2.5 times the FLOPs of the forward pass if
+    d_qk = d_hv. With `state_itemsize` the states at chunk boundaries are written to memory and read
+    again, as in designs with two kernels; with 0 they stay on the chip. Gates are float32.
     """
     _check_positive(tokens=tokens, chunk_size=chunk_size)
     rows = tokens * num_heads
@@ -280,13 +290,13 @@ def _check_positive(**values: int) -> None:
             raise ValueError(f"{name} must be at least 1, not {value}")
 
 
-# The whole, for `xlstm7b info`
+# All of it, for `xlstm7b info`
 
 
 def summary(
     config: ModelConfig, context_length: int = 8192, chunk_size: int = 64
 ) -> dict[str, Any]:
-    """Everything above for one model, by section, in raw numbers: FLOPs, bytes, parameters."""
+    """The counts above for one model, by section, as plain numbers."""
     forward = forward_flops(config, context_length, chunk_size)
     transformer = transformer_forward_flops(config, context_length)
     state = state_bytes(config)

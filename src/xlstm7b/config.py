@@ -1,4 +1,4 @@
-"""ModelConfig: the shape of an xLSTM, its named sizes, and `config.json` in and out."""
+"""ModelConfig: the shape of an xLSTM. Named sizes, and reading and writing `config.json`."""
 
 import json
 import math
@@ -7,7 +7,16 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-# Fields that change the mathematics, with the one value each that this package computes.
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"embedding_dim": 256, "num_blocks": 4, "num_heads": 4, "vocab_size": 320},
+    "160m": {"embedding_dim": 768, "num_blocks": 12, "num_heads": 4},
+    "400m": {"embedding_dim": 1024, "num_blocks": 24, "num_heads": 4},
+    "1.4b": {"embedding_dim": 2048, "num_blocks": 24, "num_heads": 4},
+    "2.7b": {"embedding_dim": 2560, "num_blocks": 32, "num_heads": 5},
+    "7b": {"embedding_dim": 4096, "num_blocks": 32, "num_heads": 8},
+}
+
+# Fields of a published config.json that change the model, with the only value supported here.
 _ONLY_SUPPORTED: dict[str, bool] = {
     "use_bias": False,
     "tie_word_embeddings": False,
@@ -17,23 +26,15 @@ _ONLY_SUPPORTED: dict[str, bool] = {
     "add_qk_norm": False,
 }
 _GPT_NEOX_VOCABULARY = 50304
-_LARGEST = 1 << 24  # no model has a width, depth or vocabulary past this: a damaged config
-
-
-def _round_up(value: float, multiple: int) -> int:
-    """`multiple · ⌊(value + multiple − 1) / multiple⌋`, the released code's rounding.
-
-    On a fractional value this is not a plain ceiling: 2.667 · 768 = 2048.256 gives 2048.
-    """
-    return multiple * math.floor((value + multiple - 1) / multiple)
+_LARGEST = 1 << 24  # no model is wider or deeper; a larger number means a damaged file
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything that determines an xLSTM's mathematics and its parameter shapes.
+    """All numbers that define a model and the shapes of its parameters.
 
-    Names are those of the released `config.json`. Every instance is valid: the constructor raises
-    `ValueError` with a sentence that names the field otherwise.
+    The fields are named as in the released `config.json`. The constructor checks them: a wrong
+    value is a `ValueError` that names the field.
     """
 
     embedding_dim: int
@@ -58,29 +59,23 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            _check_type(field.name, field.type, getattr(self, field.name))
-        for name in ("embedding_dim", "num_blocks", "num_heads", "vocab_size",
-                     "mlstm_round_up_to_multiple_of", "ffn_round_up_to_multiple_of"):  # fmt: skip
-            if not 1 <= getattr(self, name) <= _LARGEST:
-                raise ValueError(
-                    f"{name} must be between 1 and {_LARGEST}, not {getattr(self, name)}"
-                )
-        for name in ("qk_dim_factor", "v_dim_factor", "ffn_proj_factor",
-                     "gate_soft_cap", "output_logit_soft_cap"):  # fmt: skip
-            if not 0 < getattr(self, name) <= _LARGEST:
-                raise ValueError(f"{name} must be a positive number, not {getattr(self, name)}")
-        for name in ("norm_eps", "cell_norm_eps", "eps"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
-        if not math.isfinite(self.igate_bias_init_range):
-            raise ValueError(
-                f"igate_bias_init_range must be finite, not {self.igate_bias_init_range}"
-            )
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            if not 0 <= getattr(self, name) < self.vocab_size:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}, outside the vocabulary of {self.vocab_size}"
-                )
+            name, value = field.name, getattr(self, field.name)
+            _check_type(name, field.type, value)
+            if field.type is bool:
+                continue
+            if name.endswith("token_id"):
+                rule = f"an id in the vocabulary, 0 to {self.vocab_size - 1}"
+                holds = 0 <= value < self.vocab_size
+            elif field.type is int:
+                rule, holds = f"between 1 and {_LARGEST}", 1 <= value <= _LARGEST
+            elif name.endswith("eps"):
+                rule, holds = "between 0 and 1", 0 <= value < 1
+            elif name == "igate_bias_init_range":
+                rule, holds = "finite", math.isfinite(value)
+            else:
+                rule, holds = "a positive number", 0 < value <= _LARGEST
+            if not holds:
+                raise ValueError(f"{name} must be {rule}, not {value}")
         for name, width in (("qk", self.qk_dim), ("v", self.v_dim)):
             if width % self.num_heads:
                 raise ValueError(
@@ -90,12 +85,12 @@ class ModelConfig:
 
     @classmethod
     def named(cls, size: str) -> Self:
-        """One of `SIZES`: "tiny", "160m", "400m", "1.4b", "2.7b", "7b"."""
+        """The config of a size: "tiny", "160m", "400m", "1.4b", "2.7b" or "7b"."""
         if size.lower() not in SIZES:
-            raise ValueError(f"there is no size {size!r}; the sizes are {', '.join(SIZES)}")
+            raise ValueError(f"unknown model size {size!r}; choose from {', '.join(SIZES)}")
         return cls(**SIZES[size.lower()])
 
-    # Widths. d_qk and d_hv are per head, as in the paper.
+    # Widths. d_qk and d_hv are those of one head, as in the paper.
 
     @property
     def qk_dim(self) -> int:
@@ -122,7 +117,7 @@ class ModelConfig:
         )
 
     def block_parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names within `backbone.blocks.{i}.` and shapes of one block's parameters."""
+        """Names after `backbone.blocks.{i}.`, and shapes, of one block's parameters."""
         d, heads, up = self.embedding_dim, self.num_heads, self.ffn_dim
         return {
             "norm_mlstm.weight": (d,),
@@ -143,7 +138,7 @@ class ModelConfig:
         }
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter's name and shape: the keys of the released checkpoint."""
+        """Name and shape of every parameter. The names are the keys of the released checkpoint."""
         block = self.block_parameter_shapes()
         return {
             "backbone.embeddings.weight": (self.vocab_size, self.embedding_dim),
@@ -160,7 +155,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Reads the fields of any published `config.json`; fields about kernels are ignored."""
+        """Reads the fields of any published `config.json`. Ignores those that choose kernels."""
         if values.get("model_type", "xlstm") != "xlstm":
             raise ValueError(f"model_type is {values['model_type']!r}, not 'xlstm'")
         for name, supported in _ONLY_SUPPORTED.items():
@@ -169,7 +164,7 @@ class ModelConfig:
                     f"{name} = {values[name]!r} is not supported, only {name} = {supported!r}"
                 )
         if values.get("quantization_config") is not None:
-            raise ValueError("quantization_config is not supported: the weights must be plain")
+            raise ValueError("quantization_config is not supported: the weights must be floats")
         read = {field.name: values[field.name] for field in fields(cls) if field.name in values}
         for ours, theirs in (("embedding_dim", "hidden_size"), ("num_blocks", "num_hidden_layers")):
             given = {values[name] for name in (ours, theirs) if values.get(name) is not None}
@@ -190,10 +185,10 @@ class ModelConfig:
         if isinstance(eos, list) and len(eos) == 1:
             read["eos_token_id"] = eos[0]
         if eos == 2 and read.get("vocab_size", cls.vocab_size) == _GPT_NEOX_VOCABULARY:
-            # The released config says 2, which is the token "!": documents end with id 0.
+            # The released config says 2, but that is the token "!". Documents end with id 0.
             read["eos_token_id"] = 0
         config = cls(**read)
-        # A rounding that changes no width says nothing of the model: equal models compare equal.
+        # Drop a rounding that changes no width, so that configs of equal models compare equal.
         d, factors = config.embedding_dim, (config.qk_dim_factor, config.v_dim_factor)
         if [math.floor(d * factor) for factor in factors] == [config.qk_dim, config.v_dim]:
             config = replace(config, mlstm_round_up_to_multiple_of=1)
@@ -204,7 +199,7 @@ class ModelConfig:
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """Reads a `config.json`; every problem is a `ValueError` that names the file."""
+        """Reads a `config.json`. Every problem is a `ValueError` that names the file."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
@@ -217,7 +212,7 @@ class ModelConfig:
             raise ValueError(f"{path}: {error}") from error
 
     def to_dict(self, dtype: str = "float32") -> dict[str, Any]:
-        """The `config.json` that `transformers` loads as `xLSTMConfig` with no extra package."""
+        """A `config.json` that `transformers` loads as `xLSTMConfig` without extra packages."""
         return {
             "architectures": ["xLSTMForCausalLM"],
             "model_type": "xlstm",
@@ -238,7 +233,7 @@ class ModelConfig:
 
 
 def _check_type(name: str, expected: Any, value: object) -> None:
-    """JSON has no schema of its own: a string or null where a number belongs is named here."""
+    """A JSON file may hold a string or null where a number belongs."""
     if expected is float:
         right = isinstance(value, int | float) and not isinstance(value, bool)
     else:
@@ -247,11 +242,9 @@ def _check_type(name: str, expected: Any, value: object) -> None:
         raise ValueError(f"{name} must be of type {expected.__name__}, not {value!r}")
 
 
-SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {"embedding_dim": 256, "num_blocks": 4, "num_heads": 4, "vocab_size": 320},
-    "160m": {"embedding_dim": 768, "num_blocks": 12, "num_heads": 4},
-    "400m": {"embedding_dim": 1024, "num_blocks": 24, "num_heads": 4},
-    "1.4b": {"embedding_dim": 2048, "num_blocks": 24, "num_heads": 4},
-    "2.7b": {"embedding_dim": 2560, "num_blocks": 32, "num_heads": 5},
-    "7b": {"embedding_dim": 4096, "num_blocks": 32, "num_heads": 8},
-}
+def _round_up(value: float, multiple: int) -> int:
+    """multiple · ⌊(value + multiple − 1) / multiple⌋, as in the released code.
+
+    For a fractional value it is not a ceiling: 2.667 · 768 = 2048.256 gives 2048.
+    """
+    return multiple * math.floor((value + multiple - 1) / multiple)

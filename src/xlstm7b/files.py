@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: safetensors files, a sha256 manifest, a folder replaced whole."""
+"""Files that are never half written: JSON, safetensors, manifests, and folders replaced at once."""
 
 import ctypes
 import fcntl
@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 Progress = Callable[[str, int], None]
-"""Called with the name of a tensor or a file and how many of its bytes were just dealt with."""
+"""Called with the name of a tensor or file and the number of its bytes that were just processed."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -25,12 +25,89 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
 }
+"""The dtypes of weights and states, by their names in a safetensors file."""
+
 MANIFEST = "SHA256SUMS"
 _LONGEST_HEADER = 100_000_000  # the limit of the safetensors library
 
+# Single files
+
+
+@contextmanager
+def write_aside(path: Path) -> Iterator[Path]:
+    """Yields a temporary path in the same folder. At the end that file is renamed to `path`.
+
+    So `path` is never half written, and an error leaves the old file unchanged.
+    """
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        yield aside
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    _sync(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file with `write_aside`."""
+    with write_aside(path) as aside:
+        write_hashed(aside, [json_bytes(value)])
+
+
+def json_bytes(value: Any) -> bytes:
+    """The content of a JSON file. NumPy scalars become numbers, other types strings."""
+
+    def plain(value: Any) -> Any:
+        return value.item() if hasattr(value, "item") else str(value)
+
+    return (json.dumps(value, indent=2, ensure_ascii=False, default=plain) + "\n").encode()
+
+
+def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
+    """Writes a new file, flushes it to the disk, and returns its sha256."""
+    digest = hashlib.sha256()
+    with path.open("xb") as file:
+        try:
+            for piece in pieces:
+                digest.update(piece)
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError as error:  # its message does not name the file
+            raise OSError(f"{path} could not be written ({error})") from error
+    return digest.hexdigest()
+
+
+@contextmanager
+def lock_folder(folder: Path, action: str) -> Iterator[None]:
+    """Locks a folder. If another process has the lock, a `ValueError` says so.
+
+    `action` is for the message: "another process is training in FOLDER right now".
+    """
+    with _descriptor(folder) as descriptor:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"another process is {action} {folder} right now") from error
+        except OSError:
+            pass  # some network file systems have no locks
+        yield
+
+
+@contextmanager
+def _descriptor(folder: Path) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+# Safetensors
+
 
 class Stored(NamedTuple):
-    """One tensor as a file's header describes it."""
+    """One tensor as the header of a file describes it."""
 
     file: Path
     key: str
@@ -40,10 +117,10 @@ class Stored(NamedTuple):
 
 @contextmanager
 def opened_safetensors(path: Path) -> Iterator[Any]:
-    """`safe_open`, with errors that name the file; its tensors are views of the mapped file."""
+    """`safe_open` with errors that name the file. Its tensors are views of the mapped file."""
     if not path.is_file():
         raise ValueError(f"{path} is {'not a file' if path.exists() else 'missing'}")
-    path.open("rb").close()  # if that is forbidden, Python's OSError names the file
+    path.open("rb").close()  # without permission, this OSError names the file
     try:
         with safe_open(path, framework="pt") as handle:
             yield handle
@@ -52,7 +129,7 @@ def opened_safetensors(path: Path) -> Iterator[Any]:
 
 
 def _first_cut(path: Path) -> str:
-    """The first tensor that a truncated file no longer holds whole, if its header can tell."""
+    """If the file is truncated and its header readable: the first tensor that is incomplete."""
     size = path.stat().st_size
     with suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
         with path.open("rb") as file:
@@ -66,10 +143,11 @@ def _first_cut(path: Path) -> str:
 
 
 def read_headers(files: Iterable[Path]) -> list[Stored]:
+    """The tensors in these files. No tensor is read."""
     stored = []
     for file in files:
         with opened_safetensors(file) as handle:
-            for key in handle.keys():  # noqa: SIM118 (the handle is no dict)
+            for key in handle.keys():  # noqa: SIM118 (the handle is not a dict)
                 header = handle.get_slice(key)
                 code = header.get_dtype()
                 if code not in DTYPES:
@@ -80,32 +158,28 @@ def read_headers(files: Iterable[Path]) -> list[Stored]:
     return stored
 
 
-def shards(
-    tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Groups tensors, in their order, into files of at most `max_bytes` or of one tensor."""
-    shard: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors:
-        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > max_bytes:
-            yield shard
-            shard = {}
-        shard[name] = tensor
-    yield shard
+def write_safetensors(
+    path: Path, tensors: dict[str, torch.Tensor], metadata: Mapping[str, str]
+) -> None:
+    """Writes a safetensors file with `write_aside`. Removes the tensors from `tensors`."""
+    with write_aside(path) as aside:
+        write_hashed(aside, safetensors_pieces(tensors, metadata=metadata))
 
 
 def safetensors_pieces(
     tensors: dict[str, torch.Tensor],
     progress: Progress | None = None,
-    described: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file, piece by piece; empties `tensors` on the way.
+    """The bytes of a safetensors file, part by part. Removes each tensor from `tensors`.
 
-    Not by the library's writer, so that a file is hashed as it is written and never read back.
+    The library's own writer does not return the bytes, so the file would have to be read again to
+    compute its hash.
     """
     codes = {dtype: code for code, dtype in DTYPES.items()}
-    # Wide types first: then every tensor is aligned to its own size, as readers expect.
+    # Wide dtypes first: then every tensor is aligned to its own element size.
     keys = sorted(tensors, key=lambda key: -tensors[key].itemsize)
-    header: dict[str, Any] = {"__metadata__": dict(described or {"format": "pt"})}
+    header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
     end = 0
     for key in keys:
         tensor = tensors[key]
@@ -125,45 +199,36 @@ def safetensors_pieces(
             progress(key, flat.nbytes)
 
 
-def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
-    """Writes a new file through to the disk; returns its sha256 without reading it back."""
-    digest = hashlib.sha256()
-    with path.open("xb") as file:
-        try:
-            for piece in pieces:
-                digest.update(piece)
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        except OSError as error:  # which names no file
-            raise OSError(f"{path} could not be written ({error})") from error
-    return digest.hexdigest()
+def shards(
+    tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Groups tensors, in order, into shards of at most `max_bytes`, or of one larger tensor."""
+    shard: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > max_bytes:
+            yield shard
+            shard = {}
+        shard[name] = tensor
+    yield shard
 
 
-def write_safetensors(
-    path: Path, tensors: dict[str, torch.Tensor], described: Mapping[str, str]
-) -> None:
-    """Writes a file of tensors aside, then renames it; empties `tensors` on the way."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        write_hashed(aside, safetensors_pieces(tensors, described=described))
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-    _sync(path.parent)
+# Folders
 
 
 def write_manifest(folder: Path, sums: Mapping[str, str]) -> None:
-    """Writes names and sha256 sums as `sha256sum --check` reads them."""
+    """Writes names and sha256 sums in the format of `sha256sum --check`."""
     lines = (f"{digest}  {name}\n".encode() for name, digest in sorted(sums.items()))
     write_hashed(folder / MANIFEST, lines)
 
 
 def check_manifest(folder: Path, expected: Iterable[str], progress: Progress | None) -> int:
-    """Hashes all that a folder's manifest lists, which must include the `expected` names."""
+    """Checks every file in a folder's manifest and returns their number.
+
+    A missing or changed file, or an expected name that is not listed, is a `ValueError`.
+    """
     manifest = folder / MANIFEST
     if not manifest.is_file():
-        raise ValueError(f"{folder} has no {MANIFEST} to verify it by; a save writes one")
+        raise ValueError(f"{folder} has no {MANIFEST}, so it cannot be verified")
     sums = _read_manifest(manifest)
     for name in sorted(set(expected) - sums.keys()):
         raise ValueError(f"{folder / name} is not listed in {MANIFEST}")
@@ -198,66 +263,67 @@ def _read_manifest(manifest: Path) -> dict[str, str]:
 
 @contextmanager
 def replacing(target: Path, dropped: Callable[[str], bool]) -> Iterator[Path]:
-    """Yields an empty folder that takes the place of `target` when the block succeeds.
+    """Yields an empty folder. It replaces `target` when the block ends without an error.
 
-    Files and folders in `target` that the new one lacks are carried over, except those whose name
-    is `dropped`. Whoever looks, and whoever kills us, finds the old folder or the new one, whole;
-    an error leaves the old one as it was.
+    Files and folders that are only in `target` are kept, unless `dropped(name)` is true. `target`
+    is always the whole old folder or the whole new one, even if the process is killed. An error
+    leaves the old one unchanged.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{target.name}.saving-"
     _sweep(target.parent, prefix)
     aside = target.parent / f"{prefix}{secrets.token_hex(4)}"
     aside.mkdir()
-    lock = os.open(aside, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # some network file systems cannot lock, and then sweep nothing
-            fcntl.flock(lock, fcntl.LOCK_SH)
-        yield aside
-        if target.exists():
-            _carry_over(target, aside, dropped)
-        for folder, _, _ in os.walk(aside):
-            _sync(folder)
-        _swap(aside, target)
-        _sync(target.parent)
-    finally:
-        # What we could not finish or, after the swap, the old folder.
-        shutil.rmtree(aside, ignore_errors=True)
-        os.close(lock)
+    with _descriptor(aside) as descriptor:
+        try:
+            with suppress(OSError):  # without locks, `_sweep` removes nothing
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+            yield aside
+            if target.exists():
+                _carry_over(target, aside, dropped)
+            for folder, _, _ in os.walk(aside):
+                _sync(Path(folder))
+            _swap(aside, target)
+            _sync(target.parent)
+        finally:
+            # The unfinished folder or, after the swap, the old one.
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 def _sweep(parent: Path, prefix: str) -> None:
-    """Removes what killed saves left behind; the folder of a living one is locked."""
+    """Removes the temporary folders of killed processes. A running process has locked its own."""
     for entry in parent.iterdir():
         if entry.name.startswith(prefix):
-            with suppress(OSError):
-                lock = os.open(entry, os.O_RDONLY)
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(entry, ignore_errors=True)
-                finally:
-                    os.close(lock)
+            with suppress(OSError), _descriptor(entry) as descriptor:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(entry, ignore_errors=True)
 
 
 def _carry_over(source: Path, destination: Path, dropped: Callable[[str], bool]) -> None:
-    def left_behind(folder: str, names: list[str]) -> list[str]:
+    def ignored(folder: str, names: list[str]) -> list[str]:
         if Path(folder) != source:
             return []
         return [name for name in names if dropped(name) or (destination / name).exists()]
 
     def link_or_copy(file: str, copy: str) -> None:
-        # A link keeps what another process goes on writing to, a log for one.
+        # A hard link: another process may still be writing to the file, such as a log.
         try:
             os.link(file, copy)
         except OSError:
             shutil.copy2(file, copy)
 
-    shutil.copytree(source, destination, symlinks=True, ignore=left_behind,
-                    copy_function=link_or_copy, dirs_exist_ok=True)  # fmt: skip
+    shutil.copytree(
+        source,
+        destination,
+        symlinks=True,
+        ignore=ignored,
+        copy_function=link_or_copy,
+        dirs_exist_ok=True,
+    )
 
 
 def _swap(aside: Path, target: Path) -> None:
-    """Puts `aside` in the place of `target` and what stood there, if anything, in its own."""
+    """Exchanges `aside` and `target`; just renames `aside` if there is no `target`."""
     if not target.exists():
         aside.rename(target)
     elif not _exchange(aside, target):
@@ -272,20 +338,17 @@ def _swap(aside: Path, target: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swaps two folders in one step, where the system and the file system can; says if it did."""
+    """Swaps two folders atomically. False if the system or the file system cannot do that."""
     try:
         renameat2 = ctypes.CDLL(None).renameat2
-    except AttributeError:  # not Linux, or a C library from before 2018
+    except AttributeError:  # not Linux, or glibc before 2.28
         return False
     at_cwd, exchange = -100, 2
     done = renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange)
     return bool(done == 0)
 
 
-def _sync(folder: str | Path) -> None:
-    """Flushes a folder's own entries to the disk: renames survive a power cut only then."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
+def _sync(folder: Path) -> None:
+    """Flushes a folder's entries to the disk, so that a rename survives a power failure."""
+    with _descriptor(folder) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

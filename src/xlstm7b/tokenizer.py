@@ -1,39 +1,103 @@
-"""Text ↔ ids: a `tokenizer.json`, or bytes with no file needed, text as it streams, and chats."""
+"""Text to token ids and back: `tokenizer.json` files, byte-level ids, and decoding of streams."""
 
 import codecs
 import hashlib
 import json
 import re
 from array import array
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
-_BYTE_VOCABULARY = 320  # 0 end of text, 1 padding, 256 bytes, and room up to a multiple of 64
+from xlstm7b.config import ModelConfig
+
+_BYTE_VOCABULARY = 320  # 0 end of text, 1 padding, 256 bytes, the rest unused (a multiple of 64)
 _FIRST_BYTE = 2
 _WORD_END = re.compile(r"(?<=[A-Za-z])[ \t\r\n]")
 
 
 class Tokenizer(Protocol):
-    """Neither adds nor expects special ids by itself: whoever wants id 0 in front prepends it."""
+    """Adds no special tokens: `with_first_token` puts id 0 in front of a prompt."""
 
     vocab_size: int
     cuts_after_words: bool
-    """Whether text may be cut between an ASCII letter and white space: the ids stay the same."""
+    """True if text can be cut between an ASCII letter and white space without changing the ids."""
 
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids. Special ids have none; bytes that are not UTF-8 become U+FFFD."""
+        """The text of these ids. Special ids have no text; invalid UTF-8 becomes U+FFFD."""
+        return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """What one id adds to the text, in UTF-8, of which it may end or begin in mid-character."""
+        """The UTF-8 bytes of one id. They may start or end inside a character."""
 
 
-class ByteTokenizer:
-    """Every UTF-8 byte is a token, its value + 2. Id 0 ends a text, id 1 is padding."""
+def load_tokenizer(path: str | Path | None, vocab_size: int) -> Tokenizer:
+    """The tokenizer for a model with this vocabulary. `path` is a `tokenizer.json` or its folder.
+
+    Without a file, a model with 320 ids uses bytes.
+    """
+    file = None if path is None else Path(path)
+    if file is not None and file.is_dir():
+        file = file / "tokenizer.json" if (file / "tokenizer.json").exists() else None
+    if file is None:
+        if vocab_size == _BYTE_VOCABULARY:
+            return ByteTokenizer()
+        raise ValueError(
+            f"{path or 'this model'} has no tokenizer.json, which a vocabulary of {vocab_size} "
+            f"needs (only a vocabulary of {_BYTE_VOCABULARY}, bytes, works without a file)"
+        )
+    if not file.exists():
+        raise ValueError(f"there is no tokenizer at {file}")
+    tokenizer = FileTokenizer(file)
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"{file} has ids up to {tokenizer.vocab_size - 1}, "
+            f"but the model's vocabulary ends at {vocab_size - 1}"
+        )
+    return tokenizer
+
+
+def tokenizer_file(tokenizer: str | Path) -> Path | None:
+    """The path of a tokenizer.json, given the file or its folder. None for "bytes"."""
+    if str(tokenizer) == "bytes":
+        return None
+    path = Path(tokenizer)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"there is no tokenizer at {file}")
+    return file
+
+
+def tokenizer_fingerprint(tokenizer: str | Path) -> str:
+    """A hash of everything that decides a text's ids; "bytes" for bytes."""
+    file = tokenizer_file(tokenizer)
+    return "bytes" if file is None else FileTokenizer(file).fingerprint
+
+
+def with_first_token(config: ModelConfig, prompt: Sequence[int]) -> list[int]:
+    """The prompt with id 0 in front, if the model was trained with it and the prompt lacks it."""
+    first = [config.bos_token_id]
+    if config.force_bos_token_insert and list(prompt[:1]) != first:
+        return first + list(prompt)
+    if not prompt:
+        raise ValueError("the prompt is empty, and this model has no first token of its own")
+    return list(prompt)
+
+
+def check_tokens(config: ModelConfig, tokens: Sequence[int]) -> None:
+    """Raises a `ValueError` that names the first id outside the vocabulary."""
+    if not tokens or 0 <= min(tokens) <= max(tokens) < config.vocab_size:
+        return  # fast: a prompt may have millions of ids
+    for token in tokens:
+        if not 0 <= token < config.vocab_size:
+            raise ValueError(f"token {token} is outside the vocabulary of {config.vocab_size}")
+
+
+class ByteTokenizer(Tokenizer):
+    """Every UTF-8 byte is a token: the byte's value + 2. Id 0 ends a text, id 1 is padding."""
 
     vocab_size = _BYTE_VOCABULARY
     cuts_after_words = True
@@ -44,18 +108,16 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
-
     def token_bytes(self, token: int) -> bytes:
         byte = token - _FIRST_BYTE
         return bytes([byte]) if 0 <= byte < 256 else b""
 
 
-class FileTokenizer:
+class FileTokenizer(Tokenizer):
     """A byte-level `tokenizer.json` (GPT-NeoX, GPT-2, Llama 3, …), read by `tokenizers`.
 
-    Byte-level, because only there does text grow token by token: other kinds look at neighbours.
+    Only byte-level tokenizers are supported: there the text of a token does not depend on the
+    tokens around it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,14 +125,14 @@ class FileTokenizer:
 
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises plain exceptions
             raise ValueError(f"{path} is not a readable tokenizer.json: {error}") from error
         if not isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel):
             raise ValueError(
                 f"{path} is not a byte-level tokenizer (its decoder is "
-                f"{type(self._tokenizer.decoder).__name__}), the only kind that is supported"
+                f"{type(self._tokenizer.decoder).__name__}); only byte-level ones are supported"
             )
-        # A file may ask for texts to be cut or padded; ids must stand for the text as it is.
+        # The file may ask to truncate or pad texts. Here the ids are always those of the text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         byte_of = _byte_of_letter()
@@ -83,7 +145,7 @@ class FileTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The sha256 of what decides a text's ids, in whatever way the file is written."""
+        """The sha256 of everything that decides a text's ids, however the file is formatted."""
         written = json.loads(self._tokenizer.to_str())
         deciding = ("model", "normalizer", "pre_tokenizer", "added_tokens")
         content = json.dumps({name: written[name] for name in deciding}, sort_keys=True)
@@ -93,23 +155,20 @@ class FileTokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """As `encode` each, in three quarters of the time: it keeps no places in the text."""
+        """`encode` for several texts, in 3/4 of the time: it does not compute character offsets."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [list(encoding.ids) for encoding in encodings]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
-
     def token_bytes(self, token: int) -> bytes:
-        # Ids without a piece are real: the model's vocabulary is padded to 50304.
+        # Some ids have no text, because the model's vocabulary is padded to 50304.
         return self._bytes.get(token, b"")
 
 
 def _cuts_after_words(backend: Any) -> bool:
-    """True of GPT-2's way to split a text, which never looks back, nor joins a letter and a space.
+    """True for GPT-2's pre-tokenizer, which always splits between a letter and white space.
 
-    What would reach over the cut: spaces put in front, other normal forms, added tokens with spaces
-    in them or that take the space around them.
+    False if anything looks across that position: a space added in front, another normalizer than
+    NFC, or added tokens that contain spaces or strip them.
     """
     import tokenizers
 
@@ -129,9 +188,9 @@ def _cuts_after_words(backend: Any) -> bool:
 
 
 def _byte_of_letter() -> dict[str, int]:
-    """Byte-level vocabularies spell each byte as one printable letter (GPT-2's alphabet).
+    """Byte-level vocabularies write each byte as one printable letter (GPT-2's alphabet).
 
-    Bytes that print in Latin-1 are themselves; the other 68, in order, are U+0100 and on.
+    Bytes that are printable in Latin-1 stand for themselves. The other 68 are U+0100 and up.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))
@@ -142,41 +201,16 @@ def _byte_of_letter() -> dict[str, int]:
 
 
 def _to_bytes(piece: str, byte_of: dict[str, int]) -> bytes:
-    """A piece that is not all in the alphabet was added as plain text, such as runs of spaces."""
+    """The bytes of a token. Tokens outside the alphabet are plain text, such as runs of spaces."""
     if all(letter in byte_of for letter in piece):
         return bytes(byte_of[letter] for letter in piece)
     return piece.encode()
 
 
-class CachingEncoder:
-    """Texts into ids, what several texts begin with only once: the ids are `encode`'s.
-
-    A text is cut at the first end of a word after every 2048 characters, so that texts that begin
-    alike are cut alike, and the ids of the latest pieces are remembered. Where words are so far
-    apart that a piece gets twice as long, it is not: what is kept has a bound, some 70 MB.
-    """
-
-    _PIECE, _PIECES = 2048, 1024
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._ids_of = lru_cache(self._PIECES)(lambda piece: array("i", tokenizer.encode(piece)))
-
-    def encode(self, text: str) -> list[int]:
-        ids, start = array("i"), 0
-        if self._tokenizer.cuts_after_words:
-            while cut := _WORD_END.search(text, start + self._PIECE):
-                piece, start = text[start : cut.start()], cut.start()
-                is_long = len(piece) > 2 * self._PIECE
-                ids.extend(self._tokenizer.encode(piece) if is_long else self._ids_of(piece))
-        return [*ids, *self._tokenizer.encode(text[start:])]
-
-
 class StreamDecoder:
-    """Ids one by one into text that never changes and never breaks a character.
+    """Decodes ids one by one. The text never changes later and never has half a character.
 
-    What the pushes and the flush return, joined, is `decode` of all the ids; a push costs the same
-    however long the text is.
+    The results of all pushes and the flush, joined, are `decode` of all ids.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -184,113 +218,33 @@ class StreamDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        """The text that this id makes certain: nothing while a character is incomplete."""
+        """The new text after this id; empty while a character is incomplete."""
         return self._utf8.decode(self._tokenizer.token_bytes(token))
 
     def flush(self) -> str:
-        """What is left when no id follows: U+FFFD for half a character. A new text may follow."""
+        """The rest at the end: U+FFFD for an incomplete character. Then a new text may start."""
         return self._utf8.decode(b"", final=True)
 
 
-def load_tokenizer(path: str | Path | None, vocab_size: int) -> Tokenizer:
-    """The tokenizer at `path`, a `tokenizer.json` or its folder, for a model of this vocabulary.
+class CachingEncoder:
+    """`encode` that tokenizes the common start of several texts only once.
 
-    With no such file, a model of 320 ids speaks bytes.
-    """
-    file = None if path is None else Path(path)
-    if file is not None and file.is_dir():
-        file = file / "tokenizer.json" if (file / "tokenizer.json").exists() else None
-    if file is None:
-        if vocab_size == _BYTE_VOCABULARY:
-            return ByteTokenizer()
-        raise ValueError(
-            f"{path or 'this model'} has no tokenizer.json, which a vocabulary of {vocab_size} "
-            f"needs (only one of {_BYTE_VOCABULARY} ids, bytes, needs none)"
-        )
-    if not file.exists():
-        raise ValueError(f"there is no tokenizer at {file}")
-    tokenizer = FileTokenizer(file)
-    if tokenizer.vocab_size > vocab_size:
-        raise ValueError(
-            f"{file} has ids up to {tokenizer.vocab_size - 1}, "
-            f"but the model's vocabulary ends at {vocab_size - 1}"
-        )
-    return tokenizer
-
-
-class ChatTemplate:
-    """How a model was taught to write a conversation down: a Jinja template.
-
-    It comes with the weights and not from the user: it runs in Jinja's sandbox.
+    A text is cut at the first end of a word after every `segment_length` characters, so texts with
+    the same start have the same first segments. The ids of the last 1024 segments are kept. A
+    segment of more than twice that length (a text without words) is not kept, so the cache stays
+    below about 70 MB.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    def __init__(self, tokenizer: Tokenizer, segment_length: int = 2048) -> None:
+        self._tokenizer = tokenizer
+        self._segment_length = segment_length
+        self._cached = lru_cache(1024)(lambda segment: array("i", tokenizer.encode(segment)))
 
-        # As transformers sets it up, for which templates are written.
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
-            raise ValueError(f"the chat template cannot be read: {error}") from error
-        self._special_tokens = dict(special_tokens)
-
-    def render(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = False
-    ) -> str:
-        """The text of messages, which have a "role" and a "content"; and of an answer's start."""
-        try:
-            return self._template.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
-        except Exception as error:  # a template is a program: there is no telling
-            raise ValueError(f"the chat template fails: {error}") from error
-
-
-def load_chat_template(folder: Path) -> ChatTemplate | None:
-    """The chat template that is in a checkpoint's folder, if one is."""
-    path = folder / "tokenizer_config.json"
-    described: Any = {}
-    if path.is_file():
-        try:
-            described = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not a readable JSON file: {error}") from error
-        if not isinstance(described, dict):
-            raise ValueError(f"{path} is not a JSON object")
-    source = described.get("chat_template")
-    if (folder / "chat_template.jinja").is_file():
-        path = folder / "chat_template.jinja"
-        source = path.read_text(encoding="utf-8")
-    if isinstance(source, list):  # several, by name
-        named = {str(part.get("name")): part for part in source if isinstance(part, dict)}
-        source = named.get("default", {}).get("template")
-    if source is None:
-        return None
-    if not isinstance(source, str):
-        raise ValueError(f"{path}: chat_template is not a text")
-    tokens = {}
-    for name, token in described.items():
-        content = token.get("content") if isinstance(token, dict) else token
-        if name.endswith("_token") and isinstance(content, str):
-            tokens[name] = content
-    try:
-        return ChatTemplate(source, tokens)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise ValueError(message)
+    def encode(self, text: str) -> list[int]:
+        ids, start = array("i"), 0
+        if self._tokenizer.cuts_after_words:
+            while cut := _WORD_END.search(text, start + self._segment_length):
+                segment, start = text[start : cut.start()], cut.start()
+                is_long = len(segment) > 2 * self._segment_length
+                ids.extend(self._tokenizer.encode(segment) if is_long else self._cached(segment))
+        return [*ids, *self._tokenizer.encode(text[start:])]

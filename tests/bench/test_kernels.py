@@ -1,39 +1,91 @@
-"""What the kernels' benchmark writes; the timing itself needs a GPU."""
-
-import json
+"""The parts of the kernels' benchmarks that need no GPU: cases, limits, candidates."""
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from xlstm7b.bench import kernels
-from xlstm7b.bench.kernels import Peaks, Result
+import torch
 
-RESULTS = [
-    Result("ours", "forward", "7b", 8, 8192, 2.26, 167.0, 715.0, 22.0),
-    Result("ours", "forward", "7b", 1, 65536, 2.45, 154.0, 658.0, 20.0),
-    Result("sdpa", "forward", "7b", 8, 8192, None, error="no such kernel"),
-    Result("ours", "step", "7b", 1, 1, 0.0058, None, 1449.0, 34.0),
-]
+from xlstm7b.accounting import cell_floor, parameter_counts, state_bytes
+from xlstm7b.bench import kernels, tune
+from xlstm7b.bench.cases import Result
+from xlstm7b.bench.plans import CELL_KERNELS, Kernels
+from xlstm7b.config import ModelConfig
+from xlstm7b.mlstm.triton import launch_params, sequence
 
-
-def test_lines_carry_the_numbers_or_the_reason():
-    want = "7b forward 8 × 8192 ours 2.2600 ms 167 TFLOP/s 715 GB/s 22% of the floor's speed"
-    assert " ".join(kernels.line(RESULTS[0]).split()) == want
-    assert kernels.line(RESULTS[2]).endswith("failed: no such kernel")
-    assert "TFLOP/s" not in kernels.line(RESULTS[3])
+SEVEN = ModelConfig.named("7b")
+PEAKS = 768e12, 4.27e12
 
 
-def test_json_and_plot(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernels, "machine", lambda: {"gpu": "none"})
-    kernels.write(RESULTS, tmp_path / "results.json", tmp_path / "results.png")
-    document = json.loads((tmp_path / "results.json").read_text())
-    assert document["gpu"] == "none"
-    assert [Result(**row) for row in document["results"]] == RESULTS
-    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+def test_cases() -> None:
+    plan = Kernels.of(tokens=64, lengths=[16, 64], batches=[1, 8])
+    rows = [(case.part, case.work, case.batch, case.length) for case in kernels.cases(plan, "7b")]
+    assert rows == [
+        ("sequence", "forward", 4, 16),
+        ("sequence", "forward + backward", 4, 16),
+        ("sequence", "forward", 1, 64),
+        ("sequence", "forward + backward", 1, 64),
+        ("step", "", 1, 1),
+        ("step", "", 8, 1),
+    ]
 
 
-def test_lengths_must_divide_the_tokens(monkeypatch):
-    monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: True)
-    for length in (0, 3000, 131072):
-        with pytest.raises(ValueError, match=f"sequences of {length} do not divide 65536"):
-            kernels.run(["7b"], 65536, [length], [], Peaks(1, 1), [])
+def test_limits() -> None:
+    step = kernels.with_limit(Result("step", size="7b", batch=64, length=1), 137e-6, PEAKS)
+    moved = 2 * 64 * state_bytes(SEVEN)["total"] / 32
+    assert step.limit == pytest.approx(moved / 4.27e12)
+    assert step.bytes_per_second == pytest.approx(moved / 137e-6)
+    assert step.flops_per_second is None
+    assert step.percent_of_limit == pytest.approx(100 * step.limit / 137e-6)
+
+    case = Result("sequence", work="forward + backward", size="7b", batch=8, length=8192)
+    both = kernels.with_limit(case, 8e-3, PEAKS)
+    forward = kernels.with_limit(Result("sequence", "ours", "forward", "7b", 8, 8192), 2e-3, PEAKS)
+    chunk = launch_params.plan(256, 512, torch.bfloat16).chunk
+    floors = cell_floor(65536, chunk, 8, 256, 512, causal=0.5)
+    for result, directions in ((forward, ["forward"]), (both, ["forward", "backward"])):
+        assert result.limit == pytest.approx(
+            sum(
+                max(floors[d]["flops"] / PEAKS[0], floors[d]["bytes"] / PEAKS[1])
+                for d in directions
+            )
+        )
+        assert result.seconds is not None
+        assert result.flops_per_second == pytest.approx(
+            sum(floors[d]["flops"] for d in directions) / result.seconds
+        )
+
+
+# Tuning
+
+
+@pytest.mark.parametrize("kernel", CELL_KERNELS)
+@pytest.mark.parametrize("size", ["160m", "7b"])
+def test_tiles_fit_their_heads_and_replace_one_kernels_own(kernel: str, size: str) -> None:
+    config = ModelConfig.named(size)
+    tiles = list(tune.cell_tiles(config, kernel, 64))
+    assert tiles
+    assert len(set(tiles)) == len(tiles)
+    inner, outer = config.d_qk, config.d_hv
+    if kernel in ("dq", "dk"):
+        inner, outer = outer, inner
+    usual = sequence.plan(config.d_qk, config.d_hv, torch.bfloat16)
+    for tile in tiles:
+        assert tile.t <= 64
+        assert tile == tile.within(inner, outer)
+    with tune.CellJob(size, kernel, 64, tiles[0]).applied():
+        changed = sequence.plan(config.d_qk, config.d_hv, torch.bfloat16)
+        assert getattr(changed, kernel) == tiles[0]
+        assert changed.chunk == 64
+        others = [name for name in CELL_KERNELS if name != kernel]
+        assert all(getattr(changed, name) == getattr(usual, name) for name in others)
+    assert sequence.plan(config.d_qk, config.d_hv, torch.bfloat16) == usual
+
+
+def test_products_hold_all_large_weights() -> None:
+    *block, head = tune.products(SEVEN)
+    counts = parameter_counts(SEVEN)
+    assert head.rows * head.columns == counts["head"]
+    per_block = sum(each.rows * each.columns for each in block)
+    assert 32 * per_block == counts["mlstm_projections"] + counts["ffn"]
+    for batch in (1, 8, 64):
+        assert list(tune.product_tiles(batch))

@@ -1,4 +1,4 @@
-"""The program in this process, and models for it."""
+"""Fixtures of the command line: the program in this process, and a model for it."""
 
 import io
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli.commands import Cli, Outcome
+from commands import Cli, Outcome
 
 from xlstm7b.cli import main
 from xlstm7b.config import ModelConfig
@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Calls `main` as the console script does, on a terminal or with `stdin` piped in."""
+    """Runs `main` like the console script, on a terminal or with `stdin` as a pipe."""
 
     def call(*arguments: object, stdin: str | bytes | None = None) -> Outcome:
         content = stdin.encode() if isinstance(stdin, str) else stdin
@@ -41,7 +41,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever loads weights fails."""
+    """Loading weights fails the test."""
 
     def load(*_: object, **__: object) -> None:
         raise AssertionError("weights were loaded")
@@ -51,7 +51,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def speller(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level model that spells letters: all other tokens have logit 0."""
+    """A model with bytes as tokens that generates letters. Other tokens have logit 0."""
     torch.manual_seed(0)
     model = XLSTM(ModelConfig(128, 2, 2, vocab_size=320))
     with torch.no_grad():
@@ -68,7 +68,7 @@ def speller(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quiet_transformers() -> Iterator[None]:
-    """It reports its loading on stderr."""
+    """transformers prints nothing on stderr."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()

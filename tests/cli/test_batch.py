@@ -1,14 +1,14 @@
-"""generate --jsonl: lines in, lines out, and nothing lost in between."""
+"""`xlstm7b generate --jsonl`: lines in, lines out, and finished lines survive an interruption."""
 
 import json
 from pathlib import Path
 
 import pytest
-from checkpoints import names_in
-from cli.commands import Cli, Outcome, refused, succeeded
+from checkpoint_files import names_in
+from commands import Cli, Outcome, refused, succeeded
 
-from xlstm7b.generate import Completion, Generator, Request, SamplingSettings
-from xlstm7b.generate.texts import GrowingText
+from xlstm7b.generate import Completion, Generator, Request, SamplingParams
+from xlstm7b.generate.request import OutputText
 
 LINES = [
     {"id": 7, "prompt": "Once upon", "max_new_tokens": 12, "temperature": 0},
@@ -45,14 +45,14 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(speller: Path) -> list[Completion]:
-    """What the library makes of the lines."""
+    """The completions of the same requests through the library."""
     requests = []
     for line in LINES:
         own = {**line, **({"logit_bias": {67: -9}} if "logit_bias" in line else {})}
-        for name in ("id", "note", "prompt", "stop_strings"):
+        for name in ("id", "note", "prompt"):
             own.pop(name, None)
-        settings = SamplingSettings(**{"temperature": 0.8, **DEFAULTS, **own})
-        requests.append(Request(line["prompt"], settings, tuple(line.get("stop_strings", ()))))
+        params = SamplingParams(**{"temperature": 0.8, **DEFAULTS, **own})
+        requests.append(Request(line["prompt"], params))
     return Generator.from_pretrained(speller).run(requests)
 
 
@@ -129,39 +129,51 @@ def test_jsonl_verbose(cli: Cli, speller: Path, source: Path) -> None:
     ("line", "sentence"),
     [
         (b"{", "Expecting property name"),
-        (b"[1]", 'not an object, as in {"prompt": "…"}'),
+        (b"[1]", 'a line must be a JSON object such as {"prompt": "…"}'),
         (b"[" * 100_000, "maximum recursion depth exceeded"),
-        (b'{"text": "x"}', 'there is no "prompt"'),
+        (b'{"text": "x"}', '"prompt" is missing'),
         (b'{"prompt": "\xff"}', "'utf-8' codec can't decode"),
         (b'{"prompt": "\\ud800"}', "'utf-8' codec can't encode"),
         (b'{"prompt": "x", "name": "\\ud800"}', "'utf-8' codec can't encode"),
-        (b'{"prompt": 3}', "the prompt must be a text or a list of ids"),
-        (b'{"prompt": [true]}', "the prompt must be a text or a list of ids"),
+        (b'{"prompt": 3}', "the prompt must be a string or a list of ids"),
+        (b'{"prompt": [true]}', "the prompt must be a string or a list of ids"),
         (b'{"prompt": [3, 320]}', "token 320 is outside the vocabulary of 320"),
-        (b'{"prompt": "x", "temperature": "hot"}', 'temperature must be a number, not "hot"'),
-        (b'{"prompt": "x", "temperature": true}', "temperature must be a number, not true"),
-        (b'{"prompt": "x", "temperature": null}', "temperature must be a number, not null"),
+        (b'{"prompt": "x", "temperature": "hot"}', "temperature must be a number, not 'hot'"),
+        (b'{"prompt": "x", "temperature": true}', "temperature must be a number, not True"),
+        (b'{"prompt": "x", "temperature": null}', "temperature must be a number, not None"),
         (b'{"prompt": "x", "temperature": -1}', "temperature must be 0 or a positive number"),
         (b'{"prompt": "x", "temperature": NaN}', "temperature must be 0 or a positive number"),
-        (b'{"prompt": "x", "min_p": 1' + b"0" * 400 + b"}", "int too large to convert to float"),
+        (
+            b'{"prompt": "x", "min_p": 1' + b"0" * 400 + b"}",
+            "min_p must be within the range of a float, not 1000",
+        ),
         (b'{"prompt": "x", "top_k": 1.5}', "top_k must be a whole number, not 1.5"),
         (b'{"prompt": "x", "max_new_tokens": 0}', "max_new_tokens must be at least 1, not 0"),
         (b'{"prompt": "x", "logprobs": 21}', "logprobs must be between 0 and 20, not 21"),
-        (b'{"prompt": "x", "logit_bias": 3}', "logit_bias must be numbers by token, not 3"),
-        (b'{"prompt": "x", "logit_bias": {"a": 3}}', "logit_bias must be numbers by token, not "),
+        (b'{"prompt": "x", "logit_bias": 3}', "logit_bias must be numbers by token id, not 3"),
+        (
+            b'{"prompt": "x", "logit_bias": {"a": 3}}',
+            "logit_bias must be numbers by token id, not ",
+        ),
         (b'{"prompt": "x", "logit_bias": {"320": 3}}', "token 320 of logit_bias is outside"),
         (b'{"prompt": "x", "eos_token_id": "0"}', "eos_token_id must be an id or a list of ids"),
         (b'{"prompt": "x", "eos_token_id": [999]}', "eos_token_id 999 is outside the vocabulary"),
-        (b'{"prompt": "x", "stop_strings": [""]}', "stop_strings must be a text or a list of "),
+        (b'{"prompt": "x", "stop_strings": [""]}', "a stop string must not be empty"),
         (b'{"prompt": "x", "do_sample": 0}', "do_sample must be true or false, not 0"),
         (
             b'{"prompt": "x", "do_sample": false, "temperature": 1}',
-            "do_sample=False contradicts temperature 1.0",
+            "do_sample=False contradicts temperature 1",
         ),
-        (b'{"prompt": "x", "num_return_sequences": 3}', "a line has one text: for more, repeat it"),
-        (b'{"prompt": "x", "text": "mine"}', "'text' is a field of the result: give this one"),
+        (
+            b'{"prompt": "x", "num_return_sequences": 3}',
+            "a line has one output: repeat the line instead",
+        ),
+        (b'{"prompt": "x", "text": "mine"}', "'text' is a field of the result: rename it"),
         (b'{"prompt": "x", "top_logprobs": 1}', "'top_logprobs' is a field of the result"),
-        (b'{"prompt": "x", "stop_strings": 3}', "stop_strings must be a text or a list of texts"),
+        (
+            b'{"prompt": "x", "stop_strings": 3}',
+            "stop_strings must be a string or a list of strings",
+        ),
     ],
 )
 def test_jsonl_malformed_lines(
@@ -180,22 +192,22 @@ def test_jsonl_malformed_lines(
 def test_jsonl_mistakes(cli: Cli, speller: Path, source: Path, tmp_path: Path) -> None:
     lines = ("generate", speller, "--jsonl", source)
     for options, name in (
-        (["x"], "a prompt"),
-        (["-"], "a prompt"),
+        (["x"], "a prompt argument"),
+        (["-"], "a prompt argument"),
         (["--file", source], "--file"),
         (["-n", 2], "-n"),
         (["--load-state", source], "--load-state"),
         (["--save-state", tmp_path / "s"], "--save-state"),
     ):
-        want = f"--jsonl brings its own prompts: it does not go with {name}"
+        want = f"--jsonl cannot be combined with {name}"
         assert refused(cli(*lines, *options, stdin="x")) == want
-    want = f"there is no folder {tmp_path / 'no'} to write out to"
+    want = f"cannot write {tmp_path / 'no/out'}: there is no folder {tmp_path / 'no'}"
     assert refused(cli(*lines, "--output", tmp_path / "no" / "out")) == want
-    want = "/dev/null is there already, and is not a file to replace"
+    want = "cannot write /dev/null: it exists and is not a regular file"
     assert refused(cli(*lines, "--output", "/dev/null")) == want
     partial = tmp_path / "out.partial"
     partial.write_text("precious")
-    want = f"{partial} holds what an earlier run finished: move it first"
+    want = f"{partial} holds the results of an interrupted run: move it away first"
     assert refused(cli(*lines, "--output", tmp_path / "out")) == want
     assert partial.read_text() == "precious"
     assert refused(cli("generate", speller, "--jsonl", "-", stdin="\n")) == "stdin holds no prompts"
@@ -204,24 +216,24 @@ def test_jsonl_mistakes(cli: Cli, speller: Path, source: Path, tmp_path: Path) -
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, call: int, error: BaseException) -> None:
-    """Fails at the call-th token of all texts together."""
-    push, calls = GrowingText.push, 0
+    """Raises the error at the `call`-th token of all outputs together."""
+    push, calls = OutputText.push, 0
 
-    def failing(text: GrowingText, *given: object) -> str:
+    def failing(output: OutputText, *given: object) -> str:
         nonlocal calls
         calls += 1
         if calls == call:
             raise error
-        return push(text, *given)
+        return push(output, *given)
 
-    monkeypatch.setattr(GrowingText, "push", failing)
+    monkeypatch.setattr(OutputText, "push", failing)
 
 
 def test_jsonl_keeps_what_was_finished(
     cli: Cli, speller: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target, partial = (tmp_path / name for name in ("in", "out", "out.partial"))
-    lengths = (8, 3, 5, 2)  # in batches of two: line 1 is over first, then 0, then 3, then 2
+    lengths = (6, 3, 7, 2)  # two at a time: line 1 is finished first, then 0, then 3, then 2
     jobs = [{"prompt": "x", "id": n, "max_new_tokens": most} for n, most in enumerate(lengths)]
     source.write_text(as_lines(jobs))
     target.write_text("before")
@@ -233,7 +245,7 @@ def test_jsonl_keeps_what_was_finished(
         (9, KeyboardInterrupt(), 130, [1]),
         (9, RuntimeError("out of memory"), None, [1]),
         (9, ValueError("a mistake"), 2, [1]),
-        (16, KeyboardInterrupt(), 130, [1, 0, 3]),
+        (17, KeyboardInterrupt(), 130, [1, 0, 3]),
     ):
         with monkeypatch.context() as patch:
             fail_at(patch, call, error)
@@ -242,9 +254,9 @@ def test_jsonl_keeps_what_was_finished(
                     cli(*run, "--output", target)
             else:
                 outcome = cli(*run, "--output", target)
-                said = [f"xlstm7b: {partial} holds what was finished, {len(finished)} of 4 texts"]
+                kept = f"{partial} holds the {len(finished)} of 4 lines that were finished"
                 assert (outcome.code, outcome.out) == (code, "")
-                assert outcome.err.splitlines()[:1] == (said if finished else [])
+                assert outcome.err.splitlines()[:1] == ([f"xlstm7b: {kept}"] if finished else [])
         assert target.read_text() == "before"
         assert partial.exists() == bool(finished)
         if finished:
@@ -252,7 +264,7 @@ def test_jsonl_keeps_what_was_finished(
             partial.unlink()
         assert names_in(tmp_path) == {"in", "out"}
     with monkeypatch.context() as patch:
-        fail_at(patch, 16, KeyboardInterrupt())
+        fail_at(patch, 17, KeyboardInterrupt())
         outcome = cli(*run)
     assert outcome == Outcome(130, outcome.out, "")
     assert from_lines(outcome.out) == [everything[n] for n in (0, 1, 3)]

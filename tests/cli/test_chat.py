@@ -1,4 +1,4 @@
-"""chat: a conversation through pipes and on a terminal, its commands, and Ctrl-C."""
+"""`xlstm7b chat`: through pipes and on a terminal, its commands, and Ctrl-C."""
 
 import os
 import pty
@@ -12,19 +12,18 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from cli.commands import (
+from commands import (
     Cli,
     environment,
     refused,
     save_chat_model,
-    save_reciter,
+    save_greeter,
     succeeded,
 )
 
-from xlstm7b.generate import Generator, TextState
+from xlstm7b.checkpoint import read_config
+from xlstm7b.generate import Generator, SavedState
 from xlstm7b.generate.chat import Chat
-from xlstm7b.tokenizer import ByteTokenizer
-from xlstm7b.weights import read_config
 
 GREEDY = ("--temperature", 0)
 ENDLESS = ("--min-new-tokens", 10**6, "--max-new-tokens", 10**6)
@@ -32,9 +31,7 @@ ENDLESS = ("--min-new-tokens", 10**6, "--max-new-tokens", 10**6)
 
 @pytest.fixture(scope="module")
 def greeter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It answers "Assistant:" by " Hi!", and goes on for the user."""
-    ids = ByteTokenizer().encode(": Hi!\nUser:")
-    return save_reciter(tmp_path_factory.mktemp("greeter"), ids)
+    return save_greeter(tmp_path_factory.mktemp("greeter"))
 
 
 def tokens_read(stats: str) -> list[int]:
@@ -45,7 +42,7 @@ def tokens_read(stats: str) -> list[int]:
 # Through pipes
 
 
-def test_chat_prints_answers_alone(cli: Cli, greeter: Path) -> None:
+def test_chat_prints_nothing_but_answers(cli: Cli, greeter: Path) -> None:
     assert succeeded(cli("chat", greeter, *GREEDY, stdin="Hello\n\n  \nAgain")) == "Hi!\nHi!\n"
     assert succeeded(cli("chat", greeter, stdin="Hello\n/exit\nAgain\n")) == "Hi!\n"
     assert succeeded(cli("chat", greeter, stdin="")) == ""
@@ -53,10 +50,10 @@ def test_chat_prints_answers_alone(cli: Cli, greeter: Path) -> None:
     assert succeeded(stopped) == "H\n"
 
 
-def test_chat_is_the_librarys(cli: Cli, speller: Path) -> None:
-    settings = {"max_new_tokens": 9, "temperature": 2.0, "top_p": 1.0, "seed": 8}
-    chat = Chat(Generator.from_pretrained(speller), system="Go.", **settings)
-    want = ["".join(piece.text for piece in chat.say(text)) for text in ("one", "two")]
+def test_chat_is_that_of_the_library(cli: Cli, speller: Path) -> None:
+    sampling = {"max_new_tokens": 9, "temperature": 2.0, "top_p": 1.0, "seed": 8}
+    chat = Chat(Generator.from_pretrained(speller), system="Go.", **sampling)
+    want = ["".join(output.text for output in chat.say(text)) for text in ("one", "two")]
     options = ("--system", "Go.", "--max-new-tokens", 9, "--temperature", 2, "--top-p", 1)
     out = succeeded(cli("chat", speller, *options, "--seed", 8, stdin="one\ntwo\n"))
     assert out == "".join(f"{text.lstrip()}\n" for text in want)
@@ -64,25 +61,25 @@ def test_chat_is_the_librarys(cli: Cli, speller: Path) -> None:
 
 def test_chat_commands(cli: Cli, greeter: Path, tmp_path: Path) -> None:
     path = tmp_path / "a state"
-    said = ["a", "/stats", "bcd", "/stats", f"/save {path}", "/undo", "/stats", "/clear", "/stats",
-            f"/load {path}", "/stats", "e", "/stats", "/help"]  # fmt: skip
-    code, out, err = cli("chat", greeter, *GREEDY, stdin="\n".join(said))
+    talk = f"a|/stats|bcd|/stats|/save {path}|/undo|/stats|/clear|/stats"
+    talk += f"|/load {path}|/stats|e|/stats|/help"
+    code, out, err = cli("chat", greeter, *GREEDY, stdin=talk.replace("|", "\n"))
     assert (code, out) == (0, "Hi!\n" * 3)
-    # The first id, what is typed, and all around it; " Hi!" and "\nUser:" included.
+    # The first token, the messages and their format, " Hi!" and "\nUser:".
     one = 1 + len("User: a\nAssistant: Hi!\nUser:")
     two = one + len(" bcd\nAssistant: Hi!\nUser:")
     three = two + len(" e\nAssistant: Hi!\nUser:")
     assert tokens_read(err) == [one, two, one, 0, two, three]
-    assert TextState.load(path, read_config(greeter)).tokens_seen == [two]
+    assert SavedState.load(path, read_config(greeter)).tokens_seen == [two]
     assert [int(n) for n in re.findall(r"exchanges +(\d+)", err)] == [1, 2, 1, 0, 2, 3]
     assert len(re.findall(r"^state +\d+\.\d MB$", err, re.MULTILINE)) == 6
     assert len(re.findall(r"^answering +[\d,.]+ tok/s$", err, re.MULTILINE)) == 4
     for sentence in (
-        f"saved {path}",
-        "the last exchange never was",
-        "the conversation starts anew",
-        f"the conversation goes on from {path}",
-        "/save PATH  save the conversation's state",
+        f"Saved the conversation to {path}.",
+        "Undid the last exchange.",
+        "Started a new conversation.",
+        f"Loaded {path}.",
+        "/save PATH  save the state of the conversation",
     ):
         assert sentence in err.splitlines()
 
@@ -90,22 +87,26 @@ def test_chat_commands(cli: Cli, greeter: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("/undo", "there is nothing to undo (the last 8 exchanges can be)"),
+        ("/undo", "there is nothing to undo (at most 8 exchanges are kept)"),
         ("/save", "/save needs a path: /save PATH"),
         ("/load ", "/load needs a path: /load PATH"),
-        ("/save x", "nothing has been said that could be saved"),
-        ("/save no/x", "there is no folder {here}/no to write x to"),
+        ("/save x", "there is nothing to save: the conversation is empty"),
+        ("/save no/x", "cannot write {here}/no/x: there is no folder {here}/no"),
         ("/load no", "no is missing"),
         ("/load text", "text is damaged: "),
-        ("/Save x", "there is no command /Save; /help lists those there are"),
-        ("/etc/passwd is a file", "there is no command /etc/passwd; /help lists those there are"),
-        ("/", "there is no command /; /help lists those there are"),
+        ("/Save x", "unknown command /Save; /help lists the commands"),
+        ("/etc/passwd is a file", "unknown command /etc/passwd; /help lists the commands"),
+        ("/", "unknown command /; /help lists the commands"),
     ],
 )
-def test_chat_mistakes_are_told_and_it_goes_on(
-    cli: Cli, greeter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str,
+def test_a_mistake_prints_one_sentence_and_the_chat_continues(
+    cli: Cli,
+    greeter: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
     sentence: str,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text").write_text("hello")
     code, out, err = cli("chat", greeter, stdin=f"{line}\nHello\n")
@@ -114,16 +115,16 @@ def test_chat_mistakes_are_told_and_it_goes_on(
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_chat_mistakes_before_weights(cli: Cli, greeter: Path) -> None:
+def test_options_are_checked_before_weights_are_loaded(cli: Cli, greeter: Path) -> None:
     def sentence(*options: object) -> str:
         return refused(cli("chat", greeter, *options, stdin=""))
 
     assert sentence("--top-p", 2) == "top_p must be above 0 and at most 1, not 2.0"
     assert sentence("--stop", "") == "a stop string must not be empty"
-    assert sentence("--dtype", "x").startswith("there is no dtype 'x'")
-    assert sentence("--state-dtype", "float16").startswith("there is no dtype 'float16'")
+    assert sentence("--dtype", "x").startswith("unknown dtype 'x'")
+    assert sentence("--state-dtype", "float16").startswith("unknown dtype 'float16'")
     assert sentence("--device", "toaster").startswith("the device 'toaster' cannot be used here")
-    assert refused(cli("chat", "7b")).startswith("there is no folder '7b'")
+    assert refused(cli("chat", "7b")).startswith("'7b' is neither a folder nor")
 
 
 # Templates
@@ -134,7 +135,7 @@ def test_chat_by_a_template(cli: Cli, tmp_path: Path) -> None:
     talk = ("chat", folder, "--system", "Be brief.")
     code, out, err = cli(*talk, stdin="Hello\n/stats\nAgain\n/stats\n")
     assert (code, out) == (0, "Hi!\nHi!\n")
-    # Of each marker one token, and the first id.
+    # The first token; each marker is one token.
     once = 1 + len("_system\nBe brief._\n_user\nHello_\n_assistant\nHi!")
     assert tokens_read(err) == [once, once + len("_\n_user\nAgain_\n_assistant\nHi!")]
 
@@ -150,8 +151,7 @@ def test_chat_by_a_template(cli: Cli, tmp_path: Path) -> None:
 def test_chat_without_a_usable_template(
     cli: Cli, tmp_path: Path, template: str, reason: str
 ) -> None:
-    ids = ByteTokenizer().encode(": Hi!\nUser:")
-    folder = save_reciter(tmp_path / "model", ids)
+    folder = save_greeter(tmp_path / "model")
     (folder / "chat_template.jinja").write_text(template)
     code, out, err = cli("chat", folder, stdin="Hello\n")
     assert (code, out, len(err.splitlines())) == (0, "Hi!\n", 1)
@@ -174,7 +174,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(speller: Path) -> None:
         try:
             program.stdin.write(b"Hello\n")
             program.stdin.flush()
-            assert program.stdout.read(20)  # the answer is under way
+            assert program.stdout.read(20)  # the answer has started
             program.send_signal(signal.SIGINT)
             program.stdout.readline()
             out, err = program.communicate(b"/stats\n/exit\n", timeout=30)
@@ -184,7 +184,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(speller: Path) -> None:
     assert 1 + len("User: Hello\nAssistant:") < tokens_read(err.decode())[0] < 10**5
 
 
-def test_a_second_ctrl_c_drops_the_answer(
+def test_a_second_ctrl_c_discards_the_answer(
     cli: Cli, greeter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = Generator.stream
@@ -197,7 +197,7 @@ def test_a_second_ctrl_c_drops_the_answer(
     monkeypatch.setattr(Generator, "stream", interrupted)
     code, out, err = cli("chat", greeter, stdin="Hello\n/stats\n")
     assert (code, out) == (0, "\n")
-    assert err.splitlines()[0] == "the answer is dropped, and what it was to"
+    assert err.splitlines()[0] == "Discarded the answer and the message before it."
     assert tokens_read(err) == [0]
 
 
@@ -205,13 +205,13 @@ def test_a_second_ctrl_c_drops_the_answer(
 
 
 class Screen:
-    """The program on a terminal of its own."""
+    """The program in a pseudo-terminal."""
 
     def __init__(self, *arguments: object) -> None:
         self._terminal, theirs = pty.openpty()
 
         def settle() -> None:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever runs the tests may ignore it
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # pytest may run with it ignored
             os.login_tty(theirs)  # so that Ctrl-C is a signal
 
         self.program = subprocess.Popen(
@@ -225,7 +225,7 @@ class Screen:
         os.close(theirs)
 
     def until(self, pattern: str) -> str:
-        """What it shows until this appears."""
+        """Waits until the pattern appears; returns what was printed."""
         shown, end = "", time.monotonic() + 30
         while not re.search(pattern, shown):
             assert time.monotonic() < end, shown
@@ -245,16 +245,16 @@ class Screen:
 def test_chat_on_a_terminal(speller: Path) -> None:
     screen = Screen("chat", speller, *ENDLESS)
     try:
-        assert "/help lists commands, Ctrl-D leaves" in screen.until("> ")
+        assert "/help lists commands, Ctrl-D quits" in screen.until("> ")
         screen.type("Hello\n")
-        screen.until(r"Hello\s+\w+")  # the answer is under way
+        screen.until(r"Hello\s+\w+")  # the answer has started
         screen.type("\x03")
         screen.until("> ")
         screen.type("/stats\n")
         assert tokens_read(screen.until(r"answering.*\s+> "))[0] > 1 + len(
             "User: Hello\nAssistant:"
         )
-        # Between prompting and waiting Python's readline would miss it: as a user, try again.
+        # Python's readline can miss a Ctrl-C that comes before it waits for input: try again.
         time.sleep(0.5)
         for _ in range(3):
             screen.type("\x03")
@@ -266,6 +266,6 @@ def test_chat_on_a_terminal(speller: Path) -> None:
         screen.close()
 
 
-def test_ctrl_d_leaves(cli: Cli, greeter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_d_quits(cli: Cli, greeter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert cli("chat", greeter) == (0, "> \n", "/help lists commands, Ctrl-D leaves\n")
+    assert cli("chat", greeter) == (0, "> \n", "/help lists commands, Ctrl-D quits\n")

@@ -1,23 +1,24 @@
-"""info, verify, convert, compare: what they print and write, and one sentence a mistake."""
+"""`info`, `verify`, `convert` and `compare`: what they print and write, and their errors."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from checkpoints import CONFIG, INDEX, assert_same, draw, names_in, save_small
-from cli.commands import Cli, refused, succeeded, write_config
+from checkpoint_files import CONFIG, INDEX, assert_same, draw, fuse, names_in, save_small
+from commands import Cli, refused, succeeded, write_config
 from safetensors.torch import load_file, save_file
 
+from xlstm7b.checkpoint import open_checkpoint, read_config, save_checkpoint, verify
 from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
-from xlstm7b.weights import open_checkpoint, read_config, save_checkpoint, verify
 
 # info
 
 
-def test_info_table(cli: Cli) -> None:
+def test_info_prints_a_table(cli: Cli) -> None:
     lines = succeeded(cli("info", "7B")).splitlines()
     cells = {
         line.split("│")[1].strip(): line.split("│")[2].strip() for line in lines if "│" in line
@@ -74,7 +75,7 @@ def test_info_of_a_folder_whose_name_looks_like_markup(cli: Cli, tmp_path: Path)
     assert "".join(out.partition("┌")[0].split()) == f"xLSTM{folder}"
 
 
-def test_info_mistakes(cli: Cli, tmp_path: Path) -> None:
+def test_info_errors(cli: Cli, tmp_path: Path) -> None:
     assert refused(cli("info", "8b")).startswith("'8b' is neither a checkpoint folder nor a size")
     assert refused(cli("info", tmp_path / "none")).endswith(
         "none' is neither a checkpoint folder nor a size; sizes: tiny, 160m, 400m, 1.4b, 2.7b, 7b"
@@ -94,12 +95,13 @@ def test_info_mistakes(cli: Cli, tmp_path: Path) -> None:
 # verify
 
 
-def test_verify(cli: Cli, tmp_path: Path) -> None:
+def test_verify_finds_damage(cli: Cli, tmp_path: Path) -> None:
     folder, _ = save_small(tmp_path)
-    assert succeeded(cli("verify", folder)) == f"{folder}: 2 files are as they were saved\n"
+    (folder / "broken").symlink_to("nothing")  # not one of the checkpoint's files
+    assert succeeded(cli("verify", folder)) == f"{folder}: 2 files match SHA256SUMS\n"
     file = folder / "model.safetensors"
     content = bytearray(file.read_bytes())
-    content[-1000] ^= 1  # in a tensor: it would load in silence
+    content[-1000] ^= 1  # in a tensor: it loads without an error
     file.write_bytes(content)
     open_checkpoint(folder)
     want = f"{file} is damaged: its sha256 is not the one in SHA256SUMS"
@@ -107,7 +109,7 @@ def test_verify(cli: Cli, tmp_path: Path) -> None:
     file.unlink()
     assert refused(cli("verify", folder)) == f"{file} is missing, though SHA256SUMS lists it"
     (folder / "SHA256SUMS").unlink()
-    want = f"{folder} has no SHA256SUMS to verify it by; a save writes one"
+    want = f"{folder} has no SHA256SUMS, so it cannot be verified"
     assert refused(cli("verify", folder)) == want
     assert refused(cli("verify", file)) == f"there is no folder '{file}'"
 
@@ -131,13 +133,13 @@ def test_convert_to_bfloat16_and_back(cli: Cli, tmp_path: Path) -> None:
     assert read_config(tmp_path / "wide") == CONFIG
 
 
-def test_convert_refuses_what_the_dtype_cannot_hold(cli: Cli, tmp_path: Path) -> None:
+def test_convert_refuses_values_that_the_dtype_cannot_hold(cli: Cli, tmp_path: Path) -> None:
     source, tensors = save_small(tmp_path)
     tensors["lm_head.weight"][3, 5] = 1e5
-    tensors["backbone.out_norm.weight"][0] = torch.inf  # which it was before
+    tensors["backbone.out_norm.weight"][0] = torch.inf  # also in the source
     save_checkpoint(source, CONFIG, tensors.items())
     got = refused(cli("convert", source, tmp_path / "half", "--dtype", "float16"))
-    assert got == "lm_head.weight holds numbers too large for torch.float16"
+    assert got == "lm_head.weight has values that are too large for torch.float16"
     assert names_in(tmp_path) == {"model"}
     succeeded(cli("convert", source, tmp_path / "wide", "--dtype", "bfloat16"))
 
@@ -157,30 +159,18 @@ def test_convert_shards(cli: Cli, tmp_path: Path) -> None:
 
 
 def standalone(folder: Path) -> dict[str, torch.Tensor]:
-    """The authors' own format, with fused layers; returns what it holds by our names."""
+    """Writes a folder in the authors' format, with fused layers. Returns its tensors."""
     tensors = draw()
-    theirs = dict(tensors)
+    theirs = fuse(tensors)
     theirs["embedding.weight"] = theirs.pop("backbone.embeddings.weight")
-    for i in range(CONFIG.num_blocks):
-        for new, (layer, *parts) in {
-            "qkv_opreact.weight": ("mlstm_layer", "q", "k", "v", "ogate_preact"),
-            "ifgate_preact.weight": ("mlstm_layer", "igate_preact", "fgate_preact"),
-            "ifgate_preact.bias": ("mlstm_layer", "igate_preact", "fgate_preact"),
-            "proj_up_gate_z.weight": ("ffn", "proj_up_gate", "proj_up"),
-        }.items():
-            path, kind = f"backbone.blocks.{i}.{layer}.", new.partition(".")[2]
-            stacked = [theirs.pop(f"{path}{part}.{kind}") for part in parts]
-            theirs[path + new] = torch.cat(stacked)
     folder.mkdir()
     save_file(theirs, folder / "model_0.safetensors")
-    fields = ("embedding_dim", "num_blocks", "num_heads", "vocab_size", "ffn_proj_factor",
-              "ffn_round_up_to_multiple_of", "mlstm_round_up_to_multiple_of")  # fmt: skip
-    values = {name: getattr(CONFIG, name) for name in fields}
-    (folder / "config.yaml").write_text(yaml.dump({**values, "weight_mode": "fused"}))
+    values = {**asdict(CONFIG), "weight_mode": "fused"}
+    (folder / "config.yaml").write_text(yaml.dump(values))
     return tensors
 
 
-def test_convert_a_standalone_folder_with_its_companions(cli: Cli, tmp_path: Path) -> None:
+def test_convert_reads_the_authors_format_and_copies_companions(cli: Cli, tmp_path: Path) -> None:
     source, target = tmp_path / "theirs", tmp_path / "ours"
     tensors = standalone(source)
     companions = {"tokenizer.json": "{}", "tokenizer_config.json": "[1]", "LICENSE": "NXAI\n"}
@@ -192,7 +182,7 @@ def test_convert_a_standalone_folder_with_its_companions(cli: Cli, tmp_path: Pat
     assert_same(load_file(target / "model.safetensors"), tensors)
     assert json.loads((target / "config.json").read_text()) == CONFIG.to_dict("float32")
     assert {name: (target / name).read_text() for name in companions} == companions
-    assert succeeded(cli("verify", target)) == f"{target}: 5 files are as they were saved\n"
+    assert succeeded(cli("verify", target)) == f"{target}: 5 files match SHA256SUMS\n"
 
 
 def test_convert_replaces_only_with_overwrite(cli: Cli, tmp_path: Path) -> None:
@@ -208,21 +198,21 @@ def test_convert_replaces_only_with_overwrite(cli: Cli, tmp_path: Path) -> None:
     narrow = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     assert_same(dict(open_checkpoint(target).tensors()), narrow)
     assert not (target / "model.safetensors").exists()
-    # Onto itself, from the files that it replaces.
+    # A checkpoint can replace itself.
     succeeded(cli("convert", source, source, "--dtype", "bfloat16", "--overwrite"))
     assert_same(load_file(source / "model.safetensors"), narrow)
 
 
-def test_convert_mistakes(cli: Cli, tmp_path: Path) -> None:
+def test_convert_errors(cli: Cli, tmp_path: Path) -> None:
     source, _ = save_small(tmp_path)
     target = tmp_path / "target"
-    want = "there is no dtype 'int8' here; there are: float32, bfloat16, float16"
+    want = "unknown dtype 'int8'; choose from float32, bfloat16, float16"
     assert refused(cli("convert", source, target, "--dtype", "int8")) == want
     for size in ("0", "-1", "nan", "inf"):
         sentence = refused(cli("convert", source, target, "--max-shard-size", size))
-        assert sentence == f"max_shard_size must be a positive number of GB, not {float(size)}"
+        assert sentence == f"--max-shard-size must be a positive number of GB, not {float(size)}"
     sentence = refused(cli("convert", tmp_path / "no" / "such" / "folder", target))
-    assert sentence.startswith("there is no folder")
+    assert sentence.endswith("is neither a folder nor the id of a hub repository")
     file = tmp_path / "file"
     file.write_text("mine")
     for options in ([], ["--overwrite"]):
@@ -241,7 +231,7 @@ def test_convert_mistakes(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("quiet_transformers")
-def test_compare(cli: Cli, speller: Path) -> None:
+def test_compare_prints_json(cli: Cli, speller: Path) -> None:
     short = ("--max-new-tokens", 6, "--speed-length", 8)
     got = json.loads(succeeded(cli("compare", speller, *short, "--device", "cpu", "--json")))
     assert (got["dtype"], got["device"], got["speed_length"]) == ("float32", "cpu", 8)
@@ -261,12 +251,12 @@ def test_compare_without_a_tokenizer_prints_a_table(cli: Cli, tmp_path: Path) ->
     XLSTM(ModelConfig(128, 1, 2, vocab_size=50)).save_pretrained(tmp_path)
     out = succeeded(cli("compare", tmp_path, "--max-new-tokens", 2, "--speed-length", 4))
     assert out.count("2/2") == 3
-    assert "ours against transformers, float32 on " in out
+    assert "xlstm7b and transformers, float32 on " in out
     assert "prefill of 4" in out
 
 
 @pytest.mark.usefixtures("quiet_transformers")
-def test_compare_with_what_transformers_cannot_load(cli: Cli, tmp_path: Path) -> None:
+def test_compare_names_a_folder_that_transformers_cannot_load(cli: Cli, tmp_path: Path) -> None:
     folder = tmp_path / "theirs"
     standalone(folder)
     sentence = refused(cli("compare", folder))
@@ -274,15 +264,15 @@ def test_compare_with_what_transformers_cannot_load(cli: Cli, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("quiet_transformers")
-def test_compare_with_what_transformers_cannot_run(cli: Cli, tmp_path: Path) -> None:
+def test_compare_names_widths_that_transformers_cannot_run(cli: Cli, tmp_path: Path) -> None:
     XLSTM(ModelConfig(64, 1, 2, vocab_size=320)).save_pretrained(tmp_path)
     want = "transformers runs qk and v widths that are multiples of 64, not 32 and 64"
     assert refused(cli("compare", tmp_path)) == want
 
 
-def test_compare_mistakes(cli: Cli, speller: Path) -> None:
+def test_compare_errors(cli: Cli, speller: Path) -> None:
     for options in (["--max-new-tokens", 0], ["--speed-length", 0]):
         sentence = refused(cli("compare", speller, *options))
-        assert sentence == "max_new_tokens and the length for speeds must be at least 1"
-    assert refused(cli("compare", "7b")).startswith("there is no folder '7b'")
-    assert refused(cli("compare", speller, "--dtype", "x")).startswith("there is no dtype 'x'")
+        assert sentence == "max_new_tokens and speed_length must be at least 1"
+    assert refused(cli("compare", "7b")).startswith("'7b' is neither a folder nor")
+    assert refused(cli("compare", speller, "--dtype", "x")).startswith("unknown dtype 'x'")

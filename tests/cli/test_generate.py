@@ -1,5 +1,6 @@
-"""generate: texts, where prompts come from, states, speeds, and one sentence for every mistake."""
+"""`xlstm7b generate`: outputs, prompts, states, Ctrl-C, speeds, and one sentence per mistake."""
 
+import os
 import re
 import signal
 import subprocess
@@ -9,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import names_in, save_small
-from cli.commands import (
+from checkpoint_files import names_in, save_small
+from commands import (
     Cli,
     Outcome,
     environment,
@@ -21,12 +22,12 @@ from cli.commands import (
 )
 
 from xlstm7b.accounting import decode_bytes
+from xlstm7b.checkpoint import read_config
 from xlstm7b.config import ModelConfig
-from xlstm7b.generate import Generator, TextState
-from xlstm7b.generate.texts import GrowingText
+from xlstm7b.generate import Generator, SavedState
+from xlstm7b.generate.request import OutputText
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import ByteTokenizer
-from xlstm7b.weights import read_config
 
 GREEDY = ("--temperature", 0)
 
@@ -35,12 +36,12 @@ def bytes_of(text: str) -> list[int]:
     return ByteTokenizer().encode(text)
 
 
-def as_options(settings: dict[str, object]) -> list[object]:
-    pairs = (("--" + name.replace("_", "-"), value) for name, value in settings.items())
+def as_options(sampling: dict[str, object]) -> list[object]:
+    pairs = (("--" + name.replace("_", "-"), value) for name, value in sampling.items())
     return [part for pair in pairs for part in pair]
 
 
-# Texts
+# Outputs
 
 
 def test_generate_greedily(cli: Cli, speller: Path) -> None:
@@ -62,7 +63,7 @@ def test_generate_with_seeds(cli: Cli, speller: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    "sampling",
     [
         {},
         {"temperature": 1.0},
@@ -77,15 +78,15 @@ def test_generate_with_seeds(cli: Cli, speller: Path) -> None:
         {"temperature": 50.0, "min_new_tokens": 30, "top_p": 1.0, "top_k": 0},
     ],
 )
-def test_generate_settings_are_those_of_the_library(
-    cli: Cli, speller: Path, settings: dict[str, object]
+def test_sampling_options_are_those_of_the_generator(
+    cli: Cli, speller: Path, sampling: dict[str, object]
 ) -> None:
     hot = {"max_new_tokens": 30, "temperature": 9.0, "top_k": 12, "top_p": 0.8, "seed": 4}
     generator = Generator.from_pretrained(speller)
     (base,) = generator.generate("The ", **hot)
-    (want,) = generator.generate("The ", **{**hot, **settings})
-    assert (base.text == want.text) == (not settings)
-    out = succeeded(cli("generate", speller, "The ", *as_options({**hot, **settings})))
+    (want,) = generator.generate("The ", **{**hot, **sampling})
+    assert (base.text == want.text) == (not sampling)
+    out = succeeded(cli("generate", speller, "The ", *as_options({**hot, **sampling})))
     assert out == f"The {want.text}\n"
 
 
@@ -111,7 +112,7 @@ def test_generate_in_bfloat16_and_from_an_empty_prompt(cli: Cli, speller: Path) 
 
 @pytest.fixture(scope="module")
 def fox(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It says aé🦊, a line break, b, and ends; none of it is one byte's work."""
+    """A model that generates aé🦊, a line break and b. Most characters take several tokens."""
     return save_reciter(tmp_path_factory.mktemp("fox"), bytes_of("aé🦊\nb"))
 
 
@@ -138,19 +139,19 @@ def test_generate_past_the_end_of_text(cli: Cli, fox: Path) -> None:
     assert tokens("--ignore-eos") == 9
 
 
-def test_generate_several(cli: Cli, speller: Path) -> None:
-    settings = {"max_new_tokens": 8, "temperature": 3.0, "top_p": 1.0, "seed": 7}
-    texts = Generator.from_pretrained(speller).generate("So ", num_return_sequences=3, **settings)
-    out = succeeded(cli("generate", speller, "So ", "-n", 3, *as_options(settings)))
+def test_generate_several_outputs(cli: Cli, speller: Path) -> None:
+    sampling = {"max_new_tokens": 8, "temperature": 3.0, "top_p": 1.0, "seed": 7}
+    texts = Generator.from_pretrained(speller).generate("So ", num_return_sequences=3, **sampling)
+    out = succeeded(cli("generate", speller, "So ", "-n", 3, *as_options(sampling)))
     numbered = enumerate((text.text for text in texts), 1)
     assert out == "".join(f"=== {n} of 3 ===\nSo {text}\n" for n, text in numbered)
     few = ("--num-return-sequences", 3, "--batch-size", 2, "--no-echo")
-    assert succeeded(cli("generate", speller, "So ", *few, *as_options(settings))) == out.replace(
+    assert succeeded(cli("generate", speller, "So ", *few, *as_options(sampling))) == out.replace(
         "\nSo ", "\n"
     )
 
 
-# Where the prompt comes from
+# Prompts
 
 
 @pytest.mark.parametrize("content", ["Ein Käse\n", "Ein Käse"])
@@ -164,25 +165,32 @@ def test_generate_from_a_file_and_from_a_pipe(
     assert succeeded(cli("generate", speller, "--file", file, *short)) == want
     assert succeeded(cli("generate", speller, *short, stdin=content)) == want
     assert succeeded(cli("generate", speller, "-", *short, stdin=content)) == want
+    read_end, write_end = os.pipe()  # a shell's --file <(command)
+    os.write(write_end, content.encode())
+    os.close(write_end)
+    assert succeeded(cli("generate", speller, "--file", f"/dev/fd/{read_end}", *short)) == want
+    os.close(read_end)
     # An argument is taken as it is, whatever is piped in.
     assert succeeded(cli("generate", speller, "Ein Käse", *short, stdin="x")) == want
     assert succeeded(cli("generate", speller, "--file", file, *short, stdin="x")) == want
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_generate_wants_one_prompt(cli: Cli, speller: Path, tmp_path: Path) -> None:
+def test_there_must_be_one_prompt(cli: Cli, speller: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_bytes(b"\xff")
-    want = "there are two prompts: give an argument or --file, not both"
+    want = "two prompts are given: use an argument or --file, not both"
     assert refused(cli("generate", speller, "x", "--file", file)) == want
     assert refused(cli("generate", speller, "-", "--file", file, stdin="x")) == want
-    want = "there is no prompt: give one, name a --file, or pipe it in"
+    want = "no prompt is given: use an argument or --file, or pipe it to stdin"
     assert refused(cli("generate", speller)) == want
     assert refused(cli("generate", speller, "--file", tmp_path / "no")).startswith("there is no f")
+    assert refused(cli("generate", speller, "--file", tmp_path)).startswith("there is no f")
     assert refused(cli("generate", speller, "--file", file)).startswith(f"{file} is not UTF-8 text")
     sentence = refused(cli("generate", speller, stdin=b"a\xff"))
-    assert sentence.startswith("what is piped in is not UTF-8 text: ")
-    assert "surrogates not allowed" in refused(cli("generate", speller, "\udcff"))
+    assert sentence.startswith("stdin is not UTF-8 text: ")
+    want = "the prompt is not valid Unicode: '\\udcff' at character 0"
+    assert refused(cli("generate", speller, "\udcff")) == want
 
 
 @pytest.mark.usefixtures("no_weights")
@@ -196,49 +204,48 @@ def test_generate_an_empty_prompt_without_a_first_token(cli: Cli, tmp_path: Path
 # States
 
 
-def test_generate_goes_on_from_a_state(cli: Cli, speller: Path, tmp_path: Path) -> None:
+def test_generate_continues_from_a_saved_state(cli: Cli, speller: Path, tmp_path: Path) -> None:
     path = tmp_path / "a state"
     want = greedy_text(speller, "Once upon", 30)
 
-    def go_on(*arguments: object, tokens: int) -> str:
+    def continue_text(*arguments: object, tokens: int) -> str:
         return succeeded(
             cli("generate", speller, *arguments, "--max-new-tokens", tokens, *GREEDY)
         ).removesuffix("\n")
 
-    first = go_on("Once upon", "--save-state", path, tokens=12)
+    first = continue_text("Once upon", "--save-state", path, tokens=12)
     assert names_in(tmp_path) == {path.name}
-    state = TextState.load(path, read_config(speller))
+    state = SavedState.load(path, read_config(speller))
     assert state.tokens_seen == [1 + len("Once upon") + 12]
-    again = go_on("--load-state", path, "--save-state", path, tokens=10)
-    assert TextState.load(path, read_config(speller)).tokens_seen == [1 + len("Once upon") + 22]
-    last = go_on("--load-state", path, "--dtype", "float32", "--state-dtype", "float32", tokens=8)
+    again = continue_text("--load-state", path, "--save-state", path, tokens=10)
+    assert SavedState.load(path, read_config(speller)).tokens_seen == [1 + len("Once upon") + 22]
+    last = continue_text(
+        "--load-state", path, "--dtype", "float32", "--state-dtype", "float32", tokens=8
+    )
     assert first + again + last == want
-    # The prompt is read on top of it; one that is piped in only if asked for.
-    more = go_on("--load-state", path, want[-8:], tokens=5)
+    # A prompt is read on top of the state; stdin is read only if the prompt is -.
+    more = continue_text("--load-state", path, want[-8:], tokens=5)
     assert more == greedy_text(speller, want, 5)[-13:]
-    assert succeeded(
-        cli("generate", speller, "-", "--load-state", path, "--max-new-tokens", 5, *GREEDY,
-            stdin=want[-8:])
-    ) == more + "\n"  # fmt: skip
-    unread = cli("generate", speller, "--load-state", path, "--max-new-tokens", 8, *GREEDY,
-                 stdin=b"\xff")  # fmt: skip
-    assert succeeded(unread) == last + "\n"
-    three = succeeded(cli("generate", speller, "--load-state", path, "-n", 2, *GREEDY,
-                          "--max-new-tokens", 8))  # fmt: skip
-    assert three == f"=== 1 of 2 ===\n{last}\n=== 2 of 2 ===\n{last}\n"
+    from_state = ("generate", speller, "--load-state", path, *GREEDY, "--max-new-tokens")
+    assert succeeded(cli(*from_state, 5, "-", stdin=want[-8:])) == more + "\n"
+    assert succeeded(cli(*from_state, 8, stdin=b"\xff")) == last + "\n"
+    two = succeeded(cli(*from_state, 8, "-n", 2))
+    assert two == f"=== 1 of 2 ===\n{last}\n=== 2 of 2 ===\n{last}\n"
 
 
 def test_generate_in_bfloat16_states(cli: Cli, speller: Path, tmp_path: Path) -> None:
     path = tmp_path / "state"
     narrow = ("--state-dtype", "bfloat16", "--max-new-tokens", 3)
     out = succeeded(cli("generate", speller, "a", *narrow, "--save-state", path))
-    state = TextState.load(path, read_config(speller))
-    assert state.memory.blocks[0].C.dtype == torch.bfloat16
+    state = SavedState.load(path, read_config(speller))
+    assert state.model_state.blocks[0].C.dtype == torch.bfloat16
     assert out.startswith("a")
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_generate_refuses_states_before_weights(cli: Cli, speller: Path, tmp_path: Path) -> None:
+def test_states_are_checked_before_weights_are_loaded(
+    cli: Cli, speller: Path, tmp_path: Path
+) -> None:
     config = read_config(speller)
     path = tmp_path / "state"
     assert refused(cli("generate", speller, "--load-state", path)) == f"{path} is missing"
@@ -251,55 +258,56 @@ def test_generate_refuses_states_before_weights(cli: Cli, speller: Path, tmp_pat
     other = Generator(XLSTM(ModelConfig(128, 1, 2, vocab_size=320)), ByteTokenizer())
     other.read("x").save(path)
     sentence = refused(cli("generate", speller, "--load-state", path))
-    want = f"{path} was saved from another model: it has num_blocks 1, not 2"
+    want = f"{path} was saved from another model: it has num_blocks 1, the loaded model 2"
     assert sentence.startswith(want)
     Generator(XLSTM(config), ByteTokenizer()).read(["x", "y"]).save(path)
     sentence = refused(cli("generate", speller, "--load-state", path))
-    assert sentence == f"{path} holds 2 texts; here one goes on"
+    assert sentence == "a request continues one state, not 2"
     before = path.read_bytes()
     for target, reason in {
-        tmp_path: f"{tmp_path} is there already, and is not a file to replace",
-        tmp_path / "a" / "b": f"there is no folder {tmp_path / 'a'} to write b to",
-        Path("/dev/null"): "/dev/null is there already, and is not a file to replace",
+        tmp_path: f"cannot write {tmp_path}: it exists and is not a regular file",
+        tmp_path
+        / "a"
+        / "b": f"cannot write {tmp_path / 'a/b'}: there is no folder {tmp_path / 'a'}",
+        Path("/dev/null"): "cannot write /dev/null: it exists and is not a regular file",
     }.items():
         assert refused(cli("generate", speller, "x", "--save-state", target)) == reason
     sentence = refused(cli("generate", speller, "x", "--save-state", path, "-n", 2))
-    assert sentence == "--save-state saves one text: it does not go with -n"
+    assert sentence == "--save-state saves one state: it cannot be combined with -n"
     assert path.read_bytes() == before
 
 
 def after_tokens(monkeypatch: pytest.MonkeyPatch, count: int, act: Callable[[], None]) -> None:
-    """Acts when a text has this many tokens, before it gets the next."""
-    push = GrowingText.push
+    """Calls `act` when an output has this many tokens, before it gets the next one."""
+    push = OutputText.push
 
-    def counting(text: GrowingText, *given: object) -> str:
-        if len(text.token_ids) == count:
+    def counting(output: OutputText, *given: object) -> str:
+        if len(output.token_ids) == count:
             act()
-        return push(text, *given)
+        return push(output, *given)
 
-    monkeypatch.setattr(GrowingText, "push", counting)
+    monkeypatch.setattr(OutputText, "push", counting)
 
 
-def test_ctrl_c_ends_the_text_and_saves_the_state(
+def test_ctrl_c_ends_the_output_and_saves_the_state(
     cli: Cli, speller: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, before = tmp_path / "state", signal.getsignal(signal.SIGINT)
-    # The next token has been asked for by then, and is the last.
     after_tokens(monkeypatch, 3, lambda: signal.raise_signal(signal.SIGINT))
     outcome = cli("generate", speller, "So ", *GREEDY, "--save-state", path)
-    assert outcome == Outcome(130, greedy_text(speller, "So ", 5) + "\n", "")
-    assert TextState.load(path, read_config(speller)).tokens_seen == [1 + len("So ") + 5]
+    assert outcome == Outcome(130, greedy_text(speller, "So ", 4) + "\n", "")
+    assert SavedState.load(path, read_config(speller)).tokens_seen == [1 + len("So ") + 4]
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_ctrl_c_ends_several_texts_and_begins_no_more(
+def test_ctrl_c_ends_several_outputs_and_starts_no_more(
     cli: Cli, speller: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    once = iter([signal.SIGINT])  # both texts are there then, and a second Ctrl-C is no request
+    once = iter([signal.SIGINT])  # a second Ctrl-C would raise
     after_tokens(monkeypatch, 3, lambda: [*map(signal.raise_signal, once)])
     endless = ("--max-new-tokens", 100_000, "--ignore-eos", "--temperature", 0)
     outcome = cli("generate", speller, "So ", "-n", 5, "--batch-size", 2, *endless)
-    text = greedy_text(speller, "So ", 5)
+    text = greedy_text(speller, "So ", 4)
     assert outcome == Outcome(130, f"=== 1 of 5 ===\n{text}\n=== 2 of 5 ===\n{text}\n", "")
 
 
@@ -316,7 +324,7 @@ def test_generate_verbose(cli: Cli, speller: Path) -> None:
         rate = float(re.search(r"([\d,.]+) tok/s", generated)[1].replace(",", "")) / batch
         assert re.search(rf" {20 * batch} tokens ", generated)
         bandwidth, share, limit = re.fullmatch(
-            r"memory moved +([\d.]+) GB/s, ([\d.]+)% of the ([\d.]+) GB/s that it reads at", moved
+            r"memory moved +([\d.]+) GB/s, ([\d.]+)% of the bandwidth of ([\d.]+) GB/s", moved
         ).groups()
         want = rate * decode_bytes(read_config(speller), batch, weight_itemsize=4) / 1e9
         assert float(bandwidth) == pytest.approx(want, abs=0.006)
@@ -325,10 +333,10 @@ def test_generate_verbose(cli: Cli, speller: Path) -> None:
         assert re.fullmatch(r"peak memory +[\d.]+ GB", memory)
 
 
-def test_generate_measures_what_memory_reads(cli: Cli, speller: Path) -> None:
+def test_generate_measures_the_bandwidth_of_memory(cli: Cli, speller: Path) -> None:
     code, _, err = cli("generate", speller, "x", "--max-new-tokens", 1, "--verbose")
     assert code == 0
-    assert 0.5 < float(re.search(r"of the ([\d.]+) GB/s", err)[1]) < 5000
+    assert 0.5 < float(re.search(r"bandwidth of ([\d.]+) GB/s", err)[1]) < 5000
 
 
 # Pipes
@@ -336,10 +344,8 @@ def test_generate_measures_what_memory_reads(cli: Cli, speller: Path) -> None:
 
 def test_generate_into_a_pipe_that_closes(fox: Path) -> None:
     program = f"{sys.executable} -m xlstm7b generate {fox} --max-new-tokens 100000 --ignore-eos"
-    done = subprocess.run(
-        f"printf a | {program} | head -1",
-        shell=True, capture_output=True, env=environment(), timeout=60,
-    )  # fmt: skip
+    command = f"printf a | {program} | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, env=environment(), timeout=60)
     assert (done.stdout.decode(), done.stderr) == ("aé🦊\n", b"")
 
 
@@ -364,17 +370,17 @@ def test_generate_into_a_pipe_that_closes(fox: Path) -> None:
         (["-n", 0], "num_return_sequences must be at least 1, not 0"),
         (["--batch-size", 0], "batch_size must be at least 1, not 0"),
         (["--peak-tbs", 0], "peak_tbs must be a positive number of TB/s, not 0.0"),
-        (["--state-dtype", "float16"], "there is no dtype 'float16' here; there are: float32, bfl"),
-        (["--logprobs", 2], "--output, --token-ids and --logprobs only go with --jsonl"),
-        (["--output", "x"], "--output, --token-ids and --logprobs only go with --jsonl"),
+        (["--state-dtype", "float16"], "unknown dtype 'float16'; choose from float32, bfl"),
+        (["--logprobs", 2], "--output, --token-ids and --logprobs need --jsonl"),
+        (["--output", "x"], "--output, --token-ids and --logprobs need --jsonl"),
         (["--seed", -1], "seed must be between 0 and 2^64 - 1, not -1"),
-        (["--dtype", "int4"], "there is no dtype 'int4' here; there are: float32, bfloat16, float"),
+        (["--dtype", "int4"], "unknown dtype 'int4'; choose from float32, bfloat16, float"),
         (["--device", "cuda:99"], "the device 'cuda:99' cannot be used here: "),
         (["--device", "toaster"], "the device 'toaster' cannot be used here: "),
-        (["--device", "meta"], "the device 'meta' cannot be used here: it holds no numbers"),
+        (["--device", "meta"], "the device 'meta' cannot be used here: it has no memory"),
     ],
 )
-def test_generate_checks_options_before_it_looks_for_the_model(
+def test_options_are_checked_before_the_model_is_looked_for(
     cli: Cli, options: list[object], sentence: str
 ) -> None:
     got = refused(cli("generate", "/no/such/model", "x", *options))
@@ -383,11 +389,11 @@ def test_generate_checks_options_before_it_looks_for_the_model(
 
 def test_generate_mistakes(cli: Cli, speller: Path, tmp_path: Path) -> None:
     sentence = refused(cli("generate", "7b", "x"))
-    assert sentence == "there is no folder '7b', nor is that the name of a hub repository"
+    assert sentence == "'7b' is neither a folder nor the id of a hub repository"
     folder, _ = save_small(tmp_path)  # a vocabulary of 7
     assert refused(cli("generate", folder, "x")) == (
         f"{folder} has no tokenizer.json, which a vocabulary of 7 needs "
-        "(only one of 320 ids, bytes, needs none)"
+        "(only a vocabulary of 320, bytes, works without a file)"
     )
     missing = tmp_path / "tokenizer.json"
     sentence = refused(cli("generate", speller, "x", "--tokenizer", missing))
@@ -397,7 +403,7 @@ def test_generate_mistakes(cli: Cli, speller: Path, tmp_path: Path) -> None:
     assert sentence.startswith(f"{missing} is not a readable tokenizer.json: ")
 
 
-def test_a_model_without_numbers_fails(cli: Cli, speller: Path, tmp_path: Path) -> None:
+def test_a_model_whose_logits_are_nan_fails(cli: Cli, speller: Path, tmp_path: Path) -> None:
     model = XLSTM.from_pretrained(speller)
     with torch.no_grad():
         model.lm_head.weight[100, 0] = torch.nan

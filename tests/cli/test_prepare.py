@@ -1,4 +1,4 @@
-"""prepare: what it prints and writes, and one sentence a mistake."""
+"""`xlstm7b prepare`: what it prints and writes; every error is one sentence."""
 
 import json
 import subprocess
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli.commands import Cli, environment, refused, succeeded
+from commands import Cli, environment, refused, succeeded
 
 from xlstm7b.data.shards import open_folder
 from xlstm7b.tokenizer import ByteTokenizer
@@ -20,13 +20,13 @@ def quotes(tmp_path: Path) -> Path:
     return path
 
 
-def test_prepare_verify_and_again(cli: Cli, quotes: Path, tmp_path: Path) -> None:
+def test_prepare_twice_then_verify(cli: Cli, quotes: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for _ in range(2):
         said = succeeded(cli("prepare", quotes, "-o", out, "--text-column", "body"))
         assert said.startswith(f"{out} is ready, after ")
         assert said.endswith(" s: 13 tokens, 2 documents, shards: 1\n")
-    whole = f"{out} is as it was written: 13 tokens, 2 documents, shards: 1\n"
+    whole = f"{out} is intact: 13 tokens, 2 documents, shards: 1\n"
     assert succeeded(cli("prepare", "--verify", out)) == whole
     (out / "00000.ds").write_bytes(bytes(26))
     assert refused(cli("prepare", "--verify", out)) == (
@@ -34,7 +34,7 @@ def test_prepare_verify_and_again(cli: Cli, quotes: Path, tmp_path: Path) -> Non
     )
 
 
-def test_questions_by_other_names_in_one_process(cli: Cli, tmp_path: Path) -> None:
+def test_qa_with_other_column_names(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"q": "1+1?", "a": "2"}')
     out = tmp_path / "out"
     options = ["--format", "qa", "--question-column", "q", "--answer-column", "a"]
@@ -46,7 +46,7 @@ def test_questions_by_other_names_in_one_process(cli: Cli, tmp_path: Path) -> No
     assert shard.mask.tolist() == [*[0] * 21, 1, 1, 1]
 
 
-def test_the_program_prepares_sources_in_several_processes(tmp_path: Path) -> None:
+def test_the_program_prepares_in_several_processes(tmp_path: Path) -> None:
     for number in range(5):
         (tmp_path / f"{number}.py").write_text(f"print({number})\n")
     command = ["prepare", tmp_path, "--output", tmp_path / "out", "--as-text", ".py"]
@@ -61,7 +61,7 @@ def test_the_program_prepares_sources_in_several_processes(tmp_path: Path) -> No
     assert done.stdout.endswith(": 50 tokens, 5 documents, shards: 1\n")
 
 
-def test_adoption(cli: Cli, quotes: Path, tmp_path: Path) -> None:
+def test_adopting_a_folder_of_datatroves(cli: Cli, quotes: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     succeeded(cli("prepare", quotes, "-o", out, "--text-column", "body", "--processes", 1))
     (out / "manifest.json").unlink()
@@ -71,20 +71,22 @@ def test_adoption(cli: Cli, quotes: Path, tmp_path: Path) -> None:
     succeeded(cli("prepare", "--verify", out))
 
 
-def test_mistakes(cli: Cli, quotes: Path, tmp_path: Path) -> None:
+def test_mistakes_write_nothing(cli: Cli, quotes: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for arguments, message in (
-        (["-o", out], "quotes.jsonl line 1: there is no column 'text'; there are: body"),
+        (["-o", out], "quotes.jsonl line 1: the column 'text' is missing; the columns are body"),
         ([], "--output is missing: the folder to write the shards to"),
-        (["-o", out, "--format", "csv"], "there is no format 'csv'; there are: text, chat, qa"),
+        (["-o", out, "--format", "csv"], "unknown format 'csv'; choose from text, chat, qa"),
         (["-o", out, "--processes", 0], "processes must be at least 1, not 0"),
         (["-o", out, "--tokenizer", "x"], "there is no tokenizer at x"),
-        (["-o", tmp_path, "--text-column", "body"], "holds something else: remove it, or name "
-         "another folder"),
+        (
+            ["-o", tmp_path, "--text-column", "body"],
+            "holds other files: remove it, or choose another folder",
+        ),
         (["-o", out, "--verify"], "--verify and --adopt write no --output"),
-        (["--adopt", "--verify"], "--verify and --adopt are two things: give one of them"),
-    ):  # fmt: skip
+        (["--adopt", "--verify"], "--verify and --adopt cannot be given together"),
+    ):
         assert refused(cli("prepare", quotes, *arguments)).endswith(message)
-    assert refused(cli("prepare", tmp_path / "none", "-o", out)).endswith("or folder " + str(
-        tmp_path / "none"))  # fmt: skip
+    missing = tmp_path / "none"
+    assert refused(cli("prepare", missing, "-o", out)).endswith(f"file or folder {missing}")
     assert not out.exists()

@@ -1,14 +1,19 @@
-"""The program as a whole: exit codes, streams, and what it loads."""
+"""The program as a whole: exit codes, stdout and stderr, imports, and options."""
 
 import json
 import subprocess
 import sys
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
-from checkpoints import run
-from cli.commands import Cli, Outcome, environment, refused, succeeded
+import typer
+from checkpoint_files import run
+from commands import Cli, Outcome, environment, refused, succeeded
 
 import xlstm7b
+from xlstm7b.cli import app
+from xlstm7b.generate.params import HELP, SamplingParams
 from xlstm7b.model import XLSTM
 
 
@@ -53,7 +58,7 @@ def test_neither_the_package_nor_help_nor_info_loads_torch() -> None:
     helps, _, info = run(script).partition("JSON\n")
     for part in (
         "--max-new-tokens",
-        "Talk with a model",
+        "Talk with a model.",
         "(a GPU if there is one)",
         "--peak-tflops",
     ):
@@ -68,8 +73,43 @@ def test_public_names() -> None:
         _ = xlstm7b.LSTM
 
 
-def test_misspelt_options_exit_with_2_as_well(cli: Cli) -> None:
+def test_misspelt_options_exit_with_code_2(cli: Cli) -> None:
     for arguments in (["infos"], ["info"], ["info", "7b", "--yaml"], ["generate", "x", "y", "--k"]):
         outcome = cli(*arguments)
         assert (outcome.code, outcome.out) == (2, "")
         assert "Usage: " in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("command", "defaults", "absent"),
+    [
+        ("generate", {"temperature": 0.8, "top_p": 0.95}, {"logit_bias"}),
+        (
+            "chat",
+            {"max_new_tokens": 1024, "temperature": 0.8, "top_p": 0.95},
+            {"logit_bias", "eos_token_id", "logprobs"},
+        ),
+    ],
+)
+def test_sampling_options_are_the_fields_of_sampling_params(
+    command: str, defaults: dict[str, float], absent: set[str]
+) -> None:
+    parameters = typer.main.get_command(app).commands[command].params
+    options = {p.name: p for p in parameters if getattr(p, "rich_help_panel", "") == "Sampling"}
+    described = {field.name: field for field in fields(SamplingParams)}
+    assert list(options) == [name for name in described if name not in absent]
+    assert options.pop("stop_strings").opts == ["--stop"]
+    if "eos_token_id" in options:
+        assert options.pop("eos_token_id").opts == ["--ignore-eos"]
+    for name, option in options.items():
+        assert option.opts == [f"--{name.replace('_', '-')}"]
+        assert option.help == HELP[name]
+        assert option.default == defaults.get(name, described[name].default)
+
+
+def test_the_docs_list_the_fields_of_sampling_params() -> None:
+    page = Path(__file__).parents[2] / "docs" / "generation.md"
+    table = page.read_text(encoding="utf-8").partition("| parameter | default | meaning |")[2]
+    rows = table.partition("\n\n")[0].splitlines()[2:]
+    params = SamplingParams()
+    assert rows == [f"| `{name}` | {getattr(params, name)} | {HELP[name]} |" for name in HELP]

@@ -1,19 +1,19 @@
-"""eval ruler: from a folder of weights to a table, a folder of answers and a plot."""
+"""`xlstm7b eval ruler`: from a checkpoint to answers, a table and a plot."""
 
 import json
 from pathlib import Path
 
 import pytest
-from checkpoints import names_in
-from cli.commands import Cli, refused, succeeded
-from ruler_cases import write_sources
+from checkpoint_files import names_in
+from commands import Cli, refused, succeeded
+from ruler_cases import write_datasets
 
 from xlstm7b.generate import Generator
 
 SMALL = ("--lengths", "1536,2048", "--samples", 2, "--tasks", "fwe,niah_single_1")
 
 
-def test_end_to_end(
+def test_a_run_writes_answers_and_is_not_repeated(
     cli: Cli, speller: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
@@ -43,19 +43,25 @@ def test_end_to_end(
     assert "ruler" in scores["xlstm7b"]["command"]
 
     def load(*_: object, **__: object) -> None:
-        raise AssertionError("all is answered, and weights were loaded")
+        raise AssertionError("weights were loaded, although every sample has an answer")
 
     monkeypatch.setattr(Generator, "__init__", load)
     assert succeeded(cli(*called)) == table
-    said = refused(cli(*called, "--seed", 1))
-    assert said == f"{folder} was begun with another seed: choose another --output"
+    message = refused(cli(*called, "--seed", 1))
+    assert message == f"{folder} holds a run with seed 42, not 1; choose another --output"
 
 
-def test_what_is_left_out_is_said(cli: Cli, speller: Path, tmp_path: Path) -> None:
-    paths = write_sources(tmp_path)
-    called = ("eval", "ruler", speller, "--output", tmp_path / "run", "--lengths", 2048,
-              "--samples", 1, "--haystack", paths["haystack"], "--hotpotqa", paths["hotpotqa"],
-              "--tasks", "niah_single_2,qa_1,qa_2")  # fmt: skip
+def test_tasks_without_data_are_left_out_and_named(cli: Cli, speller: Path, tmp_path: Path) -> None:
+    paths = write_datasets(tmp_path)
+    options = {
+        "--output": tmp_path / "run",
+        "--lengths": 2048,
+        "--samples": 1,
+        "--haystack": paths["haystack"],
+        "--hotpotqa": paths["hotpotqa"],
+        "--tasks": "niah_single_2,qa_1,qa_2",
+    }
+    called = ("eval", "ruler", speller, *(part for option in options.items() for part in option))
     code, out, err = cli(*called)
     assert code == 0
     assert err == "qa_1 is left out: no --squad is given\n"
@@ -71,62 +77,66 @@ def test_what_is_left_out_is_said(cli: Cli, speller: Path, tmp_path: Path) -> No
     assert "–" not in table
 
 
-def test_plots(cli: Cli, speller: Path, tmp_path: Path) -> None:
+def test_scores_are_drawn(cli: Cli, speller: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     called = ("eval", "ruler", speller, "--lengths", 1024, "--samples", 1, "--tasks", "fwe")
     succeeded(cli(*called, "--output", tmp_path / "run", "--plot"))
     assert (tmp_path / "run" / "ruler.png").read_bytes().startswith(b"\x89PNG")
     scores, drawn = tmp_path / "run" / "scores.json", tmp_path / "both.png"
-    said = succeeded(cli("eval", "ruler-plot", scores, scores, "--output", drawn))
-    assert said == f"wrote {drawn}\n"
+    printed = succeeded(cli("eval", "ruler-plot", scores, scores, "--output", drawn))
+    assert printed == f"wrote {drawn}\n"
     assert drawn.read_bytes().startswith(b"\x89PNG")
     (tmp_path / "other.json").write_text("{}")
-    said = refused(cli("eval", "ruler-plot", tmp_path / "other.json", "--output", drawn))
-    assert said == f'{tmp_path / "other.json"} is not a results file: it has no "results"'
+    message = refused(cli("eval", "ruler-plot", tmp_path / "other.json", "--output", drawn))
+    assert message == f'{tmp_path / "other.json"} is not a results file: it has no "results"'
 
 
-def test_mistakes_come_before_a_download(
+def test_wrong_arguments_are_refused_before_a_download(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def download(*_: object) -> None:
-        raise AssertionError("the model was asked for")
+        raise AssertionError("the model was downloaded")
 
-    monkeypatch.setattr("xlstm7b.weights.resolve", download)
-    for options, said in (
-        (("--tasks", "niah"), "there is no task 'niah'"),
+    monkeypatch.setattr("xlstm7b.checkpoint.resolve", download)
+    for options, message in (
+        (("--tasks", "niah"), "RULER has no task 'niah'"),
         (("--haystack", tmp_path / "nothing"), "[Errno 2] No such file or directory: "),
     ):
         outcome = cli("eval", "ruler", "a/hub-id", "--output", tmp_path / "run", *options)
-        assert refused(outcome).startswith(said)
+        assert refused(outcome).startswith(message)
 
 
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
-        (("--tasks", "niah"), "there is no task 'niah'; there are: niah_single_1, niah_single_2"),
-        (("--lengths", "4k"), "'4k' is not a list of lengths, as 4096,8192"),
-        (("--lengths", "256"), "256 tokens for fwe are too few: 786 for the shortest"),
-        (("--samples", 0), "a number of samples must be at least 1, not 0"),
+        (("--tasks", "niah"), "RULER has no task 'niah'; its tasks: niah_single_1, niah_single_2"),
+        (("--lengths", "4k"), "--lengths must be numbers such as 4096,8192, not '4k'"),
+        (
+            ("--lengths", "256"),
+            "a length of 256 tokens is too short for fwe: the shortest prompt has 786 tokens, and "
+            "206 are left for it",
+        ),
+        (("--samples", 0), "the number of samples must be at least 1, not 0"),
         (("--batch-size", 0), "batch_size must be at least 1, not 0"),
-        (("--tasks", "qa_1"), "nothing can be made: no --squad is given"),
+        (("--tasks", "qa_1"), "none of these tasks can be run: no --squad is given"),
         (("--squad", "HERE/nothing.json"), "[Errno 2] No such file or directory: "),
-        (("--squad", "HERE/text"), "HERE/text is not SQuAD v2's JSON file: "),
-        (("--hotpotqa", "HERE/list"), "HERE/list is not HotpotQA's JSON file: "),
-        (("--hotpotqa", "HERE/empty"), "HERE/empty holds no question with an answer"),
-        (("--haystack", "HERE/blank"), "HERE/blank holds no words"),
+        (("--squad", "HERE/text"), "HERE/text is not a JSON file of SQuAD v2: "),
+        (("--hotpotqa", "HERE/list"), "HERE/list is not a JSON file of HotpotQA: "),
+        (("--hotpotqa", "HERE/empty"), "HERE/empty contains no question with an answer"),
+        (("--haystack", "HERE/blank"), "HERE/blank contains no words"),
         (("--haystack", "HERE/binary"), "HERE/binary is not UTF-8 text: "),
-        (("--output", "HERE"), "HERE holds something else than a run: choose another --output"),
+        (("--output", "HERE"), "HERE has files, but not of a RULER run; choose another --output"),
         (("--output", "HERE/text"), "[Errno 20] Not a directory: "),
     ],
 )
-def test_mistakes(
-    cli: Cli, speller: Path, tmp_path: Path, options: tuple[object, ...], said: str
+def test_wrong_arguments_are_refused_before_weights_are_loaded(
+    cli: Cli, speller: Path, tmp_path: Path, options: tuple[object, ...], message: str
 ) -> None:
-    for name, content in (("text", b"no JSON"), ("list", b"[1]"), ("empty", b"[]"),
-                          ("blank", b" \n"), ("binary", b"\xff\xfe")):  # fmt: skip
+    files = {"text": b"x", "list": b"[1]", "empty": b"[]", "blank": b" \n", "binary": b"\xff\xfe"}
+    for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     given = [str(option).replace("HERE", str(tmp_path)) for option in options]
     outcome = cli("eval", "ruler", speller, "--output", tmp_path / "run", *SMALL, *given)
-    assert refused(outcome).startswith(said.replace("HERE", str(tmp_path)))
+    assert refused(outcome).startswith(message.replace("HERE", str(tmp_path)))
     assert not (tmp_path / "run").exists()

@@ -1,67 +1,73 @@
-"""serve: mistakes that are told before weights are read. What it does is in tests/serve."""
+"""`xlstm7b serve`: mistakes are reported before weights are read. tests/serve tests the server."""
 
 import os
 import socket
 from pathlib import Path
 
 import pytest
-from cli.commands import Cli, refused
+from commands import Cli, refused
 
-from xlstm7b.cli.serve import _keys
+from xlstm7b.cli.serve import read_keys
 
 
 @pytest.mark.usefixtures("no_weights")
 def test_serve_mistakes(
     cli: Cli, speller: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def sentence(*options: object) -> str:
+    def error(*options: object) -> str:
         return refused(cli("serve", speller, *options))
 
-    assert sentence("--slots", 0) == "--slots must be at least 1, not 0"
-    assert sentence("--max-waiting", 0) == "--max-waiting must be at least 1, not 0"
-    assert sentence("--max-new-tokens", 0) == "--max-new-tokens must be at least 1, not 0"
-    assert sentence("--cache-gb", -1) == "--cache-gb must not be negative, not -1.0"
-    assert sentence("--drain-seconds", "nan") == "--drain-seconds must not be negative, not nan"
-    assert sentence("--states-folder", "no") == "there is no folder no"
-    assert sentence("--cache-folder", "no") == "there is no folder no"
+    assert error("--slots", 0) == "--slots must be at least 1, not 0"
+    assert error("--max-waiting", 0) == "--max-waiting must be at least 1, not 0"
+    assert error("--max-new-tokens", 0) == "--max-new-tokens must be at least 1, not 0"
+    assert error("--cache-gb", -1) == "--cache-gb must be at least 0, not -1.0"
+    assert error("--drain-seconds", "nan") == "--drain-seconds must be at least 0, not nan"
+    for option in ("--states-folder", "--cache-folder"):
+        assert error(option, "no") == f"{option}: there is no folder no; create it first"
     must = "an API key must be printable ASCII without spaces, and not empty"
-    assert sentence("--api-key", "a key") == f"--api-key: {must}"
+    assert error("--api-key", "a key") == f"--api-key: {must}"
     keys = tmp_path / "keys"
     keys.write_text("\n\n# nobody yet\r\n")
-    assert sentence("--api-key-file", keys) == f"{keys} holds no key"
+    assert error("--api-key-file", keys) == f"{keys} contains no API key"
     keys.write_text("# ours\nfirst\nsecond # Alice's\n")
-    assert sentence("--api-key-file", keys) == f"{keys}:3: {must}"
+    assert error("--api-key-file", keys) == f"{keys}:3: {must}"
     keys.write_bytes(b"\xff")
-    assert sentence("--api-key-file", keys) == f"{keys} is no text in UTF-8"
-    assert sentence("--cors", "https://a.site/").startswith("'https://a.site/' is not an origin")
-    assert "No such file" in sentence("--api-key-file", tmp_path / "none")
+    assert error("--api-key-file", keys) == f"{keys} is not UTF-8 text"
+    assert error("--cors", "https://a.site/").startswith("'https://a.site/' is not an origin")
+    missing = tmp_path / "none"
+    message = f"--api-key-file: cannot read {missing}: No such file or directory"
+    assert error("--api-key-file", missing) == message
     with monkeypatch.context() as patched:  # whoever runs the tests may write everywhere
         patched.setattr(os, "access", lambda _, mode, **__: not mode & os.W_OK)
-        assert sentence("--states-folder", tmp_path) == f"{tmp_path} cannot be read and written"
-    assert refused(cli("serve", "7b")).startswith("there is no folder '7b'")
+        message = f"--states-folder: {tmp_path} is not readable and writable"
+        assert error("--states-folder", tmp_path) == message
+    assert refused(cli("serve", "7b")).startswith("'7b' is neither a folder nor")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        told = sentence("--port", port)
-        assert told.startswith(f"127.0.0.1:{port} cannot be served at: ")
-    assert sentence("--port", 99999).startswith("127.0.0.1:99999 cannot be served at: ")
-    assert sentence("--host", "no.host.invalid").startswith("no.host.invalid:8000 cannot be")
+        message = f"port {port} is already in use; choose another with --port"
+        assert error("--port", port) == message
+    assert error("--port", 99999).startswith("cannot listen on 127.0.0.1, port 99999: ")
+    assert error("--host", "").startswith("--host must not be empty")  # it would mean 0.0.0.0
+    assert error("--host", "no.host.invalid").startswith(
+        "cannot listen on no.host.invalid, port 8000: "
+    )
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_an_empty_key_is_no_key(cli: Cli, speller: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable that is set to nothing must not leave the door open."""
+def test_an_empty_key_is_an_error(cli: Cli, speller: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server whose key variable is set but empty must not run without keys."""
     monkeypatch.setenv("XLSTM7B_API_KEY", "")
     assert refused(cli("serve", speller)).startswith("XLSTM7B_API_KEY: an API key must be")
 
 
 def test_more_slots_than_memory(cli: Cli, speller: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xlstm7b.serve.logs.log_to_stderr", lambda: None)  # it is for all tests
-    told = refused(cli("serve", speller, "--port", 0, "--slots", 10**10))
-    assert told.startswith("10,000,000,000 slots of ")
+    monkeypatch.setattr("xlstm7b.serve.server.log_to_stderr", lambda: None)  # it would last
+    message = refused(cli("serve", speller, "--port", 0, "--slots", 10**10))
+    assert message.startswith("10,000,000,000 slots of ")
 
 
-def test_a_file_of_keys(tmp_path: Path) -> None:
-    """As other systems' editors write it."""
+def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
+    """With a byte order mark, CRLF line ends, comments and spaces."""
     file = tmp_path / "keys"
     file.write_bytes(b"\xef\xbb\xbffirst\r\n\r\n# since May\r\n  second \r\n#third\r\n")
-    assert _keys(["given"], file) == ["given", "first", "second"]
+    assert read_keys(["given"], file) == ["given", "first", "second"]

@@ -1,4 +1,4 @@
-"""`xlstm7b train`, `export` and `plot`, on a handful of bytes."""
+"""`xlstm7b train`, `export` and `plot`, on a few bytes of text."""
 
 import shutil
 import subprocess
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli.commands import Cli, Outcome, environment, refused, save_chat_model, succeeded
-from workers import full_disk
+from commands import Cli, Outcome, environment, refused, save_chat_model, succeeded
+from train_processes import full_disk
 
-from xlstm7b.data.writing import alone_in
-from xlstm7b.train.metrics import read_metrics
-from xlstm7b.train.trainer import Trainer
+from xlstm7b.files import lock_folder
+from xlstm7b.model import XLSTM
+from xlstm7b.train.metrics_log import read_metrics
 
 MODEL = "model={embedding_dim=64,num_blocks=1,num_heads=2,vocab_size=320}"
 
@@ -38,14 +38,14 @@ def settings(cli: Cli, tmp_path: Path) -> list[str]:
     return [word for setting in given for word in ("--set", setting)]
 
 
-def test_from_text_to_a_folder(cli: Cli, settings: list[str], tmp_path: Path) -> None:
+def test_from_text_to_an_exported_model(cli: Cli, settings: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     code, out, err = cli("train", "quickstart", "--run", run, "--device", "cpu", *settings)
     assert (code, out) == (0, f"{run}: trained to step 3 of 3\n")
     assert [line.split(":")[0] for line in err.splitlines()] == ["step 1", "step 2", "step 3"]
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
     code, out, _ = cli("train", "quickstart", "--run", run, "--device", "cpu", *settings)
-    assert (code, out) == (0, f"{run}: trained to step 3 of 3\n")  # there was nothing left to do
+    assert (code, out) == (0, f"{run}: trained to step 3 of 3\n")  # nothing was left to do
     assert cli("export", run, tmp_path / "model")[0] == 0
     code, out, _ = cli("generate", tmp_path / "model", "so much", "--max-new-tokens", 4)
     assert code == 0
@@ -53,37 +53,56 @@ def test_from_text_to_a_folder(cli: Cli, settings: list[str], tmp_path: Path) ->
     assert cli("plot", run, "--output", tmp_path / "curves.png")[0] == 0
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     code, _, err = cli("export", run, tmp_path / "model")
-    assert (code, err) == (2, f"xlstm7b: {tmp_path / 'model'} exists already\n")
+    assert (code, err) == (
+        2,
+        f"xlstm7b: {tmp_path / 'model'} exists already: choose another folder\n",
+    )
     other = [*settings, "--set", "data.context_length=16"]
     code, _, err = cli("train", "quickstart", "--run", run, "--device", "cpu", *other)
     assert code == 2
-    begun = f"the run in {run} was begun with data.context_length 32, not 16"
-    assert err == f"xlstm7b: {begun}: choose another --run\n"
+    started = f"the run in {run} was started with data.context_length 32, not 16"
+    assert err == f"xlstm7b: {started}: choose another --run\n"
 
 
-def test_a_plan(cli: Cli) -> None:
+def test_dry_run_prints_the_plan(cli: Cli) -> None:
     code, out, _ = cli("train", "7b", "--dry-run", "--gpus", 128)
     assert code == 0
     assert "2,086,666,240,000" in out
     assert "6,865,424,896" in out
 
 
+def test_dry_run_prints_names_with_brackets_as_they_are(cli: Cli) -> None:
+    sources = 'data.sources={"[b]" = { path = "z[/x]q" }}'
+    code, out, _ = cli("train", "quickstart", "--dry-run", "--set", sources)
+    assert code == 0
+    assert "[b]" in out
+    assert "z[/x]q" in out
+
+
+def test_a_file_is_not_a_run(cli: Cli, settings: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    said = refused(train(cli, file, *settings))
+    assert said == f"{file} is a file, not the folder of a run: choose another --run"
+    assert file.read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["train", "8b"], "there is no recipe '8b'; there are "),
-        (["train", "7b", "--set", "optimizer.lrr=1"], "there is no setting optimizer.lrr; did you"),
+        (["train", "8b"], "unknown recipe '8b'; choose from "),
+        (["train", "7b", "--set", "optimizer.lrr=1"], "unknown setting optimizer.lrr; did you"),
         (["train", "quickstart", "--device", "tpu"], "the device must be cuda or cpu, not 'tpu'"),
         pytest.param(
             ["train", "quickstart", "--device", "cuda"],
             "the device cuda cannot be used here: PyTorch finds no GPU",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
-        (["plot", "nowhere"], "nowhere holds no metrics to draw"),
+        (["plot", "nowhere"], "nowhere holds no metrics to plot"),
         (["export", "nowhere", "model"], "nowhere holds no checkpoint to export"),
     ],
 )
-def test_mistakes(
+def test_mistakes_are_one_sentence_and_write_nothing(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments, sentence
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -95,7 +114,7 @@ def test_mistakes(
 
 @pytest.fixture
 def trained(cli: Cli, settings: list[str], tmp_path: Path) -> Path:
-    """A run that has come to its end, with checkpoints of steps 2 and 3."""
+    """A finished run with checkpoints of steps 2 and 3."""
     run = tmp_path / "run"
     assert train(cli, run, *settings, "--set", "run.save_every=2").code == 0
     return run
@@ -112,17 +131,17 @@ def contents(folder: Path) -> dict[Path, bytes]:
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ("data.context_length=1000000", "do not fill one context of 1,000,000"),
+        ("data.context_length=1000000", "less than one context of 1,000,000"),
         ("data.validation=nowhere", "there is no folder of token shards at nowhere"),
         ("init_from=nowhere", "nowhere"),
         ("init_from=data", "data"),
         ("data.sources.text.path=elsewhere", "there is no folder of token shards at elsewhere"),
         ("parallel.dp_replicate=2", "1 processes cannot form dp_replicate 2"),
-        ("model.vocab_size=256", "a vocabulary of 320 tokens, the model one of 256"),
-        ("run.keep_bst=true", "there is no setting run.keep_bst; did you mean keep_best"),
+        ("model.vocab_size=256", "a vocabulary of 320 tokens, but the model has 256"),
+        ("run.keep_bst=true", "unknown setting run.keep_bst; did you mean keep_best"),
     ],
 )
-def test_what_cannot_be_trained_leaves_nothing(
+def test_a_run_that_cannot_start_leaves_no_file(
     cli: Cli, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong, sentence
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -133,12 +152,12 @@ def test_what_cannot_be_trained_leaves_nothing(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_batch_that_does_not_divide(cli: Cli, settings: list[str]) -> None:
+def test_a_batch_that_does_not_divide_is_refused(cli: Cli, settings: list[str]) -> None:
     plan = ["train", "quickstart", *settings, "--dry-run", "--gpus", 3]
     assert "the batch of 2 sequences from step 0 does not divide" in refused(cli(*plan))
 
 
-def test_a_stage_without_the_run_before(cli: Cli, settings: list[str], trained: Path) -> None:
+def test_a_stage_needs_its_earlier_run(cli: Cli, settings: list[str], trained: Path) -> None:
     stage = ["--set", f"init_from={trained}", "--set", "start_step=1"]
     run = trained.with_name("stage")
     said = refused(train(cli, run, *settings, *stage))
@@ -146,7 +165,7 @@ def test_a_stage_without_the_run_before(cli: Cli, settings: list[str], trained: 
     assert not run.exists()
 
 
-def test_a_run_folder_that_cannot_be(cli: Cli, settings: list[str], tmp_path: Path) -> None:
+def test_a_run_folder_cannot_be_a_file(cli: Cli, settings: list[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("here")
     assert str(tmp_path / "file") in refused(train(cli, tmp_path / "file" / "run", *settings))
     assert str(tmp_path / "file") in refused(train(cli, tmp_path / "file", *settings))
@@ -182,31 +201,31 @@ def test_a_damaged_checkpoint_is_named(
         refused(cli("export", trained, trained.with_name("model"))),
     ):
         assert said.startswith(f"{trained}/checkpoints/step-00000003 is damaged (")
-        assert said.endswith("): remove it to go on from an earlier one")
+        assert said.endswith("): remove it to continue from an earlier one")
     assert contents(trained) == before
     shutil.rmtree(trained / "checkpoints" / "step-00000003")
     assert train(cli, trained, *settings, *more).code == 0
 
 
-def test_a_garbled_recipe_of_a_run(cli: Cli, settings: list[str], trained: Path) -> None:
+def test_a_damaged_recipe_of_a_run_is_named(cli: Cli, settings: list[str], trained: Path) -> None:
     (trained / "recipe.json").write_text('{"model": ')
     before = contents(trained)
-    assert refused(train(cli, trained, *settings)).startswith(f"{trained}/recipe.json is garbled: ")
+    assert refused(train(cli, trained, *settings)).startswith(f"{trained}/recipe.json is damaged: ")
     assert contents(trained) == before
 
 
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ("model.num_heads=4", "was begun with model.num_heads 2, not 4: choose another --run"),
-        ("batch.sequences=4", "was begun with batch.sequences 2, not 4: choose another --run"),
-        ("data.packing=best-fit", "was begun with data.packing windows, not best-fit: choose"),
+        ("model.num_heads=4", "was started with model.num_heads 2, not 4: choose another --run"),
+        ("batch.sequences=4", "was started with batch.sequences 2, not 4: choose another --run"),
+        ("data.packing=best-fit", "was started with data.packing windows, not best-fit: choose"),
         ("data.sources.more={path='data'}", "with text 1/2 of 1601 tokens; more 1/2 of 1601"),
         ("run.seed=1", "read its data with seed 0, this one with 1"),
-        ("run.steps=2", "is at step 3 already, which is behind the last one asked for, run.steps"),
+        ("run.steps=2", r"is already at step 3, after run.steps (2)"),
     ],
 )
-def test_what_a_run_does_not_go_on_with(
+def test_settings_that_a_run_cannot_change(
     cli: Cli, settings: list[str], trained: Path, monkeypatch: pytest.MonkeyPatch, changed, sentence
 ) -> None:
     monkeypatch.chdir(trained.parent)
@@ -216,21 +235,26 @@ def test_what_a_run_does_not_go_on_with(
     assert contents(trained) == before
 
 
-def test_what_a_run_goes_on_with(
+def test_settings_that_a_run_can_change(
     cli: Cli, settings: list[str], trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same data at another place, other micro-batches, held-out text."""
+    """Another path of the same data, other micro-batches, validation."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").rename(tmp_path / "moved")
-    changed = ["data.sources.text.path=moved", "batch.micro_batch=1", "data.validation=moved",
-               "run.validate_every=1", "run.steps=4"]  # fmt: skip
+    changed = [
+        "data.sources.text.path=moved",
+        "batch.micro_batch=1",
+        "data.validation=moved",
+        "run.validate_every=1",
+        "run.steps=4",
+    ]
     more = [word for setting in changed for word in ("--set", setting)]
     assert train(cli, trained, *settings, *more).out == f"{trained}: trained to step 4 of 4\n"
     lines = read_metrics(trained / "metrics.jsonl")
     assert ["validation_loss" in line for line in lines] == [False, False, False, True]
 
 
-def test_a_run_without_a_checkpoint_begins_anew(
+def test_a_run_without_a_checkpoint_starts_again(
     cli: Cli, settings: list[str], trained: Path
 ) -> None:
     shutil.rmtree(trained / "checkpoints")
@@ -239,33 +263,34 @@ def test_a_run_without_a_checkpoint_begins_anew(
     assert [line["tokens"] for line in read_metrics(trained / "metrics.jsonl")] == [32] * 3
 
 
-def test_one_run_at_a_time(cli: Cli, settings: list[str], trained: Path) -> None:
+def test_only_one_process_trains_in_a_folder(cli: Cli, settings: list[str], trained: Path) -> None:
     before = contents(trained)
-    with alone_in(trained, "training in"):
+    with lock_folder(trained, "training in"):
         said = refused(train(cli, trained, *settings, "--set", "run.steps=4"))
         assert said == f"another process is training in {trained} right now"
     assert contents(trained) == before
     assert train(cli, trained, *settings, "--set", "run.steps=4").code == 0
-    with alone_in(trained, "training in"):  # it has let go
+    with lock_folder(trained, "training in"):  # the lock was released
         pass
 
 
-def test_what_is_said_of_a_run_that_stopped(
+def test_a_stopped_run_says_how_to_continue(
     cli: Cli, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
     unread = ["--set", f"data.validation={tmp_path / 'data'}", "--set", "run.time_limit=1e-9"]
     outcome = train(cli, run, *settings, *unread)
-    assert outcome.out == f"{run}: trained to step 1 of 3; the same command goes on\n"
+    assert outcome.out == f"{run}: trained to step 1 of 3; the same command continues\n"
     first, *_ = outcome.err.splitlines()
     assert first == "data.validation is never read: run.validate_every is 0"
-    monkeypatch.setattr(Trainer, "_loss", lambda *_: torch.tensor(torch.nan, requires_grad=True))
+    loss = XLSTM.loss
+    monkeypatch.setattr(XLSTM, "loss", lambda *a, **options: loss(*a, **options) * torch.nan)
     out = train(cli, run, *settings).out
-    skipped = "skipped for numbers that were not finite: 2 of them"
+    skipped = "steps skipped because a number was not finite: 2"
     assert out == f"{run}: trained to step 3 of 3; {skipped}\n"
 
 
-def test_data_that_changed_under_a_run(
+def test_a_run_does_not_continue_with_other_data(
     cli: Cli, settings: list[str], trained: Path, tmp_path: Path
 ) -> None:
     shutil.rmtree(tmp_path / "data")
@@ -275,12 +300,14 @@ def test_data_that_changed_under_a_run(
     said = refused(train(cli, trained, *settings, "--set", "run.steps=4"))
     assert said == (
         "the saved run read its data with sources text 1 of 1601 tokens, this one with text 1 of "
-        "921 tokens: it would repeat some of it and leave out some"
+        "921 tokens: it would repeat some samples and skip others"
     )
     assert contents(trained) == before
 
 
-def test_a_full_disk(cli: Cli, settings: list[str], trained: Path) -> None:
+def test_a_full_disk_names_the_last_checkpoint(
+    cli: Cli, settings: list[str], trained: Path
+) -> None:
     more = [*settings, "--set", "run.steps=4", "--set", "run.log_every=9"]
     with full_disk(room=8192):
         said = refused(train(cli, trained, *more))
@@ -305,19 +332,19 @@ def test_the_best_checkpoint_is_exported(cli: Cli, settings: list[str], tmp_path
     out = succeeded(cli("export", run, tmp_path / "model", "--step", "best"))
     assert out == f"wrote step {best} of {run} to {tmp_path / 'model'}\n"
     said = refused(cli("export", run, tmp_path / "other", "--step", "worst"))
-    assert said == "--step is a number or best, not 'worst'"
+    assert said == "--step must be a number or best, not 'worst'"
     out = succeeded(cli("export", run, tmp_path / "third", "--step", "3"))
     assert out == f"wrote step 3 of {run} to {tmp_path / 'third'}\n"
 
 
 @pytest.fixture(scope="module")
 def neox(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer by a name of its own."""
+    """A tokenizer whose file has another name."""
     folder = save_chat_model(tmp_path_factory.mktemp("tokenizers") / "model")
     return (folder / "tokenizer.json").rename(folder / "neox.json")
 
 
-def test_the_tokenizer_goes_along(cli: Cli, settings: list[str], neox: Path, tmp_path) -> None:
+def test_an_export_has_the_tokenizer(cli: Cli, settings: list[str], neox: Path, tmp_path) -> None:
     data = ["--output", tmp_path / "words", "--tokenizer", neox]
     assert cli("prepare", tmp_path / "text.txt", *data).code == 0
     words = [*settings, "--set", f"data.sources.text.path={tmp_path / 'words'}"]
@@ -328,13 +355,13 @@ def test_the_tokenizer_goes_along(cli: Cli, settings: list[str], neox: Path, tmp
     assert not (model / "neox.json").exists()
     succeeded(cli("verify", model))
     assert cli("generate", model, "so much", "--max-new-tokens", 2).code == 0
-    # Tuned weights take the tokenizer with them, and it can be named by its folder.
+    # Fine-tuned weights take the tokenizer of init_from; --tokenizer may also name its folder.
     assert train(cli, tmp_path / "tune", *words, "--set", f"init_from={model}").code == 0
     succeeded(cli("export", tmp_path / "tune", tuned))
     assert (tuned / "tokenizer.json").read_bytes() == neox.read_bytes()
     succeeded(cli("export", base, tmp_path / "again", "--tokenizer", model))
     assert (tmp_path / "again" / "tokenizer.json").read_bytes() == neox.read_bytes()
-    # Bytes are other ids.
+    # Data of bytes does not fit this tokenizer.
     bytes_run = tmp_path / "bytes"
     said = refused(train(cli, bytes_run, *settings, "--set", f"init_from={model}"))
     assert said == (
@@ -343,7 +370,7 @@ def test_the_tokenizer_goes_along(cli: Cli, settings: list[str], neox: Path, tmp
     )
     assert train(cli, bytes_run, *settings).code == 0
     wrong = {
-        neox: f"the run was trained on tokens of another tokenizer than {neox}",
+        neox: f"the run was trained with another tokenizer than {neox}",
         tmp_path / "text.txt": f"{tmp_path / 'text.txt'} is not a readable tokenizer.json: ",
         "nowhere": "there is no tokenizer at nowhere",
     }
@@ -354,7 +381,7 @@ def test_the_tokenizer_goes_along(cli: Cli, settings: list[str], neox: Path, tmp
     succeeded(cli("export", bytes_run, tmp_path / "right", "--tokenizer", "bytes"))
 
 
-def test_as_torchrun_starts_it(settings: list[str], tmp_path: Path) -> None:
+def test_torchrun_starts_two_processes(settings: list[str], tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command = ["-m", "--", "xlstm7b", "train", "quickstart", "--run", str(tmp_path / "run")]
     done = subprocess.run(

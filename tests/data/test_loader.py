@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from xlstm7b.data.loader import Batch, Loader, _source_seed, validation_batches
-from xlstm7b.data.pack import PackedStream
+from xlstm7b.data.loader import Batch, Loader, source_seed, validation_batches
+from xlstm7b.data.pack import PackedDataset
 from xlstm7b.data.shards import ShardFolder, TokenShard
 
 T = 16
 
 
 def folder_of(lengths: list[int], first_id: int, shards: int = 2) -> ShardFolder:
-    """Documents whose tokens count up from `first_id`; odd ones are out of the loss."""
+    """Documents whose tokens count up from `first_id`; odd tokens are not in the loss."""
     opened, token = [], first_id
     for part in np.array_split(np.array(lengths), shards):
         tokens: list[int] = []
@@ -51,9 +51,7 @@ def loader(**changes) -> Loader:
 
 def rows(batches: list[Batch]) -> Tensor:
     """All of the batches as [samples, 4, T]."""
-    return torch.cat(
-        [torch.stack([part.long() for part in batch.values()], dim=1) for batch in batches]
-    )
+    return torch.cat([torch.stack([part.long() for part in batch], dim=1) for batch in batches])
 
 
 REFERENCE = rows(list(islice(loader(), 64)))
@@ -63,9 +61,9 @@ def test_every_source_gives_its_share_of_its_own_windows():
     for number, (name, (folder, weight)) in enumerate(SOURCES.items()):
         mine = REFERENCE[REFERENCE[:, 1].amax(dim=1) // 10_000 == number]
         assert abs(len(mine) - len(REFERENCE) * weight / 99) < 1
-        stream = PackedStream(folder, context_length=T, seed=_source_seed(5, 0, name))
+        dataset = PackedDataset(folder, context_length=T, seed=source_seed(5, 0, name))
         for index, row in enumerate(mine):
-            for got, want in zip(row, stream.sample(index), strict=True):
+            for got, want in zip(row, dataset.sample(index), strict=True):
                 assert got.tolist() == want.tolist()
         assert ((mine[:, 1] % 2 == 0) == mine[:, 3]).all()
         # No token inside a document is 0 here: resets are exactly the zeros.
@@ -74,13 +72,16 @@ def test_every_source_gives_its_share_of_its_own_windows():
 
 def test_batches_are_contiguous_tensors():
     batch = next(loader())
-    assert {name: part.dtype for name, part in batch.items()} == {
-        "tokens": torch.int64, "targets": torch.int64, "resets": torch.bool, "mask": torch.bool,
-    }  # fmt: skip
-    assert all(part.shape == (8, T) and part.is_contiguous() for part in batch.values())
+    assert {name: part.dtype for name, part in batch._asdict().items()} == {
+        "tokens": torch.int64,
+        "targets": torch.int64,
+        "resets": torch.bool,
+        "mask": torch.bool,
+    }
+    assert all(part.shape == (8, T) and part.is_contiguous() for part in batch)
 
 
-@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+@pytest.mark.parametrize("packing", ["windows", "best-fit"])
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_ranks_share_the_same_global_batches(world_size, packing):
     ranks = [
@@ -116,7 +117,7 @@ def test_resumes_anywhere_with_other_ranks_and_batches(stops, sizes, prefetch):
     assert torch.equal(torch.cat(got), REFERENCE[: state["samples"]])
 
 
-def test_batch_ramp():
+def test_a_batch_ramp_reads_the_same_samples():
     ranks = [loader(global_batch=2, rank=rank, world_size=2) for rank in range(2)]
     got = []
     for global_batch, steps in ((2, 3), (4, 5), (8, 4)):
@@ -127,11 +128,11 @@ def test_batch_ramp():
     assert torch.equal(torch.cat(got), REFERENCE[: 6 + 20 + 32])
 
 
-def test_the_first_window_can_be_read_again():
+def test_the_first_sample_can_be_read_at_any_time():
     batches = loader()
     for number in range(40):
         assert torch.equal(rows([next(batches)]), REFERENCE[8 * number :][:8])
-        assert torch.equal(rows([batches.first_window()]), REFERENCE[:1])
+        assert torch.equal(rows([batches.first_sample()]), REFERENCE[:1])
 
 
 def test_a_later_stage_reads_the_same_documents_in_another_order():
@@ -139,7 +140,7 @@ def test_a_later_stage_reads_the_same_documents_in_another_order():
     windows = {}
     for stage in (0, 7):
         epoch = loader(sources={"web": (folder, 1.0)}, global_batch=12, stage=stage)
-        windows[stage] = [tuple(row) for row in next(epoch)["tokens"].tolist()]
+        windows[stage] = [tuple(row) for row in next(epoch).tokens.tolist()]
     assert windows[0] != windows[7]
     assert set(windows[0]) == set(windows[7])
     assert len(set(windows[0])) == 12
@@ -149,7 +150,7 @@ def test_seeds_and_names_give_orders_of_their_own():
     assert not torch.equal(rows([next(loader(seed=6))]), REFERENCE[:8])
     folder = folder_of([5] * 40, 2)
     one, other = (next(loader(sources={name: (folder, 1)})) for name in ("one", "other"))
-    assert not torch.equal(one["tokens"], other["tokens"])
+    assert not torch.equal(one.tokens, other.tokens)
 
 
 def test_a_failure_while_reading_ahead_is_raised():
@@ -171,22 +172,25 @@ WEB, OTHER = SOURCES["web"], replace(SOURCES["code"][0], tokenizer_fingerprint="
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sources": {}}, "no sources"),
-        ({"context_length": 90}, "source 'web' holds 86 tokens, which do not fill one context of"),
-        ({"world_size": 3}, "batch of 8 cannot be shared among 3 data-parallel ranks"),
-        ({"global_batch": 0}, "batch of 0 cannot be shared"),
-        ({"rank": 2, "world_size": 2}, "no rank 2 among 2"),
-        ({"prefetch": -1}, "-1 batches"),
-        ({"vocab_size": 50_000}, "'web' has a vocabulary of 50,254 tokens, the model one of 50,0"),
+        ({"sources": {}}, "the loader needs at least one source"),
+        ({"context_length": 90}, "source 'web' holds 86 tokens, less than one context of 90"),
+        ({"world_size": 3}, "batch of 8 cannot be divided among 3 data-parallel ranks"),
+        ({"global_batch": 0}, "batch of 0 cannot be divided"),
+        ({"rank": 2, "world_size": 2}, "rank must be between 0 and 1, not 2"),
+        ({"prefetch": -1}, "prefetch must be at least 0 batches, not -1"),
+        (
+            {"vocab_size": 50_000},
+            "'web' has a vocabulary of 50,254 tokens, but the model has 50,000",
+        ),
         ({"sources": {"web": WEB, "b": (OTHER, 1)}}, "'web' and 'b' were prepared with different"),
         ({"sources": {"web": (WEB[0], 0)}}, "'web' has weight 0"),
         (
             {"sources": {"raw": (replace(WEB[0], vocab_size=None), 1)}, "vocab_size": 50_304},
-            "'raw' does not say what tokenizer",
+            "the tokenizer of source 'raw' is unknown: adopt its folder",
         ),
     ],
 )
-def test_refuses(settings, message):
+def test_impossible_arguments_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         loader(**settings)
 
@@ -198,10 +202,10 @@ SHARES = "web 50/99 of 86 tokens; code 10/33 of 72 tokens; books 19/99 of 12"
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"seed": 6}, "seed 6, this one with 5: it would repeat"),
+        ({"seed": 6}, "seed 6, this one with 5: it would repeat some samples and skip others"),
         ({"stage": 3}, "stage 3, this one with 0: it would repeat"),
         ({"context_length": 8}, "context_length 8, this one with 16: it would repeat"),
-        ({"packing": "best_fit"}, "packing best_fit, this one with stream: it would repeat"),
+        ({"packing": "best-fit"}, "packing best-fit, this one with windows: it would repeat"),
         (
             {"sources": {"web": (WEB[0], 1.0)}},
             f"sources web 1 of 86 tokens, this one with {SHARES}2",
@@ -221,6 +225,13 @@ def test_refuses_the_state_of_another_order(changes, words):
         loader().load_state_dict(loader(**changes).state_dict())
 
 
+@pytest.mark.parametrize(("packing", "saved"), [("windows", "stream"), ("best-fit", "best_fit")])
+def test_a_state_with_an_old_name_of_the_packing_is_read(packing, saved):
+    batches = loader(packing=packing)
+    batches.load_state_dict(batches.state_dict() | {"packing": saved, "samples": 8})
+    assert batches.samples == 8
+
+
 def test_takes_the_state_of_other_weights_with_the_same_shares():
     doubled = {name: (folder, 2 * weight) for name, (folder, weight) in SOURCES.items()}
     batches = loader(sources=doubled)
@@ -232,7 +243,7 @@ def test_takes_the_state_of_other_weights_with_the_same_shares():
 
 @pytest.mark.parametrize("context_length", [1, 7, 16, 86, 200])
 @pytest.mark.parametrize(("batch", "world_size"), [(1, 1), (4, 1), (4, 2)])
-def test_validation_batches(context_length, batch, world_size):
+def test_validation_reads_every_token_once(context_length, batch, world_size):
     folder = WEB[0]
     ranks = [
         list(validation_batches(folder, context_length, batch, rank=rank, world_size=world_size))
@@ -251,8 +262,8 @@ def test_validation_batches(context_length, batch, world_size):
     assert len(got) * context_length < size + batch * context_length
 
 
-def test_validation_refuses():
-    with pytest.raises(ValueError, match="batch of 3 cannot be shared among 2"):
+def test_validation_refuses_a_batch_or_vocabulary_that_does_not_fit():
+    with pytest.raises(ValueError, match="batch of 3 cannot be divided among 2"):
         validation_batches(WEB[0], T, 3, world_size=2)
     with pytest.raises(ValueError, match="vocabulary"):
         validation_batches(WEB[0], T, 2, vocab_size=320)

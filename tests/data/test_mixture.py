@@ -1,4 +1,4 @@
-"""Mixtures: shares at every prefix, sources read in order, from any sample on."""
+"""Mixtures: every prefix has each source's share, and sources are read in order."""
 
 import re
 from fractions import Fraction
@@ -11,14 +11,11 @@ from hypothesis import strategies as st
 from xlstm7b.data.mixture import LONGEST_PERIOD, Mixture
 
 STAGE_2 = {"dclm": 40, "edu": 15, "cosmopedia": 10, "proof": 15, "stack": 15, "sft": 5}
-LONG_CONTEXT = {
-    "dclm": 20, "edu": 15, "cosmopedia": 10, "proof": 15, "stack": 15, "sft": 5, "long": 15,
-    "longalign": 1, "antihaystack": 1, "longalpaca": 2,
-}  # fmt: skip
+LONG_CONTEXT = {**STAGE_2, "dclm": 20, "long": 15, "align": 1, "antihaystack": 1, "alpaca": 2}
 
 
 def assert_fair(mixture: Mixture, samples: int, start: int = 0) -> None:
-    """Each source within one sample of its share at every prefix, and read without a gap."""
+    """Every prefix has each source within one sample of its share, read without gaps."""
     sources, indices = mixture.locate(np.arange(start, start + samples))
     for number, share in enumerate(mixture.shares.values()):
         mine = sources == number
@@ -71,12 +68,14 @@ def test_other_weights_are_rounded(weights):
 
 @pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf")])
 def test_bad_weights_are_refused_by_name(weight):
-    with pytest.raises(ValueError, match=re.escape(f"source 'books' has weight {weight}")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"'books' has weight {weight}; a weight must be above 0")
+    ):
         Mixture({"web": 1, "books": weight})
 
 
-def test_refuses_what_would_never_be_drawn():
-    with pytest.raises(ValueError, match="source 'books' has less than 1/65536"):
+def test_a_weight_too_small_to_be_drawn_is_refused():
+    with pytest.raises(ValueError, match="source 'books' has less than 1/65536 of the total"):
         Mixture({"web": 1, "books": 1e-7})
     with pytest.raises(ValueError, match="at least one source"):
         Mixture({})

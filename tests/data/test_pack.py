@@ -1,4 +1,4 @@
-"""Windows over documents, against everything concatenated in plain Python."""
+"""Packing, compared with documents concatenated in plain Python."""
 
 from collections import Counter
 from itertools import count, pairwise
@@ -12,12 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from xlstm7b.config import ModelConfig
-from xlstm7b.data.pack import PackedStream, Sample, best_fit_decreasing, permutation
-from xlstm7b.data.shards import ShardFolder, TokenShard, open_folder
-from xlstm7b.data.writing import ShardWriter, write_manifest
+from xlstm7b.data.pack import PackedDataset, Sample, best_fit_decreasing, permutation
+from xlstm7b.data.shards import (
+    ShardFolder,
+    ShardWriter,
+    TokenShard,
+    open_folder,
+    write_manifest,
+)
 from xlstm7b.model import XLSTM
 
-Document = list[tuple[int, bool]]  # tokens, the 0 behind them included, and whether they count
+Document = list[tuple[int, bool]]  # tokens with the final 0, and whether each counts
 
 
 def in_memory(shards: list[list[Document]]) -> ShardFolder:
@@ -38,7 +43,7 @@ def in_memory(shards: list[list[Document]]) -> ShardFolder:
 
 @st.composite
 def sharded_documents(draw: st.DrawFn) -> list[list[Document]]:
-    """Documents of any length from 0; every token is another, but for the 0 behind each."""
+    """Documents of any length from 0. All tokens differ, except the 0 after each document."""
     ids = count(2)
     lengths = st.lists(st.integers(0, 3) | st.integers(0, 40), min_size=1, max_size=8)
     return [
@@ -51,13 +56,13 @@ def sharded_documents(draw: st.DrawFn) -> list[list[Document]]:
 
 
 class Reference:
-    """The packed stream of some epochs, one token after the other."""
+    """Some epochs of documents, concatenated token by token."""
 
     def __init__(self, documents: list[Document], seed: int | None, epochs: int) -> None:
         self.tokens: list[int] = []
         self.starts: list[bool] = []
         self.counts: list[bool] = []
-        ends_count = False  # whether the end of text behind the document before counts
+        ends_count = False  # whether the end of text of the previous document counts
         for epoch in range(epochs):
             for number in permutation(len(documents), seed, epoch).tolist():
                 *text, (_, this_end_counts) = documents[number]
@@ -80,45 +85,45 @@ def assert_sample(got: Sample, want: Reference, start: int, length: int) -> None
     seed=st.none() | st.integers(0, 2**64 - 1),
     data=st.data(),
 )
-def test_windows_are_slices_of_the_packed_stream(shards, length, seed, data):
+def test_windows_are_slices_of_the_concatenated_documents(shards, length, seed, data):
     folder = in_memory(shards)
-    stream = PackedStream(folder, context_length=length, seed=seed)
+    dataset = PackedDataset(folder, context_length=length, seed=seed)
     windows = 3 * folder.tokens // length + 1
     epochs = windows * length // folder.tokens + 2
     want = Reference([document for shard in shards for document in shard], seed, epochs)
     page = max(1, min(8192, folder.tokens // length))
     for index in data.draw(st.permutations(range(windows // page * page))):
-        number, place = divmod(index, page)
-        window = number * page + permutation(page, seed, 2**63 + number)[place]
-        assert_sample(stream.sample(index), want, int(window) * length, length)
+        number, slot = divmod(index, page)
+        window = number * page + permutation(page, seed, 2**63 + number)[slot]
+        assert_sample(dataset.sample(index), want, int(window) * length, length)
 
 
 @given(shards=sharded_documents(), length=st.integers(1, 50))
 def test_every_token_is_a_target_once_an_epoch(shards, length):
-    """On disk's order, and shuffled: the samples of a page are its windows."""
+    """In the order on disk, and shuffled: the samples of a page are its windows."""
     folder = in_memory(shards)
-    plain = PackedStream(folder, context_length=length, seed=None)
+    plain = PackedDataset(folder, context_length=length, seed=None)
     windows = range(-(-3 * folder.tokens // length))
     targets = [token for window in windows for token in plain.sample(window).targets.tolist()]
     want = Counter(token for shard in shards for document in shard for token, _ in document)
     for epoch in range(3):
         assert Counter(targets[epoch * folder.tokens :][: folder.tokens]) == want
     if folder.tokens % length == 0:
-        shuffled = PackedStream(folder, context_length=length, seed=3)
+        shuffled = PackedDataset(folder, context_length=length, seed=3)
         page = range(min(8192, folder.tokens // length))
         assert want == Counter(token for n in page for token in shuffled.sample(n).targets.tolist())
 
 
 def test_a_long_document_does_not_fill_a_batch():
-    """Of two long documents, each has about half of every batch."""
+    """Two long documents each give about half of every batch."""
     documents = [[(number, True)] * 4096 for number in (5, 9)]
-    stream = PackedStream(in_memory([documents]), context_length=16, seed=1)
+    dataset = PackedDataset(in_memory([documents]), context_length=16, seed=1)
     for batch in range(16):
-        found = [int(stream.sample(32 * batch + row).targets[0]) for row in range(32)]
+        found = [int(dataset.sample(32 * batch + row).targets[0]) for row in range(32)]
         assert 5 < found.count(5) < 27
 
 
-def test_reads_files(tmp_path):
+def test_reads_shards_from_disk(tmp_path):
     entries = []
     for number, documents in enumerate(([[5, 6, 7], []], [[8], [0, 9]])):
         with ShardWriter(tmp_path / f"{number}.ds", vocab_size=10, has_mask=number == 1) as writer:
@@ -126,8 +131,8 @@ def test_reads_files(tmp_path):
                 writer.add(document, [0] * len(document) if number else None)
         entries.append(writer.entry)
     write_manifest(tmp_path, entries, vocab_size=10, tokenizer_fingerprint="f")
-    stream = PackedStream(open_folder(tmp_path), context_length=10, seed=None)
-    sample = stream.sample(0)
+    dataset = PackedDataset(open_folder(tmp_path), context_length=10, seed=None)
+    sample = dataset.sample(0)
     # A shard without masks counts everywhere; the 0 inside the last document starts nothing.
     assert sample.tokens.tolist() == [0, 5, 6, 7, 0, 0, 8, 0, 0, 9]
     assert sample.targets.tolist() == [5, 6, 7, 0, 0, 8, 0, 0, 9, 0]
@@ -137,7 +142,7 @@ def test_reads_files(tmp_path):
 
 
 @given(st.integers(0, 300), st.integers(0, 2**64 - 1), st.integers(0, 5))
-def test_permutation(size, seed, epoch):
+def test_a_permutation_has_every_number_once(size, seed, epoch):
     assert sorted(permutation(size, seed, epoch).tolist()) == list(range(size))
 
 
@@ -148,7 +153,7 @@ def test_orders_never_change():
 
 
 def pieces_of(sample: Sample) -> list[tuple[slice, bool]]:
-    """Where each piece or the padding stands, and whether it is padding."""
+    """The span of each piece and of the padding, and whether it is padding."""
     edges = sorted({0, *np.flatnonzero(sample.resets).tolist()})
     spans = [slice(a, b) for a, b in pairwise([*edges, len(sample.tokens)])]
     return [(span, bool((sample.targets[span] == 1).all())) for span in spans]
@@ -156,7 +161,7 @@ def pieces_of(sample: Sample) -> list[tuple[slice, bool]]:
 
 @given(shards=sharded_documents(), length=st.integers(1, 50))
 def test_best_fit_cuts_no_document_that_fits(shards, length):
-    stream = PackedStream(in_memory(shards), context_length=length, seed=3, packing="best_fit")
+    dataset = PackedDataset(in_memory(shards), context_length=length, seed=3, packing="best-fit")
     documents = [document for shard in shards for document in shard]
     before, counting = {}, {}  # by token
     for document in documents:
@@ -168,7 +173,7 @@ def test_best_fit_cuts_no_document_that_fits(shards, length):
     for epoch in range(2):
         found = []
         for window in range(epoch * windows, (epoch + 1) * windows):
-            sample = stream.sample(window)
+            sample = dataset.sample(window)
             for span, is_padding in pieces_of(sample):
                 tokens, targets = sample.tokens[span].tolist(), sample.targets[span].tolist()
                 assert tokens[1:] == targets[:-1]
@@ -177,7 +182,7 @@ def test_best_fit_cuts_no_document_that_fits(shards, length):
                     assert span.stop == length
                     assert not sample.mask[span].any()
                     continue
-                if targets[0]:  # a 0 stands behind many tokens
+                if targets[0]:  # many tokens are followed by a 0
                     assert tokens[0] == before[targets[0]]
                 known = [token for token in targets if token]
                 assert sample.mask[span][: len(known)].tolist() == [counting[t] for t in known]
@@ -186,7 +191,7 @@ def test_best_fit_cuts_no_document_that_fits(shards, length):
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(30, 40))
-def test_best_fit_decreasing(lengths, capacity):
+def test_best_fit_decreasing_fills_windows_like_the_plain_algorithm(lengths, capacity):
     windows = best_fit_decreasing(np.array(lengths), capacity)
     rooms: list[int] = []
     for length in sorted(lengths, reverse=True):
@@ -200,7 +205,7 @@ def test_best_fit_decreasing(lengths, capacity):
 
 
 def random_model() -> XLSTM:
-    """All weights random: the training initialisation has gates that ignore their input."""
+    """With random gate weights: the training initialisation has gates that ignore their input."""
     model = XLSTM(ModelConfig(32, 2, 2, vocab_size=64)).double()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -216,14 +221,14 @@ def loss(model: XLSTM, tokens: list[int], targets: list[int], resets: list[bool]
     ]
 
 
-@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+@pytest.mark.parametrize("packing", ["windows", "best-fit"])
 def test_packed_documents_are_read_as_if_alone(packing):
     model = random_model()
     rng = np.random.default_rng(0)
     texts = [rng.integers(2, 64, length).tolist() for length in (0, 5, 17, 1, 0, 30, 9, 24)]
     folder = in_memory([[[(token, True) for token in [*text, 0]] for text in texts]])
-    stream = PackedStream(folder, context_length=folder.tokens, seed=1, packing=packing)
-    sample = stream.sample(0)
+    dataset = PackedDataset(folder, context_length=folder.tokens, seed=1, packing=packing)
+    sample = dataset.sample(0)
     packed = loss(model, *(part.tolist() for part in sample[:3]))
     packed.sum().backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
@@ -245,9 +250,9 @@ def test_packed_documents_are_read_as_if_alone(packing):
 def test_padding_and_cut_pieces_see_nothing_before_them():
     model = random_model()
     folder = in_memory([[[(token, True) for token in [*range(2, 2 + n), 0]] for n in (20, 6, 3)]])
-    stream = PackedStream(folder, context_length=16, seed=1, packing="best_fit")
+    dataset = PackedDataset(folder, context_length=16, seed=1, packing="best-fit")
     for window in range(2):
-        sample = stream.sample(window)
+        sample = dataset.sample(window)
         packed = loss(model, *(part.tolist() for part in sample[:3]))
         for span, _ in pieces_of(sample):
             want = loss(model, sample.tokens[span].tolist(), sample.targets[span].tolist(), None)
@@ -257,12 +262,12 @@ def test_padding_and_cut_pieces_see_nothing_before_them():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"context_length": 0}, "context length must be at least 1"),
-        ({"seed": -1}, "seed must lie between 0"),
-        ({"packing": "tight"}, "'tight'"),
+        ({"context_length": 0}, "the context length must be at least 1, not 0"),
+        ({"seed": -1}, r"the seed must be from 0 to 2\*\*64 - 1, not -1"),
+        ({"packing": "tight"}, 'packing must be "windows" or "best-fit", not .tight.'),
     ],
 )
-def test_refuses(settings, message):
+def test_impossible_arguments_are_refused(settings, message):
     folder = in_memory([[[(2, True), (0, True)]]])
     with pytest.raises(ValueError, match=message):
-        PackedStream(folder, **{"context_length": 1, "seed": 0, **settings})
+        PackedDataset(folder, **{"context_length": 1, "seed": 0, **settings})

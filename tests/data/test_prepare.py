@@ -1,4 +1,4 @@
-"""Text → shards: the same files by any number of processes, through any number of deaths."""
+"""Text to shards: the same files for any number of processes, however often they are killed."""
 
 import gzip
 import importlib.util
@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from xlstm7b.data.input_files import Columns
 from xlstm7b.data.prepare import adopt, prepare
 from xlstm7b.data.shards import ShardFolder, open_folder
-from xlstm7b.data.tokenising import tokenizer_fingerprint
-from xlstm7b.tokenizer import ByteTokenizer, FileTokenizer
+from xlstm7b.tokenizer import ByteTokenizer, FileTokenizer, tokenizer_fingerprint
 
 BYTES = ByteTokenizer()
 
@@ -114,19 +114,25 @@ def test_a_document_longer_than_a_shard_stands_alone(texts, tmp_path):
 
 @pytest.mark.parametrize("shard_tokens", [25, 10_000])
 def test_processes_change_nothing(texts, tokenizer, tmp_path, shard_tokens, monkeypatch):
-    monkeypatch.setattr("xlstm7b.data.sources._BATCH_BYTES", 20)
+    monkeypatch.setattr("xlstm7b.data.input_files.BATCH_BYTES", 20)
     for processes in (1, 3):
-        prepare([texts], tmp_path / f"{processes}", tokenizer, processes=processes,
-                shard_tokens=shard_tokens)  # fmt: skip
+        options = {"processes": processes, "shard_tokens": shard_tokens}
+        prepare([texts], tmp_path / f"{processes}", tokenizer, **options)
     assert content(tmp_path / "1") == content(tmp_path / "3")
     encode = FileTokenizer(tokenizer).encode
     opened = open_folder(tmp_path / "3", tokenizer_fingerprint=tokenizer_fingerprint(tokenizer))
     assert documents(opened) == [[*encode(text), 0] for text in EXPECTED]
 
 
+def test_worker_processes_load_no_torch():
+    code = "import sys, xlstm7b.data.prepare; sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+
+
 @settings(max_examples=25)
 @given(data=st.lists(st.text(max_size=30), min_size=1, max_size=8), limit=st.integers(1, 40))
-def test_any_texts_come_back(tmp_path_factory, tokenizer, data, limit):
+def test_any_texts_can_be_decoded_again(tmp_path_factory, tokenizer, data, limit):
     folder = tmp_path_factory.mktemp("any")
     write_jsonl(folder / "a.jsonl", [{"text": text} for text in ["x", *data]])
     opened = prepare([folder], folder / "out", tokenizer, shard_tokens=limit)
@@ -148,24 +154,24 @@ def test_masks_of_questions_and_chats(tokenizer, tmp_path):
     turns = [("user", "Hi"), ("assistant", "Ho"), ("user", "the line?"), ("assistant", "No.")]
     messages = [{"role": role, "content": content} for role, content in turns]
     write_jsonl(tmp_path / "chat.jsonl", [{"messages": messages}])
-    asked = prepare([tmp_path / "qa.jsonl"], tmp_path / "a", format="qa")
+    asked = prepare([tmp_path / "qa.jsonl"], tmp_path / "a", columns=Columns("qa"))
     assert documents(asked) == [[*BYTES.encode("User: 1+1?\nAssistant: 2"), 0]]
     assert masks(asked) == [[*[0] * 21, 1, 1, 1]]  # " ", "2", the end
-    chat = prepare([tmp_path / "chat.jsonl"], tmp_path / "b", tokenizer, format="chat")
+    chat = prepare([tmp_path / "chat.jsonl"], tmp_path / "b", tokenizer, columns=Columns("chat"))
     encoder = FileTokenizer(tokenizer)
     parts = ["User: Hi\nAssistant:", " Ho", "\nUser: the line?\nAssistant:", " No."]
     encoded = [encoder.encode(part) for part in parts]
     assert documents(chat) == [[*encoded[0], *encoded[1], *encoded[2], *encoded[3], 0]]
-    zeros_and_ones = [[place % 2] * len(ids) for place, ids in enumerate(encoded)]
+    zeros_and_ones = [[index % 2] * len(ids) for index, ids in enumerate(encoded)]
     assert masks(chat) == [[*sum(zeros_and_ones, start=[]), 1]]  # noqa: RUF017 (four lists)
     assert open_folder(tmp_path / "b", verify=True).has_mask
 
 
-# Deaths
+# Killed runs
 
 
 def dies_at(step: int, *arguments, **options) -> bool:
-    """Prepares in a process that is killed before its n-th change to a file; says if it was."""
+    """Prepares in a process that is killed before its n-th change to a file; True if it was."""
     child = os.fork()
     if child == 0:
         left = step
@@ -186,8 +192,8 @@ def dies_at(step: int, *arguments, **options) -> bool:
     return os.waitpid(child, 0)[1] == signal.SIGKILL
 
 
-def test_death_before_any_change_to_any_file(texts, tmp_path):
-    """Each is followed by a second, somewhere in the resumed run, and by a third run that ends."""
+def test_a_run_killed_before_any_change_to_a_file_continues(texts, tmp_path):
+    """Each kill is followed by a second in the resumed run, and by a third run that ends."""
     options = {"shard_tokens": 60}
     whole = prepare([texts], tmp_path / "whole", **options).path
     out, step, opened = tmp_path / "out", 0, 0
@@ -207,7 +213,7 @@ def test_death_before_any_change_to_any_file(texts, tmp_path):
         else:
             for token_bytes in (None, 2):
                 with pytest.raises(
-                    ValueError, match=r"no folder|not finished|no (manifest|documents)"
+                    ValueError, match=r"no folder|not finished|has no manifest|no documents"
                 ):
                     open_folder(out, token_bytes=token_bytes)
         prepare([texts], out, **options)
@@ -247,7 +253,7 @@ def test_kill_9_at_random_moments(tmp_path):
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.02))
         process.kill()
-        process.communicate(timeout=20)  # its workers hold the pipe: they end as well
+        process.communicate(timeout=20)  # its workers hold the pipe, so they have ended too
         written = len([*out.glob("*.ds")])
         assert target <= written < 100
         with pytest.raises(ValueError, match=r"out is not finished"):
@@ -263,11 +269,11 @@ def test_finished_shards_are_not_written_again(texts, tmp_path):
     kept = out / "00000.ds"
     before = kept.stat()
     assert (out / "00000.ds.json").exists()
-    (out / "00005.ds.part").write_bytes(b"left behind")
+    (out / ".00005.ds.0123abcd").write_bytes(b"half written")
     prepare([texts], out, shard_tokens=60)
     after = kept.stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
-    # Nor is anything, once all is done.
+    # A finished folder is not written to at all.
     listed = (out / "manifest.json").stat()
     assert prepare([texts], out, shard_tokens=60, processes=5).documents == 24
     assert (out / "manifest.json").stat().st_ino == listed.st_ino
@@ -281,8 +287,10 @@ def refused(message: str, *arguments, **options) -> None:
         prepare(*arguments, **options)
 
 
-def test_other_input_or_settings_do_not_go_on(texts, tokenizer, tmp_path):
-    message = r"out holds tokens of other input, or by another tokenizer or other settings"
+def test_other_input_or_settings_do_not_continue_a_folder(texts, tokenizer, tmp_path):
+    message = (
+        "out was prepared from other input, with another tokenizer or with other settings: remove"
+    )
     for finished in (False, True):
         out = tmp_path / "out"
         if finished:
@@ -300,21 +308,21 @@ def test_other_input_or_settings_do_not_go_on(texts, tokenizer, tmp_path):
 
 
 def test_a_corrected_line_is_prepared(texts, tmp_path):
-    """Where no shard was finished, there is nothing to go on with, nor to protect."""
+    """Without a finished shard, the folder may be prepared from other input."""
     out, file = tmp_path / "out", texts / "d.jsonl"
     file.write_text(json.dumps({"text": "ok"}) + "\n{\n")
     refused(r"d.jsonl line 2", [texts], out)
     assert content(out).keys() == {"unfinished.json"}
-    (out / "00000.ds.part").write_bytes(b"left by a kill")
+    (out / ".00000.ds.0123abcd").write_bytes(b"left by a kill")
     file.write_text(json.dumps({"text": "ok"}) + "\n")
     prepare([texts], tmp_path / "whole")
     assert prepare([texts], out).documents == 25
     assert content(out) == content(tmp_path / "whole")
 
 
-def test_outputs_that_are_something_else(texts, tmp_path):
-    refused(r"texts holds something else: remove it, or name another folder$", [texts], texts)
-    refused(r"c.txt is there already, and is not a folder$", [texts], texts / "c.txt")
+def test_an_output_with_other_files_is_refused(texts, tmp_path):
+    refused(r"texts holds other files: remove it, or choose another folder$", [texts], texts)
+    refused(r"c.txt exists already and is not a folder$", [texts], texts / "c.txt")
     (tmp_path / "out").mkdir()
     assert prepare([texts], tmp_path / "out").documents == 24
 
@@ -323,42 +331,45 @@ def test_mistakes_before_anything_is_written(texts, tokenizer, tmp_path):
     out = tmp_path / "out"
     refused("^processes must be at least 1, not 0$", [texts], out, processes=0)
     refused("^shard_tokens must be at least 1, not -5$", [texts], out, shard_tokens=-5)
-    refused("^there is no format 'csv'", [texts], out, format="csv")
     refused(r"^there is no tokenizer at nowhere$", [texts], out, "nowhere")
     refused(r"a.jsonl is not a readable tokenizer.json", [texts], out, texts / "a.jsonl")
-    refused(r"a.jsonl line 1: there is no column 'body'", [texts], out, text_column="body")
+    refused(
+        r"a.jsonl line 1: the column 'body' is missing", [texts], out, columns=Columns(text="body")
+    )
     (texts / "e.jsonl.gz").write_bytes(b"nothing")
     refused(r"e.jsonl.gz is damaged: Not a gzipped file", [texts], out)
     spec = json.loads(tokenizer.read_text())
     spec["added_tokens"] = []
-    letters = {piece: place for place, piece in enumerate(spec["model"]["vocab"]) if place}
-    spec["model"] |= {"vocab": {p: place - 1 for p, place in letters.items()}, "merges": []}
+    letters = {piece: index for index, piece in enumerate(spec["model"]["vocab"]) if index}
+    spec["model"] |= {"vocab": {p: index - 1 for p, index in letters.items()}, "merges": []}
     (tmp_path / "other.json").write_text(json.dumps(spec))
     refused(
-        r"^id 0 of .*other.json is '!', but has to be the end of text",
-        [texts], out, tmp_path / "other.json",
-    )  # fmt: skip
+        r"^id 0 of .*other.json is '!', but it must be the end of text",
+        [texts],
+        out,
+        tmp_path / "other.json",
+    )
     assert not out.exists()
 
 
-def test_a_mistake_midway_can_be_gone_on_from(texts, tmp_path):
+def test_a_mistake_midway_leaves_no_half_written_file(texts, tmp_path):
     out = tmp_path / "out"
     write_jsonl(texts / "b2.jsonl", [{"text": "a"}, {"txt": "b"}])
     for processes in (1, 2):
-        refused(r"b2.jsonl line 2: there is no column 'text'", [texts], out, processes=processes,
-                shard_tokens=60)  # fmt: skip
+        options = {"processes": processes, "shard_tokens": 60}
+        refused(r"b2.jsonl line 2: the column 'text' is missing", [texts], out, **options)
         with pytest.raises(ValueError, match="not finished"):
             open_folder(out)
-        assert not list(out.glob("*.part"))
+        assert not list(out.glob(".*"))
 
 
-def test_nothing_to_prepare(tmp_path):
+def test_input_without_text_is_refused(tmp_path):
     (tmp_path / "a.txt").touch()
-    refused(r"^there is no text in what is to be prepared$", [tmp_path / "a.txt"], tmp_path / "out")
+    refused(r"^the input holds no text$", [tmp_path / "a.txt"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_one_at_a_time(texts, tmp_path):
+def test_only_one_process_prepares_a_folder(texts, tmp_path):
     out, errors = tmp_path / "out", []
 
     def again(*_) -> None:
@@ -371,7 +382,7 @@ def test_one_at_a_time(texts, tmp_path):
     assert set(errors) == {f"another process is preparing {out} right now"}
 
 
-def test_fingerprints(tokenizer):
+def test_a_folder_and_its_tokenizer_have_one_fingerprint(tokenizer):
     assert tokenizer_fingerprint("bytes") == "bytes"
     assert tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(tokenizer.parent)
     assert len(tokenizer_fingerprint(tokenizer)) == 64
@@ -384,8 +395,12 @@ def test_the_same_tokenizer_written_in_another_way_has_the_same_fingerprint(toke
         file.write_text(json.dumps(content, indent=7))
         return tokenizer_fingerprint(file)
 
-    content["truncation"] = {"max_length": 5, "stride": 0, "strategy": "LongestFirst",
-                             "direction": "Right"}  # fmt: skip
+    content["truncation"] = {
+        "max_length": 5,
+        "stride": 0,
+        "strategy": "LongestFirst",
+        "direction": "Right",
+    }
     content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
     del content["pre_tokenizer"]["use_regex"]  # older versions had no such field
     assert fingerprint() == tokenizer_fingerprint(tokenizer)
@@ -397,7 +412,6 @@ def test_the_same_tokenizer_written_in_another_way_has_the_same_fingerprint(toke
 
 
 def test_the_example_with_datatrove_writes_the_same_documents(tokenizer, tmp_path, capfd):
-    pytest.importorskip("datatrove", reason="datatrove is not installed")
     path = Path(__file__).parents[2] / "examples" / "prepare_with_datatrove.py"
     spec = importlib.util.spec_from_file_location("prepare_with_datatrove", path)
     example = importlib.util.module_from_spec(spec)
@@ -408,7 +422,7 @@ def test_the_example_with_datatrove_writes_the_same_documents(tokenizer, tmp_pat
         write_jsonl(
             inputs / f"{name}.jsonl", [{"text": f"{name} line {n}, naïve 🐿\n\n "} for n in range(9)]
         )
-    for _ in range(2):  # again, and nothing is left to do
+    for _ in range(2):  # the second time nothing is left to do
         example.main([str(inputs), str(out), "--tokenizer", str(tokenizer), "--tasks", "3"])
         assert capfd.readouterr().out.endswith("tokens, 18 documents\n")
     theirs = open_folder(out, tokenizer_fingerprint=tokenizer_fingerprint(tokenizer), verify=True)

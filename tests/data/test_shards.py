@@ -1,4 +1,4 @@
-"""Token shards: what is written is read, and whatever is wrong with them is refused by name."""
+"""Token shards: what is written can be read, and damage is refused with the name of the file."""
 
 import json
 import re
@@ -11,21 +11,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xlstm7b.data.shards import ShardFolder, open_folder
-from xlstm7b.data.writing import ShardWriter, adopt_folder, write_manifest
+from xlstm7b.data.shards import (
+    ShardFolder,
+    ShardWriter,
+    adopt_folder,
+    open_folder,
+    write_manifest,
+)
 
 DOCUMENTS = [[[5, 6, 7], [9]], [[8, 8], [], [319]]]
 
 
 def write(folder: Path, shards=DOCUMENTS, *, vocab_size=320, masked=False) -> Path:
-    """Shards of documents, with every other token in the mask."""
+    """Shards of documents, with every second token in the mask."""
     folder.mkdir(exist_ok=True)
     entries = []
     for number, documents in enumerate(shards):
         path = folder / f"{number:05d}.ds"
         with ShardWriter(path, vocab_size=vocab_size, has_mask=masked) as writer:
             for document in documents:
-                mask = [place % 2 for place in range(len(document))]
+                mask = [index % 2 for index in range(len(document))]
                 writer.add(document, mask if masked else None)
         entries.append(writer.entry)
     write_manifest(folder, entries, vocab_size=vocab_size, tokenizer_fingerprint="bytes")
@@ -56,7 +61,7 @@ def test_the_bytes_on_disk(tmp_path):
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert (manifest["documents"], manifest["tokens"]) == (5, 12)
     assert [s["tokens"] for s in manifest["shards"]] == [6, 6]
-    assert not list(tmp_path.glob("*.part"))
+    assert not list(tmp_path.glob(".*"))
 
 
 @given(
@@ -74,7 +79,7 @@ def test_round_trip(tmp_path_factory, documents, wide, masked):
     assert opened.documents == len(documents)
     assert opened.tokens == sum(len(document) + 1 for document in documents)
     assert (opened.vocab_size, opened.has_mask) == (vocab_size, masked)
-    assert opened.name == folder.name
+    assert opened.path == folder
     for shard, part in zip(opened.shards, kept, strict=True):
         assert shard.tokens.dtype == (np.uint32 if wide else np.uint16)
         assert shard.ends.dtype == np.int64
@@ -87,10 +92,12 @@ def test_round_trip(tmp_path_factory, documents, wide, masked):
 
 
 def test_a_failure_leaves_no_file_behind(tmp_path):
-    with pytest.raises(ValueError, match=r"a.ds: .* ids are 0 to 9, but the vocabulary ends at 8$"):
+    with pytest.raises(
+        ValueError, match=r"a.ds: a document has ids from 0 to 9, but the vocabulary ends at 8$"
+    ):
         with ShardWriter(tmp_path / "a.ds", vocab_size=9) as writer:
             writer.add([9])
-    with pytest.raises(ValueError, match="ids are -1 to 0"):
+    with pytest.raises(ValueError, match=r"ids from -1 to 0, but the vocabulary ends at 8$"):
         with ShardWriter(tmp_path / "a.ds", vocab_size=9) as writer:
             writer.add([-1])
     assert list(tmp_path.iterdir()) == []
@@ -122,12 +129,12 @@ def test_lengths_are_always_checked(tmp_path, name, change):
     assert "is damaged: " in message
 
 
-def test_a_whole_document_too_few_is_noticed(tmp_path):
+def test_a_missing_document_is_noticed(tmp_path):
     write(tmp_path)
     (tmp_path / "00000.ds").write_bytes((tmp_path / "00000.ds").read_bytes()[:8])
     (tmp_path / "00000.ds.index").write_bytes((tmp_path / "00000.ds.index").read_bytes()[:8])
     assert refused(tmp_path) == (
-        f"{tmp_path}/00000.ds is damaged: it holds 4 tokens, where manifest.json says 6"
+        f"{tmp_path}/00000.ds is damaged: it holds 4 tokens, but manifest.json lists 6"
     )
 
 
@@ -140,7 +147,7 @@ def test_indices_are_always_checked(tmp_path, ends):
 
 
 @pytest.mark.parametrize("name", ["00000.ds", "00000.ds.index", "00001.ds.loss"])
-def test_every_bit_is_checked_on_demand(tmp_path, name):
+def test_verify_checks_every_bit(tmp_path, name):
     path = write(tmp_path, [[[5, 6, 7]], [[8]]], masked=True) / name
     content = bytearray(path.read_bytes())
     content[0] ^= 1
@@ -150,7 +157,7 @@ def test_every_bit_is_checked_on_demand(tmp_path, name):
     assert "is damaged" in message
 
 
-def test_another_tokenizer(tmp_path):
+def test_another_tokenizer_is_refused(tmp_path):
     write(tmp_path)
     assert refused(tmp_path, tokenizer_fingerprint="56ac4821e129d2c520fd") == (
         f"{tmp_path} was prepared with another tokenizer: its fingerprint is bytes, "
@@ -174,37 +181,44 @@ MISTAKES = [
     *[
         lambda m, c=change: m | {"shards": [m["shards"][0] | c]}
         for change in (
-            {"name": "../00000.ds"}, {"name": 5}, {"name": "00000"}, {"tokens": -1},
-            {"tokens": 6.0}, {"documents": None}, {"has_mask": 1}, {"sha256": {}}, {"sha256": 5},
+            {"name": "../00000.ds"},
+            {"name": 5},
+            {"name": "00000"},
+            {"tokens": -1},
+            {"tokens": 6.0},
+            {"documents": None},
+            {"has_mask": 1},
+            {"sha256": {}},
+            {"sha256": 5},
         )
     ],
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_garbled_manifest(tmp_path, mistake):
+def test_a_damaged_manifest_is_named(tmp_path, mistake):
     path = write(tmp_path, DOCUMENTS[:1]) / "manifest.json"
     path.write_text(json.dumps(mistake(json.loads(path.read_text()))))
     assert str(tmp_path) in refused(tmp_path)
 
 
 @given(content=st.binary(max_size=50))
-def test_a_manifest_of_noise(tmp_path_factory, content):
+def test_a_manifest_of_random_bytes_is_named(tmp_path_factory, content):
     path = write(tmp_path_factory.mktemp("noise")) / "manifest.json"
     path.write_bytes(content)
-    assert refused(path.parent).startswith(f"{path} is garbled: ")
+    assert refused(path.parent).startswith(f"{path} is damaged: ")
 
 
 @given(cut=st.integers(0, 10_000))
-def test_a_manifest_cut_off(tmp_path_factory, cut):
+def test_a_truncated_manifest_is_named(tmp_path_factory, cut):
     path = write(tmp_path_factory.mktemp("cut")) / "manifest.json"
     content = path.read_bytes()
     path.write_bytes(content[: cut % (len(content) - 2)])
-    assert refused(path.parent).startswith(f"{path} is garbled: ")
+    assert refused(path.parent).startswith(f"{path} is damaged: ")
 
 
 def bare(folder: Path, **options: Any) -> Path:
-    """As datatrove leaves a folder."""
+    """A folder as datatrove leaves it."""
     write(folder, **options)
     for file in folder.glob("*.json"):
         file.unlink()
@@ -212,9 +226,9 @@ def bare(folder: Path, **options: Any) -> Path:
     return folder
 
 
-def test_what_datatrove_wrote(tmp_path):
+def test_a_folder_of_datatroves_opens_with_the_size_of_its_tokens(tmp_path):
     bare(tmp_path, masked=True)
-    (tmp_path / "00002.ds").touch()  # by a process that had nothing to do
+    (tmp_path / "00002.ds").touch()  # of a task that had no input
     (tmp_path / "00002.ds.index").touch()
     (tmp_path / "00002.ds.loss").touch()
     assert "has no manifest.json" in refused(tmp_path)
@@ -222,18 +236,21 @@ def test_what_datatrove_wrote(tmp_path):
     assert read(opened) == [[[*document, 0] for document in part] for part in DOCUMENTS]
     assert (opened.vocab_size, opened.tokenizer_fingerprint) == (None, None)
     assert opened.has_mask
-    assert "tokens have 2 or 4 bytes, not 3" in refused(tmp_path, token_bytes=3)
+    assert "token_bytes must be 2 or 4, not 3" in refused(tmp_path, token_bytes=3)
     assert "00000.ds is damaged" in refused(tmp_path, token_bytes=4)
-    assert "has no manifest.json that says which tokenizer made it" in refused(
-        tmp_path, token_bytes=2, tokenizer_fingerprint="bytes"
+    assert (
+        "has no manifest.json, so its tokenizer is unknown: adopt it with `xlstm7b prepare --adopt`"
+        in refused(tmp_path, token_bytes=2, tokenizer_fingerprint="bytes")
     )
 
 
-def test_adoption(tmp_path):
+def test_adopting_checks_tokens_and_adds_the_manifest(tmp_path):
     bare(tmp_path)
-    with pytest.raises(ValueError, match=r"00001.ds holds id 319, but ids end at 318$"):
+    with pytest.raises(
+        ValueError, match=r"00001.ds holds id 319, but the tokenizer's ids end at 318$"
+    ):
         adopt_folder(tmp_path, vocab_size=319, tokenizer_fingerprint="bytes")
-    for _ in range(2):  # the second time there is nothing to do
+    for _ in range(2):  # the second time nothing is left to do
         adopted = adopt_folder(tmp_path, vocab_size=320, tokenizer_fingerprint="bytes")
         assert (adopted.documents, adopted.tokens, adopted.vocab_size) == (5, 12, 320)
     with pytest.raises(ValueError, match="was prepared with another tokenizer"):
@@ -241,12 +258,12 @@ def test_adoption(tmp_path):
     assert open_folder(tmp_path, tokenizer_fingerprint="bytes", verify=True).tokens == 12
 
 
-def test_documents_that_do_not_end(tmp_path):
+def test_documents_without_an_end_of_text_are_refused(tmp_path):
     bare(tmp_path)
     (tmp_path / "00001.ds.index").write_bytes(np.array([2, 4, 6], "<u8").tobytes())
     assert refused(tmp_path, token_bytes=2) == (
         f"{tmp_path}/00001.ds: document 0 does not end with id 0, the end of text "
-        "(datatrove writes it when told the eos_token)"
+        "(set eos_token in datatrove's DocumentTokenizer)"
     )
     for file in tmp_path.glob("*.ds*"):
         file.unlink()

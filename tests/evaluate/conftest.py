@@ -1,4 +1,4 @@
-"""The harness off the network, its caches in a folder of the test run's own."""
+"""Keeps the harness off the network, with its caches in a temporary folder."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +18,6 @@ def _offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from naive import save_byte_model
+    from naive_scoring import save_byte_model
 
     return save_byte_model(tmp_path_factory.mktemp("bytes") / "model")

@@ -1,4 +1,4 @@
-"""The harness's answers from our model, against every text read anew for every token."""
+"""The model as the harness calls it, compared with a naive computation token by token."""
 
 import json
 import math
@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from naive import naive_score
-from tasks import add_answered, add_choices, add_last_words, add_whole
+from harness_tasks import add_answered, add_choices, add_last_words, add_whole
+from naive_scoring import naive_score
 
-from xlstm7b.evaluate import prefixes
-from xlstm7b.evaluate.presets import PRESETS, with_shots
+from xlstm7b.evaluate import prefix_tree
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import ByteTokenizer
 
@@ -26,7 +25,14 @@ import lm_eval.tasks
 from lm_eval.api.instance import Instance
 
 from xlstm7b.evaluate import harness
-from xlstm7b.evaluate.harness import XLSTM7B, load_tasks, run_tasks
+from xlstm7b.evaluate.harness import (
+    PRESETS,
+    XLSTM7B,
+    expand_presets,
+    load_tasks,
+    run_tasks,
+    sampling_options,
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +40,7 @@ def lm(byte_model: Path) -> XLSTM7B:
     return XLSTM7B(str(byte_model), device="cpu", batch_size=8)
 
 
-def asked(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
+def instances(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
     return [Instance(kind, {}, each, n) for n, each in enumerate(arguments)]
 
 
@@ -43,7 +49,7 @@ def naive(lm: XLSTM7B, context: str, continuation: str) -> tuple[float, bool]:
     return naive_score(lm.scorer.model, encode(context), encode(continuation))
 
 
-def test_choices_equal_the_plain_way(lm: XLSTM7B, tmp_path: Path) -> None:
+def test_choices_score_as_computed_naively(lm: XLSTM7B, tmp_path: Path) -> None:
     add_choices(tmp_path, "choices", questions=4, shots=2, words=3)
     (task,) = load_tasks([], tmp_path)
     task.build_all_requests()
@@ -62,7 +68,7 @@ def test_choices_equal_the_plain_way(lm: XLSTM7B, tmp_path: Path) -> None:
 def test_grouping_reads_ten_times_less(
     lm: XLSTM7B, byte_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Five shots, the same for every question, and four options."""
+    """Five examples, the same for every question, and four answers."""
     add_choices(tmp_path, "shots", questions=12, shots=5, words=20)
     plain = XLSTM7B(str(byte_model), device="cpu", batch_size=1, grouping=False)
     scores, counts = [], []
@@ -73,15 +79,15 @@ def test_grouping_reads_ten_times_less(
         scores.append(model.loglikelihood(task.instances, disable_tqdm=True))
         counts.append(model.scorer.tokens_processed - before)
     with capsys.disabled():
-        print(f"\n  tokens read: {counts[0]:,} grouped, {counts[1]:,} not, "
-              f"{counts[1] / counts[0]:.1f} times as many")  # fmt: skip
+        ratio = counts[1] / counts[0]
+        print(f"\n  tokens read: {counts[0]:,} grouped, {counts[1]:,} not, {ratio:.1f} times more")
     assert counts[1] > 10 * counts[0]
     grouped, alone = ([logprob for logprob, _ in each] for each in scores)
     assert grouped == pytest.approx(alone, abs=1e-4)
     assert [greedy for _, greedy in scores[0]] == [greedy for _, greedy in scores[1]]
 
 
-def last_words(lm: XLSTM7B, folder: Path, texts: list[str]) -> None:
+def check_last_words(lm: XLSTM7B, folder: Path, texts: list[str]) -> None:
     add_last_words(folder, "words", texts)
     results = run_tasks(lm, load_tasks(["words"], folder))["results"]["words"]
     wanted = [naive(lm, head, f" {tail}") for head, _, tail in (t.rpartition(" ") for t in texts)]
@@ -90,18 +96,20 @@ def last_words(lm: XLSTM7B, folder: Path, texts: list[str]) -> None:
     assert results["acc,none"] == sum(greedy for _, greedy in wanted) / len(texts)
 
 
-def test_last_words(lm: XLSTM7B, tmp_path: Path) -> None:
-    last_words(lm, tmp_path, ["the sea was very calm", "a ship came by", "nobody saw it go"])
+def test_last_words_score_as_computed_naively(lm: XLSTM7B, tmp_path: Path) -> None:
+    check_last_words(lm, tmp_path, ["the sea was very calm", "a ship came by", "nobody saw it go"])
 
 
 @pytest.mark.skipif("XLSTM7B_LAMBADA" not in os.environ, reason="XLSTM7B_LAMBADA is not set")
-def test_lambada(lm: XLSTM7B, tmp_path: Path) -> None:
+def test_lambada_scores_as_computed_naively(lm: XLSTM7B, tmp_path: Path) -> None:
     lines = (Path(os.environ["XLSTM7B_LAMBADA"]) / "test.jsonl").read_text().splitlines()
-    last_words(lm, tmp_path, [json.loads(line)["text"] for line in lines[:8]])
+    check_last_words(lm, tmp_path, [json.loads(line)["text"] for line in lines[:8]])
 
 
-def test_trailing_spaces_and_no_context(lm: XLSTM7B) -> None:
-    found = lm.loglikelihood(asked("loglikelihood", ("ab  ", "cd"), ("", "cd")), disable_tqdm=True)
+def test_trailing_spaces_belong_to_the_continuation(lm: XLSTM7B) -> None:
+    found = lm.loglikelihood(
+        instances("loglikelihood", ("ab  ", "cd"), ("", "cd")), disable_tqdm=True
+    )
     assert found[0][0] == pytest.approx(naive(lm, "ab", "  cd")[0], abs=1e-4)
     assert found[1][0] == pytest.approx(naive(lm, "", "cd")[0], abs=1e-4)
 
@@ -122,10 +130,10 @@ def test_rolling_has_no_window(lm: XLSTM7B, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def continued(model: XLSTM, prompt: str, most: int, stop: str) -> str:
+def generate_naively(model: XLSTM, prompt: str, max_new_tokens: int, stop: str) -> str:
     tokenizer, ids = ByteTokenizer(), [0, *ByteTokenizer().encode(prompt)]
     text = ""
-    for _ in range(most):
+    for _ in range(max_new_tokens):
         logits, _ = model(torch.tensor([ids]), logits="last")
         ids.append(int(logits[0].argmax()))
         text = tokenizer.decode(ids)[len(prompt) :]
@@ -134,39 +142,49 @@ def continued(model: XLSTM, prompt: str, most: int, stop: str) -> str:
     return text.partition(stop)[0]
 
 
-def test_texts_until_a_stop(lm: XLSTM7B, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "LEAST_SAVED", 64)
+def test_generation_stops_at_a_stop_string(lm: XLSTM7B, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_tree, "MIN_SAVED_TOKENS", 64)
     shots = "one two three four five six seven eight nine ten "
     prompts = [shots, shots + "x", shots + "yz", "alone", "lonely", "alone"]
     model = lm.scorer.model
-    first = continued(model, "alone", 8, "\0")
+    first = generate_naively(model, "alone", 8, "\0")
     assert len(first) > 2
     stop = first[2]
     greedy = {"until": [stop, ""], "max_gen_toks": 8, "do_sample": False, "temperature": 0.7}
     found = lm.generate_until(
-        asked("generate_until", *((prompt, greedy) for prompt in prompts)), disable_tqdm=True
+        instances("generate_until", *((prompt, greedy) for prompt in prompts)), disable_tqdm=True
     )
-    assert found == [continued(model, prompt, 8, stop) for prompt in prompts]
+    assert found == [generate_naively(model, prompt, 8, stop) for prompt in prompts]
     sampled = {"until": "\0", "max_new_tokens": 12, "do_sample": True, "temperature": 1.5}
     both = [
-        lm.generate_until(asked("generate_until", *[("alone", sampled)] * 3), disable_tqdm=True)
+        lm.generate_until(instances("generate_until", *[("alone", sampled)] * 3), disable_tqdm=True)
         for _ in range(2)
     ]
     assert both[0] == both[1]
     assert len(set(both[0])) == 3
-    with pytest.raises(ValueError, match="there is no generation setting 'beams'"):
-        lm.generate_until(asked("generate_until", ("a", {"beams": 4})))
+    with pytest.raises(ValueError, match="there is no sampling parameter 'beams'"):
+        lm.generate_until(instances("generate_until", ("a", {"beams": 4})))
 
 
-def test_an_answer_is_matched(lm: XLSTM7B, tmp_path: Path) -> None:
-    right = continued(lm.scorer.model, "alone", 6, "\n")
+def test_generation_kwargs_become_sampling_options() -> None:
+    greedy = {"temperature": 0.0, "seed": 3, "stop_strings": ()}
+    assert sampling_options({}, 3) == greedy
+    assert sampling_options({"do_sample": False, "temperature": 0.7, "num_beams": 1}, 3) == greedy
+    assert sampling_options({"do_sample": True}, 3) == {**greedy, "temperature": 1.0}
+    given = {"until": ["\n", ""], "max_gen_toks": 6, "max_tokens": 7, "top_p": 0.9}
+    wanted = {**greedy, "stop_strings": ("\n",), "max_new_tokens": 6, "top_p": 0.9}
+    assert sampling_options(given, 3) == wanted
+
+
+def test_generated_answers_are_matched(lm: XLSTM7B, tmp_path: Path) -> None:
+    right = generate_naively(lm.scorer.model, "alone", 6, "\n")
     add_answered(tmp_path, "answered", {"alone": right, "lonely": "no"})
     results = run_tasks(lm, load_tasks([], tmp_path))
     assert results["results"]["answered"]["exact_match,none"] == 0.5
 
 
-def test_chats(lm: XLSTM7B, byte_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no chat template to apply"):
+def test_the_chat_template_is_applied(lm: XLSTM7B, byte_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no chat template"):
         lm.apply_chat_template([{"role": "user", "content": "Hi"}])
     folder = tmp_path / "chat"
     folder.mkdir()
@@ -181,99 +199,105 @@ def test_chats(lm: XLSTM7B, byte_model: Path, tmp_path: Path) -> None:
     assert chat.apply_chat_template(asking, add_generation_prompt=False) == "<user>Hi"
 
 
-def test_arguments(byte_model: Path, tmp_path: Path) -> None:
+def test_constructor_arguments(byte_model: Path, tmp_path: Path) -> None:
     small = XLSTM7B(str(byte_model), device="cpu", dtype="bfloat16", max_batch_size=3)
     assert (small.scorer.batch_size, small.generator.batch_size) == (3, 3)
     assert small.scorer.model.lm_head.weight.dtype == torch.bfloat16
-    for wrong, sentence in (
-        ({"dtype": "int8"}, "dtype must be float32, bfloat16 or float16, not 'int8'"),
+    for wrong, message in (
+        ({"dtype": "int8"}, "unknown dtype 'int8'; choose from float32, bfloat16, float16"),
         ({"batch_size": 0}, "batch_size must be at least 1 or auto, not 0"),
     ):
-        with pytest.raises(ValueError, match=sentence):
+        with pytest.raises(ValueError, match=message):
             XLSTM7B(str(byte_model), **wrong)
     if not torch.cuda.is_available():
         fallen = XLSTM7B(str(byte_model), device="cuda:0", batch_size=2)  # the harness's default
         assert fallen.device == torch.device("cpu")
         assert fallen.scorer.model.lm_head.weight.dtype == torch.float32
-    with pytest.raises(ValueError, match=r"there is no folder .* of tasks"):
+    with pytest.raises(ValueError, match=r"the tasks folder .* does not exist"):
         load_tasks([], tmp_path / "nowhere")
 
 
-def test_tasks_that_cannot_be_run(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no task that can be read"):
+def test_tasks_that_cannot_run_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="contains no task that can be read"):
         load_tasks([], tmp_path)
     add_choices(tmp_path, "choices", questions=2, shots=6, words=1)
-    with pytest.raises(ValueError, match="choices has 5 examples, not the 6 asked for"):
+    with pytest.raises(
+        ValueError, match="6 examples are too many for the task 'choices': it has 5"
+    ):
         load_tasks(["choices"], tmp_path)
     (task,) = load_tasks(["choices"], tmp_path, num_fewshot=5)
     assert task.config.num_fewshot == 5
     (tmp_path / "choices_dev.json").write_text("{")
-    with pytest.raises(ValueError, match="the data of choices cannot be read"):
+    with pytest.raises(ValueError, match="the data of task 'choices' cannot be read: "):
         load_tasks(["choices"], tmp_path, num_fewshot=1)
 
 
-def test_examples_that_are_the_questions(tmp_path: Path) -> None:
+def test_a_question_is_not_an_example_for_itself(tmp_path: Path) -> None:
     add_choices(tmp_path, "same", questions=3, shots=2, words=1)
     file = tmp_path / "same.yaml"
     file.write_text(file.read_text().replace("fewshot_split: dev", "fewshot_split: test"))
     (task,) = load_tasks(["same"], tmp_path)
     task.build_all_requests()
-    with pytest.raises(ValueError, match="same has 2 examples, not the 3 asked for"):
+    with pytest.raises(ValueError, match="3 examples are too many for the task 'same': it has 2"):
         load_tasks(["same"], tmp_path, num_fewshot=3)
 
 
-def test_a_search_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_beam_search_is_refused_when_tasks_are_loaded(tmp_path: Path) -> None:
     add_answered(tmp_path, "answered", {"a": "b"})
     file = tmp_path / "answered.yaml"
     text = file.read_text()
     file.write_text(text.replace("do_sample: false", "num_beams: 1"))
     assert len(load_tasks(["answered"], tmp_path)) == 1
     file.write_text(text.replace("do_sample: false", "num_beams: 4"))
-    with pytest.raises(ValueError, match="there is no generation setting 'num_beams'"):
+    with pytest.raises(ValueError, match="there is no sampling parameter 'num_beams'"):
         load_tasks(["answered"], tmp_path)
 
 
-def test_an_unknown_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_task_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_choices(tmp_path, "choices", questions=1, shots=0, words=1)
-    few = partial(harness.TaskManager, include_defaults=False)  # the others take long to list
+    few = partial(harness.TaskManager, include_defaults=False)  # listing the others takes long
     monkeypatch.setattr(harness, "TaskManager", few)
     with pytest.raises(ValueError, match="the harness has no task 'chioces'"):
         load_tasks(["choices", "chioces"], tmp_path)
 
 
-def test_presets() -> None:
-    assert with_shots(["leaderboard-v1"]) == PRESETS["leaderboard-v1"]
-    assert with_shots(["leaderboard-v2", "piqa"]) == {"leaderboard": None, "piqa": None}
-    with pytest.raises(ValueError, match="'piqa' is asked for twice"):
-        with_shots(["leaderboard-v1", "piqa"])
+def test_presets_become_tasks() -> None:
+    assert expand_presets(["leaderboard-v1"]) == PRESETS["leaderboard-v1"]
+    assert expand_presets(["leaderboard-v2", "piqa"]) == {"leaderboard": None, "piqa": None}
+    with pytest.raises(ValueError, match="the task 'piqa' is given twice"):
+        expand_presets(["leaderboard-v1", "piqa"])
 
 
 def test_the_harness_has_the_presets_tasks() -> None:
     folders = ["arc", "hellaswag", "truthfulqa", "mmlu", "winogrande", "openbookqa", "piqa"]
-    root = Path(lm_eval.tasks.__path__[0])  # all of it takes long to list
+    root = Path(lm_eval.tasks.__path__[0])  # listing everything takes long
     paths = [str(root / folder) for folder in [*folders, "leaderboard"]]
     manager = harness.TaskManager(include_path=paths, include_defaults=False)
     names = [name for preset in PRESETS.values() for name in preset]
     assert [name for name in names if name not in manager.task_index] == []
 
 
-def test_the_harness_own_command_line(lm: XLSTM7B, byte_model: Path, tmp_path: Path) -> None:
+def test_the_harness_command_line_gives_the_same_results(
+    lm: XLSTM7B, byte_model: Path, tmp_path: Path
+) -> None:
     add_choices(tmp_path, "choices", questions=3, shots=1, words=3)
-    arguments = [
-        "--model",
-        "xlstm7b",
-        "--model_args",
-        f"pretrained={byte_model}",
-        "--device",
-        "cpu",
-    ]
-    arguments += ["--include_path", tmp_path, "--tasks", "choices", "--batch_size", "2"]
+    options = {
+        "model": "xlstm7b",
+        "model_args": f"pretrained={byte_model}",
+        "device": "cpu",
+        "include_path": tmp_path,
+        "tasks": "choices",
+        "batch_size": 2,
+        "output_path": tmp_path / "out",
+    }
+    arguments = [f"--{name}={value}" for name, value in options.items()]
     done = subprocess.run(
-        [sys.executable, "-m", "xlstm7b.evaluate.harness", *map(str, arguments),
-         "--output_path", str(tmp_path / "out")],
+        [sys.executable, "-m", "xlstm7b.evaluate.harness", *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     (file,) = (tmp_path / "out").rglob("results_*.json")
     theirs = json.loads(file.read_text())

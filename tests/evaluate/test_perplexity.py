@@ -1,4 +1,4 @@
-"""Loss over whole documents and by position, against one pass over each."""
+"""Loss over whole documents and by position, compared with one forward pass for each document."""
 
 import gzip
 import json
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from naive import open_gates
+from naive_scoring import open_gates
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.evaluate import perplexity as module
-from xlstm7b.evaluate.perplexity import perplexity, plot, read_documents
+from xlstm7b.evaluate.perplexity import perplexity, plot_loss, read_documents
 from xlstm7b.evaluate.scoring import Scorer
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import ByteTokenizer
@@ -33,11 +33,11 @@ def losses(model: XLSTM, document: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("at_once", [1 << 22, 100])
-def test_documents_are_as_if_alone(
-    model: XLSTM, at_once: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("held", [1 << 22, 100])
+def test_documents_score_as_if_alone(
+    model: XLSTM, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_TOKENS_AT_ONCE", at_once)
+    monkeypatch.setattr(module, "MAX_HELD_TOKENS", held)
     found = perplexity(Scorer(model, batch_size=2), ByteTokenizer(), DOCUMENTS)
     alone = [losses(model, document) for document in DOCUMENTS if document]
     every = [loss for document in alone for loss in document]
@@ -56,30 +56,33 @@ def test_documents_are_as_if_alone(
 
 def test_results_are_in_the_harness_layout(model: XLSTM) -> None:
     found = perplexity(Scorer(model), ByteTokenizer(), DOCUMENTS)
-    results = found.results("text")
+    results = found.to_results("text")
     assert results["results"]["text"]["loss,none"] == found.loss
     assert results["results"]["text, tokens 128–255"]["loss,none"] == found.buckets[1].loss
     assert results["n-samples"]["text"] == {"original": 6, "effective": 6}
     assert json.loads(json.dumps(results["perplexity"]))["buckets"][3]["first"] == 512
 
 
-def test_documents_of_files(tmp_path: Path) -> None:
+def test_documents_are_read_from_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo")
     lines = "".join(json.dumps({"body": body}) + "\n" for body in ("three", "four"))
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     assert list(read_documents([tmp_path / "b.jsonl.gz"], "body")) == ["three", "four"]
     assert list(read_documents([tmp_path / "a.txt"])) == ["one\ntwo"]
-    with pytest.raises(ValueError, match="line 1: there is no column 'text'; there are: body"):
+    with pytest.raises(
+        ValueError, match="line 1: the column 'text' is missing; the columns are body"
+    ):
         list(read_documents([tmp_path]))
 
 
-def test_nothing_to_measure(model: XLSTM) -> None:
+def test_empty_documents_are_refused(model: XLSTM) -> None:
     with pytest.raises(ValueError, match="there is no text to measure"):
         perplexity(Scorer(model), ByteTokenizer(), ["", ""])
 
 
-def test_a_plot(model: XLSTM, tmp_path: Path) -> None:
+def test_the_plot_is_the_only_file_written(model: XLSTM, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    plot(perplexity(Scorer(model), ByteTokenizer(), DOCUMENTS), tmp_path / "loss.png", "a model")
+    measured = perplexity(Scorer(model), ByteTokenizer(), DOCUMENTS)
+    plot_loss(measured, tmp_path / "loss.png", "a model")
     assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
     assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]

@@ -1,4 +1,4 @@
-"""Results files: whose they are, and side by side."""
+"""Results files: what they say about a run, and how they compare."""
 
 import json
 from pathlib import Path
@@ -6,17 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import save_small
+from checkpoint_files import save_small
 
-from xlstm7b.evaluate.results import Measured, compare, described, fingerprint, write_json
-from xlstm7b.weights import open_checkpoint, save_checkpoint
+from xlstm7b.checkpoint import open_checkpoint, save_checkpoint
+from xlstm7b.evaluate.results import Metric, compare, comparison_table, fingerprint, run_info
+from xlstm7b.files import write_json
 
 
 def results(**metrics: Any) -> dict[str, Any]:
     return {"results": {"arc": {"alias": "arc", "sample_len": 4, **metrics}}}
 
 
-def test_a_fingerprint_tells_models_apart(tmp_path: Path) -> None:
+def test_fingerprints_differ_between_models(tmp_path: Path) -> None:
     folder, tensors = save_small(tmp_path)
     first = fingerprint(folder)
     assert first["parameters"] == sum(tensor.numel() for tensor in tensors.values())
@@ -27,17 +28,17 @@ def test_a_fingerprint_tells_models_apart(tmp_path: Path) -> None:
     assert fingerprint(tmp_path / "other")["fingerprint"] != first["fingerprint"]
 
 
-def test_what_a_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_says_what_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = save_small(tmp_path)
     monkeypatch.setattr("sys.argv", ["/usr/bin/xlstm7b", "eval", "a b", "--tasks", "arc"])
     given = results(**{"acc,none": torch.tensor(0.5), "f,none": print})
-    write_json(tmp_path / "out.json", described(given, folder))
+    write_json(tmp_path / "out.json", {**given, "xlstm7b": run_info(folder)})
     read = json.loads((tmp_path / "out.json").read_text())
     assert read["results"]["arc"]["acc,none"] == 0.5
-    about = read["xlstm7b"]
-    assert about["command"] == "xlstm7b eval 'a b' --tasks arc"
-    assert about["model"] == fingerprint(folder)
-    assert about["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    info = read["xlstm7b"]
+    assert info["command"] == "xlstm7b eval 'a b' --tasks arc"
+    assert info["model"] == fingerprint(folder)
+    assert info["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out.json"]
 
 
@@ -55,28 +56,33 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_side_by_side(tmp_path: Path) -> None:
+def test_files_are_compared_with_the_first(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", results(**{"acc,none": 0.5, "acc_stderr,none": 0.01}))
     other = results(**{"acc,none": 0.75, "acc_stderr,none": "N/A", "em,strict": 1, "x": True})
     write_json(tmp_path / "b.json", other)
     lines = compare([tmp_path / "a.json", tmp_path / "b.json"])
     assert [(line.task, line.metric) for line in lines] == [("arc", "acc"), ("arc", "em,strict")]
-    assert lines[0].values == [Measured(0.5, 0.01), Measured(0.75, None)]
+    assert lines[0].values == [Metric(0.5, 0.01), Metric(0.75, None)]
     assert lines[0].differences == [0.25]
-    assert lines[1].values == [None, Measured(1, None)]
+    assert lines[1].values == [None, Metric(1, None)]
     assert lines[1].differences == [None]
+    assert comparison_table([tmp_path / "a.json", tmp_path / "b.json"]).splitlines() == [
+        "task     metric                a       b  difference",
+        "arc         acc  0.5000 ± 0.0100  0.7500     +0.2500",
+        "arc   em,strict                –  1.0000           –",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"),
+    ("content", "message"),
     [
         ("{", "is not a JSON file"),
         ("[]", 'is not a results file: it has no "results"'),
         ('{"results": {"arc": 1}}', "is not a results file: 'arc' has no metrics"),
-        ('{"results": {}}', "there is no metric in any of these files"),
+        ('{"results": {}}', "none of these files contains a metric"),
     ],
 )
-def test_mistakes(tmp_path: Path, content: str, sentence: str) -> None:
+def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "a.json").write_text(content)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=message):
         compare([tmp_path / "a.json"] * 2)

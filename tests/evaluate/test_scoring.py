@@ -1,20 +1,20 @@
-"""Continuations over a tree of contexts, and documents in packed rows, against the plain way."""
+"""Scores of continuations and documents, compared with a plain forward pass for each."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive import naive_score, small_model
+from naive_scoring import naive_score, small_model
 
 from xlstm7b.config import ModelConfig
-from xlstm7b.evaluate import prefixes, scoring
-from xlstm7b.evaluate.prefixes import Node, PrefixTree
+from xlstm7b.evaluate import prefix_tree, scoring
+from xlstm7b.evaluate.prefix_tree import Node, PrefixTree
 from xlstm7b.evaluate.scoring import Continuation, Scorer
 from xlstm7b.model import XLSTM
 
 MODEL = small_model()
 TOKENS = st.integers(0, 23)
-# Few words of few letters: contexts share beginnings, end within one another, and recur.
+# Few different words: contexts share prefixes, are prefixes of one another, and occur twice.
 WORDS = st.sampled_from([[5], [5, 6], [7] * 9, [8, 9, 10, 11] * 4])
 CONTEXTS = st.lists(WORDS, max_size=5).map(
     lambda words: [token for word in words for token in word]
@@ -27,47 +27,47 @@ REQUESTS = st.lists(
 
 @given(REQUESTS, ROWS, SHORTEST, SAVED, st.integers(1, 40), st.integers(0, 3))
 @settings(max_examples=15)
-def test_a_tree_of_requests_is_the_plain_way(
-    asked: list[tuple[list[int], list[int]]],
+def test_scores_equal_the_naive_ones(
+    requests: list[tuple[list[int], list[int]]],
     rows: int,
     shortest: int,
     saved: int,
-    piece: int,
+    chunk: int,
     waiting: int,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scoring, "_TOKENS_A_PIECE", piece)
-        patch.setattr(scoring, "_LOGITS_A_PIECE", piece * 24)
-        patch.setattr(scoring, "_MOST_WAITING", waiting)
-        patch.setattr(prefixes, "SHORTEST_SHARED", shortest)
-        patch.setattr(prefixes, "LEAST_SAVED", saved)
-        requests = [Continuation(*request) for request in asked]
-        wanted = [naive_score(MODEL, *request) for request in asked]
+        patch.setattr(scoring, "MAX_CHUNK_TOKENS", chunk)
+        patch.setattr(scoring, "MAX_CHUNK_LOGITS", chunk * 24)
+        patch.setattr(scoring, "MAX_WAITING_STATES", waiting)
+        patch.setattr(prefix_tree, "MIN_SHARED_TOKENS", shortest)
+        patch.setattr(prefix_tree, "MIN_SAVED_TOKENS", saved)
+        continuations = [Continuation(*request) for request in requests]
+        wanted = [naive_score(MODEL, *request) for request in requests]
         grouped = Scorer(MODEL, batch_size=rows)
         plain = Scorer(MODEL, batch_size=rows, grouping=False)
-        told: list[int] = []
+        progress: list[int] = []
         for scorer in (grouped, plain):
-            found = scorer.score(requests, told.append)
+            found = scorer.score(continuations, progress.append)
             assert [score.is_greedy for score in found] == [greedy for _, greedy in wanted]
             for score, (logprob, _) in zip(found, wanted, strict=True):
                 assert score.logprob == pytest.approx(logprob, abs=1e-10)
-    assert sum(told) == 2 * len(requests)
-    whole = [len(context) + 1 + len(continuation) - 1 for context, continuation in asked]
+    assert sum(progress) == 2 * len(requests)
+    whole = [len(context) + 1 + len(continuation) - 1 for context, continuation in requests]
     assert plain.tokens_processed == sum(whole)
     assert grouped.tokens_processed <= plain.tokens_processed
 
 
 @given(st.lists(CONTEXTS, min_size=1, max_size=20), SHORTEST, SAVED)
-def test_a_tree_holds_every_context_once(
+def test_a_tree_contains_every_sequence_once(
     contexts: list[list[int]], shortest: int, saved: int
 ) -> None:
-    contexts = [[0, *context] for context in contexts]
-    tree = PrefixTree(contexts)
+    sequences = [[0, *context] for context in contexts]
+    tree = PrefixTree(sequences)
     found: dict[int, list[int]] = {}
 
     def visit(node: Node, path: list[int]) -> None:
         if node.end and tree.ends_at(node):
-            found.update(dict.fromkeys(tree.asked[node.first], path))
+            found.update(dict.fromkeys(tree.indices[node.first], path))
         for child in tree.children(node):
             segment = tree.tokens(child, node.end)
             saves = len(segment) * (child.last - child.first - 1)
@@ -75,13 +75,13 @@ def test_a_tree_holds_every_context_once(
             visit(child, path + segment)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefixes, "SHORTEST_SHARED", shortest)
-        patch.setattr(prefixes, "LEAST_SAVED", saved)
+        patch.setattr(prefix_tree, "MIN_SHARED_TOKENS", shortest)
+        patch.setattr(prefix_tree, "MIN_SAVED_TOKENS", saved)
         visit(tree.root, [])
-    assert [found[place] for place in range(len(contexts))] == contexts
+    assert [found[index] for index in range(len(sequences))] == sequences
 
 
-def test_what_is_shared_is_read_once() -> None:
+def test_a_shared_prefix_is_read_once() -> None:
     shots = [3 + n % 20 for n in range(110)]
     questions = [[*shots, n, *[n + 1] * 9] for n in range(6)]
     options = [[1], [2], [3, 4], [5, 6, 7]]
@@ -91,7 +91,7 @@ def test_what_is_shared_is_read_once() -> None:
     assert scorer.tokens_processed == 1 + 110 + 6 * (10 + 0 + 0 + 1 + 2)
 
 
-def test_batch_sizes_agree() -> None:
+def test_scores_do_not_depend_on_the_batch_size() -> None:
     draw = torch.Generator().manual_seed(1)
     ids = [torch.randint(24, (n,), generator=draw).tolist() for n in range(1, 60, 3)]
     requests = [Continuation(context, [*context[:3], 4]) for context in ids]
@@ -101,11 +101,11 @@ def test_batch_sizes_agree() -> None:
 
 @given(st.lists(st.lists(TOKENS, max_size=40), max_size=8), st.integers(1, 4), st.integers(1, 50))
 @settings(max_examples=40)
-def test_packed_documents_are_as_if_alone(
-    documents: list[list[int]], rows: int, piece: int
+def test_packed_documents_score_as_if_alone(
+    documents: list[list[int]], rows: int, chunk: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scoring, "_TOKENS_A_PIECE", piece)
+        patch.setattr(scoring, "MAX_CHUNK_TOKENS", chunk)
         scorer = Scorer(MODEL, batch_size=rows)
         found = scorer.logprobs(documents)
     for document, logprobs in zip(documents, found, strict=True):
@@ -119,8 +119,8 @@ def test_packed_documents_are_as_if_alone(
     assert scorer.tokens_processed == sum(map(len, found))
 
 
-def test_a_long_document_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "_TOKENS_A_PIECE", 700)
+def test_a_long_document_is_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "MAX_CHUNK_TOKENS", 700)
     text = torch.randint(1, 24, (5000,), generator=torch.Generator().manual_seed(2))
     (found,) = Scorer(MODEL).logprobs([text.tolist()])
     with torch.no_grad():
@@ -138,7 +138,7 @@ def test_a_model_without_a_first_token() -> None:
         scorer.score([Continuation([], [5])])
 
 
-def test_mistakes() -> None:
+def test_wrong_tokens_are_refused() -> None:
     scorer = Scorer(MODEL)
     with pytest.raises(ValueError, match="a continuation must have at least one token"):
         scorer.score([Continuation([1], [])])

@@ -1,16 +1,17 @@
-"""A conversation by states: what the model has read, turn by turn, and going back."""
+"""`Chat`: what the state has read after each turn, undo, save and load, templates."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from cli.commands import CHATML, save_chat_model, save_reciter
+from commands import CHATML, save_chat_model, save_greeter
 
+from xlstm7b.chat_format import ChatFormat, ChatTemplate, PlainFormat, TemplateFormat
 from xlstm7b.config import ModelConfig
-from xlstm7b.generate import Generator, TextState
-from xlstm7b.generate.chat import MOST_UNDONE, Chat, PlainTurns, TemplateTurns, Turns
+from xlstm7b.generate import Generator, SavedState
+from xlstm7b.generate.chat import MAX_UNDO, Chat
 from xlstm7b.model import XLSTM
-from xlstm7b.tokenizer import ByteTokenizer, ChatTemplate
+from xlstm7b.tokenizer import ByteTokenizer
 
 
 def bytes_of(text: str) -> list[int]:
@@ -18,7 +19,7 @@ def bytes_of(text: str) -> list[int]:
 
 
 def answer(chat: Chat, text: str) -> str:
-    return "".join(piece.text for piece in chat.say(text))
+    return "".join(output.text for output in chat.say(text))
 
 
 def random_generator() -> Generator:
@@ -31,12 +32,12 @@ def random_generator() -> Generator:
 
 
 def assert_has_read(chat: Chat, generator: Generator, ids: list[int], path: Path) -> None:
-    """The conversation's state is the one of a model that reads all of this at once."""
+    """The state of the conversation equals that after reading all of these ids at once."""
     chat.save(path)
-    got, want = TextState.load(path, generator.config), generator.read([ids])
+    got, want = SavedState.load(path, generator.config), generator.read([ids])
     assert got.tokens_seen == want.tokens_seen
     torch.testing.assert_close(got.logits, want.logits, rtol=1e-4, atol=1e-4)
-    for mine, other in zip(got.memory.blocks, want.memory.blocks, strict=True):
+    for mine, other in zip(got.model_state.blocks, want.model_state.blocks, strict=True):
         scale = (mine.m - other.m).exp()
         torch.testing.assert_close(mine.n * scale[..., None], other.n, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(mine.C * scale[..., None, None], other.C, rtol=1e-4, atol=1e-4)
@@ -47,9 +48,7 @@ def assert_has_read(chat: Chat, generator: Generator, ids: list[int], path: Path
 
 @pytest.fixture(scope="module")
 def greeter(tmp_path_factory: pytest.TempPathFactory) -> Generator:
-    """It answers "Assistant:" by " Hi!", and goes on for the user."""
-    folder = tmp_path_factory.mktemp("greeter")
-    return Generator.from_pretrained(save_reciter(folder, bytes_of(": Hi!\nUser:")))
+    return Generator.from_pretrained(save_greeter(tmp_path_factory.mktemp("greeter")))
 
 
 @pytest.mark.parametrize("system", [None, "Be brief."])
@@ -59,7 +58,7 @@ def test_plain_turns_are_read_once(greeter: Generator, tmp_path: Path, system: s
     for words in ("Hello", "How are you?", "Grüß dich"):
         assert answer(chat, words) == " Hi!"
         text += f"User: {words}\nAssistant: Hi!\n"
-        # What ends the answer is the beginning of the next turn, and read already.
+        # The stop string is the start of the next turn: the state has read it.
         assert_has_read(chat, greeter, bytes_of(text + "User:"), tmp_path / "state")
     assert chat.stats().exchanges == 3
     assert chat.stats().tokens_read == 1 + len(bytes_of(text + "User:"))
@@ -72,14 +71,15 @@ def test_answers_cut_short_are_closed(greeter: Generator, tmp_path: Path) -> Non
     text = "User: a\nAssistant: H\nUser: b\nAssistant: H"
     assert_has_read(chat, greeter, bytes_of(text), tmp_path / "state")
     chat = Chat(greeter, temperature=0)
-    pieces = list(chat.say("a", should_stop=lambda: True))
-    assert [piece.text for piece in pieces] == [" "]
+    # The engine's first step gives the first token, and on some devices the second.
+    cut = "".join(output.text for output in chat.say("a", should_stop=lambda: True))
+    assert cut in (" ", " H")
     assert answer(chat, "b") == " Hi!"
-    text = "User: a\nAssistant: \nUser: b\nAssistant: Hi!\nUser:"
+    text = f"User: a\nAssistant:{cut}\nUser: b\nAssistant: Hi!\nUser:"
     assert_has_read(chat, greeter, bytes_of(text), tmp_path / "state")
 
 
-def test_a_stop_string_of_the_users(greeter: Generator, tmp_path: Path) -> None:
+def test_a_stop_string_given_by_the_user(greeter: Generator, tmp_path: Path) -> None:
     chat = Chat(greeter, temperature=0, stop_strings=("i",))
     assert answer(chat, "a") == " H"
     assert answer(chat, "b") == " H"
@@ -87,17 +87,17 @@ def test_a_stop_string_of_the_users(greeter: Generator, tmp_path: Path) -> None:
     assert_has_read(chat, greeter, bytes_of(text), tmp_path / "state")
 
 
-def test_the_conversation_moves_on_only_with_the_last_piece(greeter: Generator) -> None:
+def test_an_exchange_counts_only_after_its_last_output(greeter: Generator) -> None:
     chat = Chat(greeter, temperature=0)
     answer(chat, "a")
     before = chat.stats()
-    pieces = chat.say("b")
-    next(pieces)
+    outputs = chat.say("b")
+    next(outputs)
     assert chat.stats() == before
-    pieces.close()
+    outputs.close()
     assert chat.stats() == before
     with pytest.raises(ValueError, match="top_p must be"):
-        Chat(greeter, top_p=2).say("x")
+        Chat(greeter, top_p=2)
 
 
 def test_undo_and_clear() -> None:
@@ -115,38 +115,40 @@ def test_undo_and_clear() -> None:
     assert chat.stats() == (0, 0, 0, None)
     assert answer(chat, "one") == first
     chat.clear()
-    with pytest.raises(ValueError, match=r"^there is nothing to undo \(the last 8 exchanges can"):
+    with pytest.raises(
+        ValueError, match=r"^there is nothing to undo \(at most 8 exchanges are kept\)$"
+    ):
         chat.undo()
-    for _ in range(MOST_UNDONE + 2):
+    for _ in range(MAX_UNDO + 2):
         answer(chat, "again")
-    for _ in range(MOST_UNDONE):
+    for _ in range(MAX_UNDO):
         chat.undo()
     assert chat.stats().exchanges == 2
     with pytest.raises(ValueError, match="there is nothing to undo"):
         chat.undo()
 
 
-def test_a_seed_is_for_the_whole_conversation() -> None:
+def test_a_seed_makes_the_whole_conversation_reproducible() -> None:
     generator = random_generator()
 
-    def talk(**settings: int) -> list[str]:
-        chat = Chat(generator, max_new_tokens=12, **settings)
+    def talk(**sampling: int) -> list[str]:
+        chat = Chat(generator, max_new_tokens=12, **sampling)
         return [answer(chat, word) for word in ("a", "b")]
 
     assert talk(seed=3) == talk(seed=3) != talk(seed=4)
     assert talk(seed=(1 << 64) - 1) == talk(seed=(1 << 64) - 1)
 
 
-@pytest.mark.parametrize("settings", [{}, {"stop_strings": ("a", "e", "i", "o", "u")}])
-def test_save_and_load(tmp_path: Path, settings: dict[str, tuple[str, ...]]) -> None:
+@pytest.mark.parametrize("sampling", [{}, {"stop_strings": ("a", "e", "i", "o", "u")}])
+def test_save_and_load(tmp_path: Path, sampling: dict[str, tuple[str, ...]]) -> None:
     generator, path = random_generator(), tmp_path / "state"
-    chat = Chat(generator, max_new_tokens=40, temperature=0, **settings)
-    with pytest.raises(ValueError, match=r"^nothing has been said that could be saved$"):
+    chat = Chat(generator, max_new_tokens=40, temperature=0, **sampling)
+    with pytest.raises(ValueError, match=r"^there is nothing to save: the conversation is empty$"):
         chat.save(path)
     answer(chat, "one")
     chat.save(path)
     want = [answer(chat, "two"), answer(chat, "three")]
-    later = Chat(random_generator(), max_new_tokens=40, temperature=0, **settings)
+    later = Chat(random_generator(), max_new_tokens=40, temperature=0, **sampling)
     answer(later, "something else")
     later.load(path)
     assert [answer(later, "two"), answer(later, "three")] == want
@@ -179,7 +181,7 @@ def test_load_any_text(greeter: Generator, tmp_path: Path) -> None:
     assert_has_read(chat, greeter, bytes_of(text), path)
     greeter.read(["a", "b"]).save(path)
     before = chat.stats()
-    with pytest.raises(ValueError, match="holds 2 texts; a conversation is one"):
+    with pytest.raises(ValueError, match=r"holds the states of 2 texts; one is needed$"):
         chat.load(path)
     with pytest.raises(ValueError, match="is missing"):
         chat.load(tmp_path / "none")
@@ -191,7 +193,7 @@ def test_the_system_message_comes_after_a_text_and_once(greeter: Generator, tmp_
     greeter.read("A long book.").save(path)
     chat = Chat(greeter, system="Be brief.", temperature=0)
     chat.load(path)
-    chat.save(path)  # as yet it is no conversation
+    chat.save(path)  # no message has been read yet
     chat.load(path)
     answer(chat, "a")
     text = "A long book.\nBe brief.\n\nUser: a\nAssistant: Hi!\nUser:"
@@ -201,7 +203,7 @@ def test_the_system_message_comes_after_a_text_and_once(greeter: Generator, tmp_
     assert_has_read(chat, greeter, bytes_of(text + " b\nAssistant: Hi!\nUser:"), path)
 
 
-def test_a_saved_conversation_goes_on_counting(tmp_path: Path) -> None:
+def test_a_saved_conversation_keeps_its_count(tmp_path: Path) -> None:
     path = tmp_path / "state"
     chat = Chat(random_generator(), max_new_tokens=12, seed=3)
     for word in ("a", "b"):
@@ -214,8 +216,8 @@ def test_a_saved_conversation_goes_on_counting(tmp_path: Path) -> None:
     assert later.stats().exchanges == 3
 
 
-def test_a_state_of_a_servers_is_a_conversation(greeter: Generator, tmp_path: Path) -> None:
-    """It has what the model read past its answer for a note, and no count."""
+def test_a_state_saved_by_the_server_is_a_conversation(greeter: Generator, tmp_path: Path) -> None:
+    """Its note is what the model read after the answer; it has no count of exchanges."""
     path = tmp_path / "state"
     for overread in ("", "\nUser:"):
         greeter.read(f"User: a\nAssistant: Hi!{overread}").save(path, note=overread)
@@ -240,8 +242,8 @@ def test_template_turns_are_read_once(
     templated: Generator, tmp_path: Path, system: str | None
 ) -> None:
     template = ChatTemplate(CHATML, {})
-    turns = TemplateTurns(template, system)
-    assert turns.ending == "<|im_end|>"
+    turns = TemplateFormat(template, system)
+    assert turns.stop_string == "<|im_end|>"
     chat = Chat(templated, turns, system=system, max_new_tokens=50)
     messages = [] if system is None else [{"role": "system", "content": system}]
     for words in ("Hello", " How are you? ", "Grüß dich"):
@@ -255,11 +257,13 @@ def test_template_turns_are_read_once(
         assert_has_read(chat, templated, ids, tmp_path / "state")
 
 
-def test_a_template_closes_no_turn_after_a_text(templated: Generator, tmp_path: Path) -> None:
+def test_a_template_conversation_after_a_text_closes_no_turn(
+    templated: Generator, tmp_path: Path
+) -> None:
     path = tmp_path / "state"
     templated.read("A long book.").save(path)
     template = ChatTemplate(CHATML, {})
-    chat = Chat(templated, TemplateTurns(template, "Be brief."), system="Be brief.")
+    chat = Chat(templated, TemplateFormat(template, "Be brief."), system="Be brief.")
     chat.load(path)
     assert answer(chat, "Hello") == "Hi!"
     opening = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
@@ -272,13 +276,13 @@ def test_a_template_closes_no_turn_after_a_text(templated: Generator, tmp_path: 
 def test_an_ending_in_plain_text(
     greeter: Generator, tmp_path: Path, ending: str, answered: str, overread: str
 ) -> None:
-    """If it is of one token, that is not read; else it is a stop string, and read already."""
+    """An ending of one token is not read. A longer one is a stop string, which is read."""
     source = (
         "{% for m in messages %}{% if m.role == 'user' %}<{{ m.content }}>bot:"
         "{% else %}{{ m.content }}" + ending + "\n{% endif %}{% endfor %}"
     )
-    turns = TemplateTurns(ChatTemplate(source, {}))
-    assert turns.ending == ending
+    turns = TemplateFormat(ChatTemplate(source, {}))
+    assert turns.stop_string == ending
     chat = Chat(greeter, turns, temperature=0)
     assert [answer(chat, "a"), answer(chat, "b")] == [answered, answered]
     text = "<a>bot: Hi!\n<b>bot:" + answered + overread
@@ -298,7 +302,7 @@ def test_an_ending_in_plain_text(
 )
 def test_templates_that_do_not_add_turn_by_turn(source: str) -> None:
     with pytest.raises(ValueError, match=r"^the chat template does not just add to a text"):
-        TemplateTurns(ChatTemplate(source, {}))
+        TemplateFormat(ChatTemplate(source, {}))
 
 
 def test_a_template_without_system_messages() -> None:
@@ -306,31 +310,31 @@ def test_a_template_without_system_messages() -> None:
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
         + CHATML
     )
-    assert TemplateTurns(ChatTemplate(source, {})).ending == "<|im_end|>"
+    assert TemplateFormat(ChatTemplate(source, {})).stop_string == "<|im_end|>"
     with pytest.raises(ValueError, match=r"^the chat template fails: no system here$"):
-        TemplateTurns(ChatTemplate(source, {}), "Be brief.")
+        TemplateFormat(ChatTemplate(source, {}), "Be brief.")
 
 
-def test_later_turns_do_not_depend_on_words() -> None:
-    turns = TemplateTurns(ChatTemplate(CHATML, {}))
-    words = TemplateTurns._ANSWER
-    assert turns.later(words) == (
+def test_a_message_may_contain_the_mark_of_an_answer() -> None:
+    turns = TemplateFormat(ChatTemplate(CHATML, {}))
+    words = TemplateFormat._ANSWER
+    assert turns.next_prompt(words) == (
         f"<|im_end|>\n<|im_start|>user\n{words}<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert PlainTurns().later(words) == f"\nUser: {words}\nAssistant:"
+    assert PlainFormat().next_prompt(words) == f"\nUser: {words}\nAssistant:"
 
 
-@pytest.mark.parametrize("turns", [PlainTurns(), TemplateTurns(ChatTemplate(CHATML, {}))])
+@pytest.mark.parametrize("turns", [PlainFormat(), TemplateFormat(ChatTemplate(CHATML, {}))])
 @pytest.mark.parametrize("system", [None, "Be brief."])
-def test_a_whole_conversation_is_its_turns(turns: Turns, system: str | None) -> None:
-    """A server reads from the start what `Chat` reads turn by turn."""
+def test_a_whole_conversation_is_its_turns(turns: ChatFormat, system: str | None) -> None:
+    """The server renders at once what `Chat` reads turn by turn."""
     said = [{"role": "user", "content": "Hello"}]
     if system is not None:
         said.insert(0, {"role": "system", "content": system})
-    start = turns.first(system, "Hello")
-    assert turns.whole(said) == start
-    answer = " Hi!" if isinstance(turns, PlainTurns) else "Hi!"
+    start = turns.first_prompt(system, "Hello")
+    assert turns.render(said) == start
+    answer = " Hi!" if isinstance(turns, PlainFormat) else "Hi!"
     said += [{"role": "assistant", "content": "Hi!"}, {"role": "user", "content": "Go on."}]
-    assert turns.whole(said) == start + answer + turns.later("Go on.")
-    closed = turns.whole(said[:-1], to_answer=False)
-    assert closed.rstrip() == start + answer + turns.ending.removesuffix("\nUser:")
+    assert turns.render(said) == start + answer + turns.next_prompt("Go on.")
+    closed = turns.render(said[:-1], add_generation_prompt=False)
+    assert closed.rstrip() == start + answer + turns.stop_string.removesuffix("\nUser:")

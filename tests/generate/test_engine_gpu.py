@@ -1,19 +1,17 @@
-"""The engine on a GPU: graphs for a few numbers of rows, prompts in padded pieces, kept states.
+"""The engine on a GPU: graphs for a few numbers of slots, padded prompt batches, kept states.
 
-Products of other shapes round differently there, so that a text that goes through the engine is
-held against one that was read and stepped token by token: log-probabilities, not the choice
-between near ties.
+There, products of other shapes round differently. So outputs are compared with a pass over the
+whole text by their log-probabilities, not by the choice between near ties.
 """
 
 import random
 
 import pytest
 import torch
-from engines import Listener, idle, running
+from engines import Driver, ImmediateExecutor, copy_of, is_idle, new_engine
 
 from xlstm7b.config import ModelConfig
-from xlstm7b.generate import Generator, Request, SamplingSettings
-from xlstm7b.generate.slots import Slots
+from xlstm7b.generate import Generator, Request, SamplingParams
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import ByteTokenizer
 
@@ -22,8 +20,8 @@ DRAW = random.Random(0)
 LONG = DRAW.choices(range(2, 258), k=3000)
 
 
-def models() -> tuple[Generator, XLSTM]:
-    """In bfloat16 behind a generator, and the same weights in float32 on the CPU."""
+def models() -> tuple[XLSTM, XLSTM]:
+    """A model in bfloat16 on the GPU, and the same weights in float32 on the CPU."""
     torch.manual_seed(0)
     model = XLSTM(ModelConfig(256, 2, 4, vocab_size=320))
     with torch.no_grad():
@@ -34,15 +32,36 @@ def models() -> tuple[Generator, XLSTM]:
     model.bfloat16().float()
     copy = XLSTM(model.config)
     copy.load_state_dict(model.state_dict())
-    return Generator(copy.to("cuda", torch.bfloat16), ByteTokenizer()), model
+    return copy.to("cuda", torch.bfloat16), model
 
 
-@pytest.mark.parametrize("options", [
-    {"slots": 40}, {"slots": 6, "piece_tokens": 100},
-    {"slots": 24, "cache_bytes": 1 << 26, "cache_interval": 700},
-])  # fmt: skip
-def test_texts_in_a_crowd(options):
-    generator, model = models()
+@torch.no_grad()
+def assert_likely(model: XLSTM, request: Request, token_ids: list[int], logprobs) -> None:
+    """The output is what the model would write, to bfloat16's rounding."""
+    count = len(token_ids)
+    ids = torch.tensor([[*request.prompt_token_ids, *token_ids]])
+    logits = model(ids[:, :-1])[0][0, -count:].double()
+    own = logits.gather(-1, ids[0, -count:, None])[:, 0]
+    if request.params.temperature == 0:
+        assert float((logits.max(-1).values - own).max()) < 0.15  # a near tie, at most
+    difference = (torch.tensor(logprobs) - (own - logits.logsumexp(-1))).abs()
+    assert float(difference.max()) < 0.15
+    assert float(difference.mean()) < 0.03
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"slots": 40},
+        {"slots": 40, "long_gaps": 1.0},
+        {"slots": 6, "prefill_tokens": 100},
+        {"slots": 1},
+        {"slots": 24, "cache_bytes": 1 << 26, "cache_interval": 700},
+    ],
+)
+def test_many_requests(options, warm):
+    on_gpu, model = models()
     kinds = (
         {"temperature": 0.0, "logprobs": 3},
         {"temperature": 1.0, "logprobs": 0},
@@ -50,84 +69,120 @@ def test_texts_in_a_crowd(options):
         {"temperature": 0.0, "repetition_penalty": 1.5, "logprobs": 0},
     )
     requests = []
-    for place in range(60):
-        start = LONG[: DRAW.choice((1, 5, 64, 300, 1500, 3000))]
+    for n in range(60):
+        start = LONG[: DRAW.choice((0, 1, 5, 64, 300, 1500, 3000))]
         prompt = [*start, *DRAW.choices(range(2, 258), k=DRAW.randrange(1, 70))]
-        chosen = SamplingSettings(
-            max_new_tokens=DRAW.randrange(1, 60), seed=place, eos_token_id=(), **kinds[place % 4]
+        params = SamplingParams(
+            max_new_tokens=DRAW.randrange(1, 60), seed=n, eos_token_id=(), **kinds[n % 4]
         )
-        requests.append(Request(prompt, chosen))
-    with running(generator, **options) as engine:
-        told = [Listener() for _ in requests]
-        for one, request in zip(told, requests, strict=True):
-            engine.submit(request, one)
-        done = [one.completion() for one in told]
-        stats = engine.stats()
-    assert idle(engine)
+        requests.append(Request(prompt, params, keep_state=n % 5 == 0))
+    engine = new_engine(on_gpu, **options)
+    if warm:
+        engine.warm_up()
+    driver = Driver(engine)
+    for request in requests:
+        driver.add(request)
+        driver.step(DRAW.randrange(2))
+    driver.finish()
+    done = [driver.completion(request) for request in requests]
+    stats = engine.stats()
+    assert is_idle(engine)
     if "cache_bytes" in options:
         assert stats.cached_tokens > 10_000
     assert stats.generated_tokens == sum(len(one.token_ids) for one in done)
     for request, completion in zip(requests, done, strict=True):
-        wanted = request.settings.max_new_tokens
-        assert len(completion.token_ids) == wanted
-        if request.settings.logprobs is None or request.settings.repetition_penalty != 1:
-            continue
-        ids = torch.tensor([[0, *request.prompt, *completion.token_ids]])
-        with torch.no_grad():
-            logits = model(ids[:, :-1])[0][0, -wanted:].double()
-        if request.settings.temperature == 0:
-            best = logits.max(-1).values
-            own = logits.gather(-1, ids[0, -wanted:, None])[:, 0]
-            assert float((best - own).max()) < 0.15  # a near tie, at most
-        want = logits.log_softmax(-1).gather(-1, ids[0, -wanted:, None])[:, 0]
-        difference = (torch.tensor(completion.logprobs) - want).abs()
-        assert float(difference.max()) < 0.15
-        assert float(difference.mean()) < 0.03
+        params = request.params
+        assert len(completion.token_ids) == params.max_new_tokens
+        if request.keep_state:
+            read = len(request.prompt_token_ids) + len(completion.token_ids)
+            assert completion.state.tokens_seen == [read]
+        if params.logprobs is not None and params.repetition_penalty == 1:
+            assert_likely(model, request, completion.token_ids, completion.logprobs)
 
 
-def test_a_stored_state_gives_the_same_text():
-    generator, _ = models()
-    request = Request(LONG, SamplingSettings(max_new_tokens=30, temperature=0, logprobs=0))
-    with running(generator, slots=4, cache_bytes=1 << 26) as engine:
-        found = []
-        for _ in range(2):
-            told = Listener()
-            engine.submit(request, told)
-            found.append((told.completion().token_ids, told.completion().logprobs))
-        assert told.pieces[0].cached_tokens == len(LONG) + 1
+def test_a_stored_state_gives_the_same_output():
+    on_gpu, _ = models()
+    params = SamplingParams(max_new_tokens=30, temperature=0, logprobs=0)
+    driver = Driver(new_engine(on_gpu, slots=4, cache_bytes=1 << 26))
+    found = []
+    for cached in (0, len(LONG) + 1):
+        request = driver.add(Request(LONG, params))
+        driver.finish()
+        completion = driver.completion(request)
+        found.append((completion.token_ids, completion.logprobs))
+        assert completion.cached_tokens == cached
     assert found[0] == found[1]
 
 
-def test_the_host_never_waits_for_the_device():
-    """But for results: else a GPU has nothing to do while the host prepares the next step."""
-    generator, _ = models()
-    slots = Slots(generator, 6)
-    kinds = (
-        {"temperature": 0.0},
-        {"temperature": 1.0, "top_p": 0.5, "logprobs": 4, "min_new_tokens": 2},
-        {"frequency_penalty": 1.0, "logit_bias": {70: 5.0}},
-    )
-    with torch.inference_mode():
-        slots.warm_up(64)
-        for debugged in (False, True):  # a first time for what is compiled and allocated
-            torch.cuda.set_sync_debug_mode("error" if debugged else "default")
-            try:
-                for row, kind in enumerate(kinds):
-                    slots.load(None)
-                    slots.read(LONG[:40])
-                    slots.park(5)
-                    slots.load(5)
-                    slots.read(LONG[40:60])
-                    slots.free.discard(row + 1)
-                    slots.begin(row + 1, SamplingSettings(**kind), 7, LONG[:60])
-                    slots.decode([*range(1, row + 2)])
-                slots.read_scored(LONG[:10], LONG[1:11], 3)
-                slots.free.add(0)
-                assert slots.lower_row([1, 2, 3]) is None  # four rows are no more than three
-                for row in (1, 2):
-                    slots.release(row)
-                assert slots.lower_row([3]) == (3, 0)
-                slots.decode([0])
-                slots.release(0)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+@pytest.mark.parametrize("steps", [1, 2, 5, 11, 12, 13])
+def test_a_kept_state_has_read_exactly_the_output(steps):
+    """The engine is one step ahead of the results: no token more, and none less, is read."""
+    on_gpu, model = models()
+    params = SamplingParams(max_new_tokens=12, temperature=0, eos_token_id=(), logprobs=0)
+    driver = Driver(new_engine(on_gpu, slots=4))
+    request = driver.add(Request(LONG[:100], params, keep_state=True))
+    other = driver.add(Request(LONG[:50], params))
+    driver.step(steps)
+    driver.engine.finish(request)
+    driver.finish()
+    completion = driver.completion(request)
+    assert len(completion.token_ids) == min(steps, 12)
+    read = [*request.prompt_token_ids, *completion.token_ids]
+    assert completion.state.tokens_seen == [len(read)]
+    continued = driver.add(Request([], params, state=completion.state))
+    driver.finish()
+    continued.prompt_token_ids = read  # what its state has read
+    got = driver.completion(continued)
+    assert_likely(model, continued, got.token_ids, got.logprobs)
+    assert len(driver.completion(other).token_ids) == 12
+    assert is_idle(driver.engine)
+
+
+def test_log_probabilities_of_a_prompt():
+    on_gpu, model = models()
+    driver = Driver(new_engine(on_gpu, slots=4, prefill_tokens=128))
+    request = driver.add(Request(LONG[:700], prompt_logprobs=2, prefill_only=True))
+    driver.finish()
+    own = [x for output in driver.outputs[request] for x in output.prompt_logprobs]
+    with torch.no_grad():
+        logits, _ = model(torch.tensor([[0, *LONG[:699]]]))
+    want = logits[0].log_softmax(-1).gather(-1, torch.tensor(LONG[:700])[:, None])[:, 0]
+    difference = (torch.tensor(own) - want).abs()
+    assert float(difference.max()) < 0.15
+    assert float(difference.mean()) < 0.03
+    assert is_idle(driver.engine)
+
+
+def test_levels_of_the_cache_outside_the_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr("xlstm7b.generate.prefix_cache.ThreadPoolExecutor", ImmediateExecutor)
+    on_gpu, model = models()
+    params = SamplingParams(max_new_tokens=8, temperature=0, eos_token_id=(), logprobs=0)
+    requests = [Request([n, *LONG[:500]], params) for n in range(2, 14)]
+    options = {"cache_bytes": 1 << 18, "host_cache_bytes": 1 << 19, "cache_folder": tmp_path}
+    hits = set()
+    for _ in range(2):
+        driver = Driver(new_engine(on_gpu, slots=4, **options))
+        for _ in range(2):
+            many = driver.add_all(copy_of(request) for request in requests)
+            # The last is added twice: its state is still in memory.
+            many += driver.add_all([copy_of(requests[-1])])
+            driver.finish()
+            for request in many:
+                completion = driver.completion(request)
+                assert_likely(model, request, completion.token_ids, completion.logprobs)
+        hits |= {level for level, count in driver.engine.stats().cache_hits.items() if count}
+        driver.engine.close()
+    assert {"host", "disk"} <= hits
+
+
+def test_a_generator_streams_and_batches():
+    on_gpu, model = models()
+    generator = Generator(on_gpu, ByteTokenizer())
+    sampling = {"max_new_tokens": 20, "temperature": 0, "eos_token_id": (), "logprobs": 0}
+    prompts = [LONG[:n] for n in (1, 64, 100, 700, 2500)]
+    streamed = [[*generator.stream(prompt, **sampling)][-1].completion for prompt in prompts]
+    for batch in (streamed, generator.generate(prompts, **sampling)):
+        for prompt, completion in zip(prompts, batch, strict=True):
+            request = Request(prompt, SamplingParams(**sampling))
+            request.prepare(model.config, ByteTokenizer())
+            assert_likely(model, request, completion.token_ids, completion.logprobs)

@@ -1,21 +1,27 @@
-"""The same text however it is asked for, ended where it should be, with what is known of it."""
+"""Generator: the same text however it is requested, ended where it should be."""
 
+import copy
+import json
 import re
 from dataclasses import replace
 
 import pytest
 import torch
+from checkpoint_files import run as run_script
+from engines import Driver, copy_of, greedy, is_idle, new_engine, random_model
 from measure import error
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate import (
     Completion,
+    Engine,
     Generator,
     Request,
-    SamplingSettings,
-    TextState,
-    beam_search,
+    RequestOutput,
+    SamplingParams,
+    SavedState,
 )
+from xlstm7b.generate.fused import FusedModel
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import ByteTokenizer
 
@@ -23,22 +29,8 @@ PROMPTS = ["Once upon a time", "A", "é", "The quick brown fox jumps over the la
 GREEDY = {"temperature": 0, "max_new_tokens": 12}
 SAMPLED = {"temperature": 1.5, "max_new_tokens": 12, "seed": 7}
 
-
-def random_model(**changes) -> XLSTM:
-    """Gates that listen to their input, logits far apart: near ties are out of the question."""
-    fields = {"embedding_dim": 64, "num_blocks": 2, "num_heads": 2, "vocab_size": 320}
-    model = XLSTM(ModelConfig(**{**fields, **changes}))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "gate_preact" in name:
-                parameter.normal_(std=0.5)
-        model.lm_head.weight *= 15
-        model.lm_head.weight[0] = 0  # end of text: possible, not likely
-    return model
-
-
-torch.manual_seed(0)
-MODEL = random_model()
+MODEL = random_model(gate_std=0.5)
+EXACT_MODEL = copy.deepcopy(MODEL).double()
 GENERATOR = Generator(MODEL, ByteTokenizer())
 
 
@@ -48,12 +40,15 @@ def ids(prompt: str, completion: Completion | None = None) -> list[int]:
 
 def same(got: Completion, want: Completion) -> bool:
     return (got.text, got.token_ids, got.finish_reason) == (
-        want.text, want.token_ids, want.finish_reason)  # fmt: skip
+        want.text,
+        want.token_ids,
+        want.finish_reason,
+    )
 
 
-@pytest.mark.parametrize("settings", [GREEDY, SAMPLED, {**SAMPLED, "top_p": 0.9, "top_k": 50}])
-def test_one_text_by_many_ways(tmp_path, settings):
-    alone = [GENERATOR.generate(prompt, **settings)[0] for prompt in PROMPTS]
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, {**SAMPLED, "top_p": 0.9, "top_k": 50}])
+def test_one_text_in_many_ways(tmp_path, sampling):
+    alone = [GENERATOR.generate(prompt, **sampling)[0] for prompt in PROMPTS]
     assert len({completion.text for completion in alone}) == len(PROMPTS)
     assert all(len(set(completion.token_ids)) > 4 for completion in alone)
     for completion, prompt in zip(alone, PROMPTS, strict=True):
@@ -62,33 +57,34 @@ def test_one_text_by_many_ways(tmp_path, settings):
 
     for batch_size in (1, 2, 3, 32):
         other = Generator(MODEL, ByteTokenizer(), batch_size=batch_size)
-        assert all(map(same, other.generate(PROMPTS, **settings), alone))
-    # As ids, with the first token and without; order and neighbours do not matter.
+        assert all(map(same, other.generate(PROMPTS, **sampling), alone))
+    # As ids, with the first token and without; in another order.
     as_ids = [ids(prompt)[index % 2 :] for index, prompt in enumerate(PROMPTS)]
-    assert all(map(same, GENERATOR.generate(as_ids[::-1], **settings), alone[::-1]))
+    assert all(map(same, GENERATOR.generate(as_ids[::-1], **sampling), alone[::-1]))
     state = GENERATOR.read(PROMPTS)
     assert state.tokens_seen == [len(ids(prompt)) for prompt in PROMPTS]
-    assert all(map(same, GENERATOR.generate(state=state, **settings), alone))
+    assert all(map(same, GENERATOR.generate(state=state, **sampling), alone))
     state.save(tmp_path / "state")
-    loaded = TextState.load(tmp_path / "state", MODEL.config)
-    assert all(map(same, GENERATOR.generate(state=loaded.select([4, 0]), **settings),
-                   [alone[4], alone[0]]))  # fmt: skip
-    forks = GENERATOR.generate(state=state.fork(2), **settings)
+    loaded = SavedState.load(tmp_path / "state", MODEL.config)
+    some = GENERATOR.generate(state=loaded.select([4, 0]), **sampling)
+    assert all(map(same, some, [alone[4], alone[0]]))
+    forks = GENERATOR.generate(state=state.fork(2), **sampling)
     assert all(map(same, forks, [one for one in alone for _ in "ab"]))
     for prompt, want in zip(PROMPTS, alone, strict=True):
-        *pieces, last = GENERATOR.stream(prompt, **settings)
+        *outputs, last = GENERATOR.stream(prompt, **sampling)
         assert same(last.completion, want)
-        assert all(piece.completion is None for piece in pieces)
-        assert "".join(piece.text for piece in [*pieces, last]) == want.text
-        tokens = [piece.token_id for piece in [*pieces, last]]
-        assert tokens == want.token_ids + [0] * (want.finish_reason == "stop")
-    # A prompt read in two parts, on top of a state.
-    begun = GENERATOR.read([prompt[:1] for prompt in PROMPTS])
+        assert all(output.completion is None for output in outputs)
+        assert "".join(output.text for output in [*outputs, last]) == want.text
+        tokens = [output.token_ids for output in [*outputs, last]]
+        # An output for each token; the end of text is none.
+        assert tokens == [(t,) for t in want.token_ids] + [()] * (want.finish_reason == "stop")
+    # A prompt read in two parts, the second on top of a state.
+    start = GENERATOR.read([prompt[:1] for prompt in PROMPTS])
     rest = [prompt[1:] for prompt in PROMPTS]
-    assert all(map(same, GENERATOR.generate(rest, state=begun, **settings), alone))
+    assert all(map(same, GENERATOR.generate(rest, state=start, **sampling), alone))
 
 
-def test_several_sequences_have_seeds_one_after_the_other():
+def test_several_sequences_have_consecutive_seeds():
     several = GENERATOR.generate(PROMPTS[:2], num_return_sequences=3, **SAMPLED)
     want = [
         GENERATOR.generate(prompt, **{**SAMPLED, "seed": 7 + n})[0]
@@ -103,30 +99,44 @@ def test_several_sequences_have_seeds_one_after_the_other():
     assert same(*greedy)
 
 
-def test_several_sequences_are_forked_and_told_of_a_batch_at_a_time(monkeypatch):
+def test_several_sequences_share_one_state_and_are_reported_when_done(monkeypatch):
+    """A 7B's state takes 0.14 GB: there is one per prompt, not one per sequence."""
     want = GENERATOR.generate(PROMPTS[:2], num_return_sequences=4, **SAMPLED)
-    generator, told, selected = Generator(MODEL, ByteTokenizer(), batch_size=3), [], []
-    select = TextState.select
+    generator, reported, started = Generator(MODEL, ByteTokenizer(), batch_size=3), [], []
+    add_request = Engine.add_request
     monkeypatch.setattr(
-        TextState, "select", lambda state, rows: (selected.append(rows), select(state, rows))[1]
+        Engine,
+        "add_request",
+        lambda engine, request: (started.append(request.state), add_request(engine, request))[1],
     )
-    several = {"num_return_sequences": 4, "done": lambda *news: told.append(news), **SAMPLED}
+    several = {"num_return_sequences": 4, "done": lambda *news: reported.append(news), **SAMPLED}
     texts = generator.generate(PROMPTS[:2], **several)
     assert all(map(same, texts, want))
-    assert selected[-3:] == [[0, 0, 0], [0, 1, 1], [1, 1]]
-    assert sorted(index for index, _ in told) == list(range(8))
-    assert all(completion is texts[index] for index, completion in told)
-    assert [index // 3 for index, _ in told] == [0] * 3 + [1] * 3 + [2] * 2
-    asked = iter([False, False, True, True])
-    some = generator.generate("A", should_stop=lambda: next(asked), **{**several, "done": None})
+    read, forked = started[:2], started[2:]
+    assert read == [None, None]
+    assert [state is forked[0] for state in forked] == [True] * 4 + [False] * 4
+    assert all(state is forked[4] for state in forked[4:])
+    assert sorted(index for index, _ in reported) == list(range(8))
+    assert all(completion == texts[index] for index, completion in reported)
+    # Three at a time, in order: the first two are done before the last two start.
+    position = {index: place for place, (index, _) in enumerate(reported)}
+    assert max(position[0], position[1]) < min(position[6], position[7])
+
+
+def test_should_stop_ends_running_sequences_and_drops_waiting_ones():
+    generator, polls = Generator(MODEL, ByteTokenizer(), batch_size=3), iter([False, False])
+    several = {"num_return_sequences": 4, **SAMPLED}
+    want = generator.generate("A", **several)
+    some = generator.generate("A", should_stop=lambda: next(polls, True), **several)
     assert [(len(text.token_ids), text.finish_reason) for text in some] == [(3, "stop")] * 3
+    assert [text.token_ids for text in some] == [text.token_ids[:3] for text in want[:3]]
 
 
 def test_several_sequences_know_their_prompt():
-    settings = {**SAMPLED, "repetition_penalty": 90.0, "temperature": 5.0}
+    sampling = {**SAMPLED, "repetition_penalty": 90.0, "temperature": 5.0}
     prompt = [*range(10, 250)]
-    one, other = GENERATOR.generate([prompt], num_return_sequences=2, **settings)
-    assert same(one, GENERATOR.generate([prompt], **settings)[0])
+    one, other = GENERATOR.generate([prompt], num_return_sequences=2, **sampling)
+    assert same(one, GENERATOR.generate([prompt], **sampling)[0])
     assert one.prompt_tokens == other.prompt_tokens == 241
 
 
@@ -134,30 +144,46 @@ def test_several_sequences_know_their_prompt():
     "penalty",
     [{"repetition_penalty": 50.0}, {"presence_penalty": 90.0}, {"frequency_penalty": 90.0}],
 )
-def test_a_text_goes_on_under_penalties_that_know_its_beginning(penalty):
-    settings = SamplingSettings(temperature=0, eos_token_id=(), max_new_tokens=24, **penalty)
+def test_a_text_continues_under_penalties_that_count_its_start(penalty):
+    params = SamplingParams(temperature=0, eos_token_id=(), max_new_tokens=24, **penalty)
     prompt = [0, 70, 80, 90]
-    [first] = GENERATOR.run([Request(prompt, settings)], keep_state=True)
-    rest = Request("", settings, already_read=(*prompt,), already_generated=(*first.token_ids,))
-    [second] = GENERATOR.run([rest], state=first.state)
-    [whole] = GENERATOR.run([Request(prompt, replace(settings, max_new_tokens=48))])
+    [first] = GENERATOR.run([Request(prompt, params, keep_state=True)])
+    rest = Request(
+        "", params, state=first.state, previous_prompt=prompt, previous_output=first.token_ids
+    )
+    [second] = GENERATOR.run([rest])
+    [whole] = GENERATOR.run([Request(prompt, replace(params, max_new_tokens=48))])
     assert first.token_ids + second.token_ids == whole.token_ids
-    [unaware] = GENERATOR.run([Request("", settings)], state=first.state)
+    [unaware] = GENERATOR.run([Request("", params, state=first.state)])
     assert unaware.token_ids != second.token_ids
 
 
-@pytest.mark.parametrize("settings", [GREEDY, SAMPLED, {**GREEDY, "logprobs": 2}])
-@torch.no_grad()
-def test_a_model_without_numbers_does_not_pass_for_one(settings):
-    model = random_model()
-    model.lm_head.weight[200, 3] = torch.nan
-    generator = Generator(model, ByteTokenizer())
-    sentence = "^the model's logits are not numbers: its weights are damaged, or overflow in"
-    with pytest.raises(FloatingPointError, match=sentence):
-        generator.generate(PROMPTS[:2], **settings)
-    with pytest.raises(FloatingPointError, match=sentence):
-        list(generator.stream("A", eos_token_id=(), **settings))
-    with pytest.raises(FloatingPointError, match=sentence):
+def model_with_nan() -> XLSTM:
+    model = random_model(gate_std=0.5)
+    with torch.no_grad():
+        model.lm_head.weight[200, 3] = torch.nan
+    return model
+
+
+NO_NUMBERS = "^the model's logits are not numbers: its weights are damaged, or overflow in"
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, {**GREEDY, "logprobs": 2}])
+def test_logits_that_are_not_numbers_raise(sampling):
+    generator = Generator(model_with_nan(), ByteTokenizer())
+    with pytest.raises(FloatingPointError, match=NO_NUMBERS):
+        generator.generate(PROMPTS[:2], **sampling)
+    with pytest.raises(FloatingPointError, match=NO_NUMBERS):
+        generator.generate("A", num_return_sequences=2, **sampling)
+    with pytest.raises(FloatingPointError, match=NO_NUMBERS):
+        list(generator.stream("A", eos_token_id=(), **sampling))
+
+
+def test_beam_search_raises_if_logits_are_not_numbers():
+    from xlstm7b.generate import beam_search
+
+    generator = Generator(model_with_nan(), ByteTokenizer())
+    with pytest.raises(FloatingPointError, match=NO_NUMBERS):
         beam_search(generator, "A", num_beams=2, max_new_tokens=4)
 
 
@@ -168,32 +194,37 @@ def test_without_a_seed_every_text_is_another():
 
 
 @torch.no_grad()
-def assert_state_has_read(completion: Completion, text: list[int]) -> None:
-    assert completion.state.tokens_seen == [len(text)]
-    want, memory = MODEL(torch.tensor([text]), logits="last")
+def assert_state_has_read(completion: Completion, tokens: list[int]) -> None:
+    assert completion.state.tokens_seen == [len(tokens)]
+    want, model_state = MODEL(torch.tensor([tokens]), logits="last")
     assert error(completion.state.logits, want) < 3e-5
-    for block, want_block in zip(completion.state.memory.blocks, memory.blocks, strict=True):
+    blocks = completion.state.model_state.blocks
+    for block, want_block in zip(blocks, model_state.blocks, strict=True):
         assert error(block.C, want_block.C) < 3e-5
-    (goes_on,) = GENERATOR.generate(state=completion.state, **GREEDY)
-    assert same(goes_on, GENERATOR.generate([text], **GREEDY)[0])
+    (continued,) = GENERATOR.generate(state=completion.state, **GREEDY)
+    assert same(continued, GENERATOR.generate([tokens], **GREEDY)[0])
 
 
 @pytest.mark.parametrize("batch_size", [1, 32])
 def test_kept_states_have_read_all_tokens_however_a_text_ended(batch_size):
-    """Rows that end early keep their places while the others go on."""
+    """Requests that finish early do not change while the others go on."""
     generator = Generator(MODEL, ByteTokenizer(), batch_size=batch_size)
-    long = SamplingSettings(**{**GREEDY, "max_new_tokens": 20}, eos_token_id=())
+    long = SamplingParams(**{**GREEDY, "max_new_tokens": 20}, eos_token_id=())
     full = generator.run([Request(prompt, long) for prompt in PROMPTS])
     eos, stop = full[1].token_ids[6], full[2].text[3:5]
-    requests = [
-        Request(PROMPTS[0], replace(long, max_new_tokens=5)),
-        Request(PROMPTS[1], replace(long, eos_token_id=[eos, 1])),
-        Request(PROMPTS[2], long, (stop,)),
-        Request(PROMPTS[3], long),
-        Request(PROMPTS[4], replace(long, max_new_tokens=1)),
+    all_params = [
+        replace(long, max_new_tokens=5),
+        replace(long, eos_token_id=[eos, 1]),
+        replace(long, stop_strings=(stop,)),
+        long,
+        replace(long, max_new_tokens=1),
     ]
-    told = {}
-    completions = generator.run(requests, keep_state=True, done=told.__setitem__)
+    requests = [
+        Request(prompt, params, keep_state=True)
+        for prompt, params in zip(PROMPTS, all_params, strict=True)
+    ]
+    reported = {}
+    completions = generator.run(requests, done=reported.__setitem__)
     reasons = [completion.finish_reason for completion in completions]
     assert reasons == ["length", "stop", "stop", "length", "length"]
     assert completions[0].token_ids == full[0].token_ids[:5]
@@ -204,74 +235,170 @@ def test_kept_states_have_read_all_tokens_however_a_text_ended(batch_size):
     assert completions[4].token_ids == full[4].token_ids[:1]
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         assert_state_has_read(completion, ids(prompt, completion))
-    assert told == dict(enumerate(completions))
+    assert reported == dict(enumerate(completions))
     if batch_size == 32:
-        assert next(iter(told)) == 4  # told as soon as it was there
-        read = [completion.state.tokens_seen[0] for completion in completions]
-        assert sorted(generator._idle[5].state.tokens_seen.tolist()) == sorted(read)  # no further
-    assert all(completion.state is None for completion in generator.run(requests))
+        assert next(iter(reported)) == 4  # as soon as it was done
+    without = generator.run([copy_of(request, keep_state=False) for request in requests])
+    assert all(completion.state is None for completion in without)
 
 
 def test_should_stop_ends_a_stream():
-    asked = iter([False, False, True])
-    stream = GENERATOR.stream("A", keep_state=True, should_stop=lambda: next(asked), **GREEDY)
-    pieces = [*stream]
+    polls = iter([False, False])
+    outputs = [
+        *GENERATOR.stream("A", keep_state=True, should_stop=lambda: next(polls, True), **GREEDY)
+    ]
     (whole,) = GENERATOR.generate("A", **GREEDY)
-    completion = pieces[-1].completion
-    assert len(pieces) == 3
+    completion = outputs[-1].completion
     assert completion.finish_reason == "stop"
     assert completion.token_ids == whole.token_ids[:3]
-    assert "".join(piece.text for piece in pieces) == completion.text
+    assert [token for output in outputs for token in output.token_ids] == completion.token_ids
+    assert "".join(output.text for output in outputs) == completion.text
     assert_state_has_read(completion, ids("A", completion))
 
 
-def test_a_stream_left_alone_is_no_trouble():
-    stream = GENERATOR.stream("é", **GREEDY)
+def test_a_stream_that_is_left_alone_frees_its_slot():
+    generator = Generator(MODEL, ByteTokenizer())
+    stream = generator.stream("é", **GREEDY)
     next(stream)
-    want = GENERATOR.generate("A", **GREEDY)[0]
+    want = generator.generate("A", **GREEDY)[0]
     stream.close()
-    assert same(GENERATOR.generate("A", **GREEDY)[0], want)
+    assert same(generator.generate("A", **GREEDY)[0], want)
+    unread = generator.stream("é", **GREEDY)  # never started
+    del unread
+    left = generator.stream("é", **GREEDY)
+    next(left)
+    del left
+    assert [*generator._idle] == [1]
+    assert is_idle(generator._idle[1])
+    assert same(generator.generate("A", **GREEDY)[0], want)
 
 
-def test_two_streams_at_once():
+def test_two_streams_in_turn():
     streams = [GENERATOR.stream(prompt, **GREEDY) for prompt in "AB"]
-    pieces = [*zip(*streams, strict=True)]
+    outputs = [*zip(*streams, strict=True)]
     for index, prompt in enumerate("AB"):
         want = GENERATOR.generate(prompt, **GREEDY)[0].token_ids
-        assert [pair[index].token_id for pair in pieces] == want
+        assert [pair[index].token_ids for pair in outputs] == [(token,) for token in want]
 
 
-def test_few_decoders_are_kept():
+def test_two_idle_engines_are_kept():
     generator = Generator(MODEL, ByteTokenizer())
     for count in (2, 1, 3, 4):
         generator.read(["A"] * count)
     assert sorted(generator._idle) == [1, 4]
 
 
+@pytest.mark.parametrize("fault", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("work", ["step", "read"])
+def test_a_generator_can_be_used_after_a_fault(monkeypatch, fault, work):
+    generator = Generator(MODEL, ByteTokenizer())
+    want = generator.generate(PROMPTS, **GREEDY)
+    method, calls = getattr(FusedModel, work), iter([False, False, True])
+
+    def broken(*arguments):
+        if next(calls, False):
+            raise fault
+        return method(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FusedModel, work, broken)
+        with pytest.raises(fault):
+            generator.generate(PROMPTS, **GREEDY)
+    assert all(map(same, generator.generate(PROMPTS, **GREEDY), want))
+
+
+@pytest.mark.parametrize("prompts", ["A", PROMPTS, ["A prompt"] * 3])
+def test_a_generator_uses_the_weights_as_they_are(prompts):
+    """A model may be trained between two calls. No state of the old weights is used then."""
+    model = random_model()
+    generator, logprobs = Generator(model, ByteTokenizer()), {**GREEDY, "logprobs": 0}
+    before = generator.generate(prompts, **logprobs)
+    optimizer, tokens = torch.optim.AdamW(model.parameters(), lr=1e-2), torch.arange(2, 40)[None]
+    (-model.token_logprobs(tokens[:, :-1], tokens[:, 1:])[0].mean()).backward()
+    optimizer.step()
+    after = generator.generate(prompts, **logprobs)
+    want = Generator(model, ByteTokenizer()).generate(prompts, **logprobs)
+    assert [one.logprobs for one in after] == [one.logprobs for one in want]
+    assert all(map(same, after, want))
+    assert [one.logprobs for one in after] != [one.logprobs for one in before]
+
+
+@torch.no_grad()
+def test_a_stream_that_was_open_while_the_weights_changed():
+    """Its engine is not used again: it holds states of the old weights."""
+    model = random_model()
+    generator = Generator(model, ByteTokenizer())
+    stream = generator.stream("A", **GREEDY)
+    next(stream)
+    model.backbone.embeddings.weight.normal_()
+    want = generator.generate("A", **GREEDY)[0]
+    stream.close()
+    assert same(generator.generate("A", **GREEDY)[0], want)
+
+
+def test_a_request_that_runs_elsewhere_is_left_alone():
+    driver = Driver(new_engine(MODEL, slots=1))
+    request = driver.add(greedy("A"))
+    driver.step(2)
+    with pytest.raises(ValueError, match=r"^a request can be added once; build a new one$"):
+        GENERATOR.run([request])
+    driver.finish()
+    assert same(driver.completion(request), GENERATOR.generate("A", **GREEDY)[0])
+
+
+def test_prompts_may_be_any_iterable():
+    want = GENERATOR.generate(PROMPTS, **GREEDY)
+    assert all(map(same, GENERATOR.generate(iter(PROMPTS), **GREEDY), want))
+
+
+def test_a_callback_that_fails_does_not_break_the_generator():
+    generator = Generator(MODEL, ByteTokenizer())
+    want = generator.generate(PROMPTS, **GREEDY)
+    with pytest.raises(ZeroDivisionError):
+        generator.generate(PROMPTS, done=lambda *_: 1 / 0, **GREEDY)
+    with pytest.raises(ZeroDivisionError):
+        generator.generate(PROMPTS, should_stop=lambda: 1 / 0, **GREEDY)
+    assert all(map(same, generator.generate(PROMPTS, **GREEDY), want))
+
+
 @torch.no_grad()
 def test_logprobs_are_the_models_own():
-    """Of the logits themselves, whatever temperature and bias the text was drawn with."""
-    settings = {**SAMPLED, "logprobs": 3, "logit_bias": {70: 5.0, 71: -torch.inf}}
-    for prompt, completion in zip(PROMPTS, GENERATOR.generate(PROMPTS, **settings), strict=True):
-        text = ids(prompt, completion)
-        logits = MODEL(torch.tensor([text]))[0][0, len(ids(prompt)) - 1 : -1]
-        want = logits.double().log_softmax(-1)
+    """Of the logits as they are, whatever temperature and bias the text was drawn with."""
+    sampling = {**SAMPLED, "logprobs": 3, "logit_bias": {70: 5.0, 71: -torch.inf}}
+    for prompt, completion in zip(PROMPTS, GENERATOR.generate(PROMPTS, **sampling), strict=True):
+        tokens = ids(prompt, completion)
+        logits = EXACT_MODEL(torch.tensor([tokens]))[0][0, len(ids(prompt)) - 1 : -1]
+        want = logits.log_softmax(-1)
         chosen = want.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
         assert error(torch.tensor(completion.logprobs), chosen) < 1e-5
         best = want.topk(3)
         assert [[*top] for top in completion.top_logprobs] == best.indices.tolist()
         values = torch.tensor([[*top.values()] for top in completion.top_logprobs])
         assert error(values, best.values) < 1e-5
-    of_tokens = GENERATOR.generate(PROMPTS, **{**settings, "logprobs": 0})
+    of_tokens = GENERATOR.generate(PROMPTS, **{**sampling, "logprobs": 0})
     assert of_tokens[4].logprobs == completion.logprobs
     assert of_tokens[4].top_logprobs is None
 
 
-def test_every_request_gets_as_many_logprobs_as_it_asked_for():
-    rows = [SamplingSettings(**GREEDY, logprobs=count) for count in (2, None, 5, 0)]
+def test_every_request_gets_as_many_logprobs_as_it_wants():
+    rows = [SamplingParams(**GREEDY, logprobs=count) for count in (2, None, 5, 0)]
     completions = GENERATOR.run([Request("A", row) for row in rows])
     assert completions[1].logprobs is completions[1].top_logprobs is None
     assert [len(completions[row].top_logprobs[0]) for row in (0, 2)] == [2, 5]
+
+
+def test_requests_with_states_of_their_own():
+    """`run` takes requests of any kind, in one batch."""
+    states = [GENERATOR.read(prompt[:1]) for prompt in PROMPTS]
+    params = SamplingParams(**GREEDY)
+    requests = [
+        Request(prompt[1:], params, state=state)
+        for prompt, state in zip(PROMPTS, states, strict=True)
+    ]
+    got = GENERATOR.run([*requests, *(Request(prompt, params) for prompt in PROMPTS)])
+    assert all(map(same, got[:5], got[5:]))
+    with pytest.raises(ValueError, match=r"^a request can be added once; build a new one$"):
+        GENERATOR.run(requests[:1])
 
 
 def test_speeds():
@@ -279,6 +406,10 @@ def test_speeds():
         assert 0 < completion.prompt_tokens_per_second < 1e6
         assert 0 < completion.tokens_per_second < 1e6
         assert completion.peak_memory > 10_000_000
+    for completion in GENERATOR.generate(PROMPTS, num_return_sequences=2, **GREEDY):
+        assert 0 < completion.prompt_tokens_per_second < 1e6
+    (short,) = GENERATOR.generate("A", **{**GREEDY, "max_new_tokens": 1})
+    assert short.tokens_per_second == 0
 
 
 def test_from_pretrained(tmp_path):
@@ -288,24 +419,40 @@ def test_from_pretrained(tmp_path):
     assert all(map(same, loaded.generate(PROMPTS, **SAMPLED), want))
 
 
-def test_nothing_to_read_and_nothing_read():
+def test_nothing_to_do_and_the_shortest_prompt():
     assert GENERATOR.run([]) == []
-    told = []
-    GENERATOR.read(PROMPTS, progress=told.append)
-    assert sum(told) == sum(len(ids(prompt)) for prompt in PROMPTS)
     assert same(GENERATOR.generate("", **GREEDY)[0], GENERATOR.generate([[0]], **GREEDY)[0])
 
 
-# Mistakes are one clear sentence, before anything runs.
+def test_progress_counts_every_prompt_token_once():
+    reported = []
+    GENERATOR.read([*PROMPTS, "x" * 2000], progress=reported.append)
+    assert sum(reported) == sum(len(ids(prompt)) for prompt in PROMPTS) + 2001
+    assert all(0 < tokens <= 512 + 256 for tokens in reported)
+    reported.clear()
+    outputs = GENERATOR.stream("a prompt", max_new_tokens=5, progress=reported.append)
+    assert reported == []
+    next(outputs)
+    assert sum(reported) == 1 + len("a prompt")
+    assert all(isinstance(output, RequestOutput) for output in outputs)
+    assert all(reported)  # nothing is reported of steps that read no prompt
+    assert sum(reported) == 1 + len("a prompt")
+
+
+# Mistakes raise one clear sentence, before anything runs.
 
 STATE = GENERATOR.read(["A", "B"])
 BARE = Generator(random_model(force_bos_token_insert=False), ByteTokenizer())
 
 
 @pytest.mark.parametrize(
-    ("prompts", "settings", "sentence"),
+    ("prompts", "sampling", "sentence"),
     [
-        ("A", {"max_tokens": 5}, "there is no setting 'max_tokens'; there are: max_new_tokens, "),
+        (
+            "A",
+            {"max_tokens": 5},
+            "there is no sampling parameter 'max_tokens'; there are: max_new_tokens, ",
+        ),
         ("A", {"do_sample": False, "temperature": 0.7}, "do_sample=False contradicts temperature"),
         ("A", {"do_sample": True, "temperature": 0}, "do_sample=True contradicts temperature 0"),
         ("A", {"min_new_tokens": 5, "max_new_tokens": 3}, "min_new_tokens (5) must not exceed max"),
@@ -317,23 +464,26 @@ BARE = Generator(random_model(force_bos_token_insert=False), ByteTokenizer())
         ("A", {"stop_strings": ["a", ""]}, "a stop string must not be empty"),
         ([[5, 320]], {}, "token 320 is outside the vocabulary of 320"),
         ([[5], [-1]], {}, "token -1 is outside the vocabulary of 320"),
-        ([5, 6], {}, "prompts must be a list of strings or of lists of ids"),
+        *(
+            (prompts, {}, "prompts must be a list of strings or of lists of ids")
+            for prompts in ([5, 6], 5, ["A", None], [[1.5]], b"A", [b"A"], torch.tensor([[5, 6]]))
+        ),
         ([], {}, "there are no prompts"),
         (None, {}, "there is nothing to continue: give a prompt or a state"),
         (["A"], {"state": STATE}, "prompts: 1, but the state's rows: 2"),
         (["A"] * 3, {"state": STATE}, "prompts: 3, but the state's rows: 2"),
         ("A", {"num_return_sequences": 0}, "num_return_sequences must be at least 1, not 0"),
     ],
-)  # fmt: skip
-def test_mistakes(prompts, settings, sentence):
+)
+def test_mistakes(prompts, sampling, sentence):
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
-        GENERATOR.generate(prompts, **settings)
-    if "num_return_sequences" not in settings and (prompts is None or isinstance(prompts, str)):
+        GENERATOR.generate(prompts, **sampling)
+    if "num_return_sequences" not in sampling and (prompts is None or isinstance(prompts, str)):
         with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
-            GENERATOR.stream(prompts, **settings)  # at once, not at the first piece
+            GENERATOR.stream(prompts, **sampling)  # at once, not at the first output
 
 
-def test_do_sample_may_be_said_where_it_agrees():
+def test_do_sample_may_be_given_where_it_agrees():
     text = GENERATOR.generate("A", do_sample=False, max_new_tokens=12)[0]
     assert same(text, GENERATOR.generate("A", **GREEDY)[0])
     text = GENERATOR.generate("A", do_sample=True, **SAMPLED)[0]
@@ -343,9 +493,13 @@ def test_do_sample_may_be_said_where_it_agrees():
 def test_mistakes_about_models_and_states():
     with pytest.raises(ValueError, match=r"^the prompt is empty, and this model has no first"):
         BARE.generate(["A", ""])
-    with pytest.raises(ValueError, match=r"^the state is of another model$"):
+    other_model = (
+        "^this state was saved by another model: it has force_bos_token_insert True, "
+        "the loaded model False$"
+    )
+    with pytest.raises(ValueError, match=other_model):
         BARE.generate(["A", "B"], state=STATE)
-    with pytest.raises(ValueError, match=r"^one text can be streamed, not 2$"):
+    with pytest.raises(ValueError, match=r"^one request can be streamed, not 2$"):
         GENERATOR.stream(state=STATE)
     with pytest.raises(ValueError, match=r"^batch_size must be at least 1, not 0$"):
         Generator(MODEL, ByteTokenizer(), batch_size=0)
@@ -353,9 +507,108 @@ def test_mistakes_about_models_and_states():
         Generator(MODEL, ByteTokenizer(), state_dtype=torch.float16)
 
 
-def test_a_stream_tells_how_much_of_its_prompt_it_has_read():
-    told = []
-    pieces = GENERATOR.stream("a prompt", max_new_tokens=2, progress=told.append)
-    assert told == []
-    next(pieces)
-    assert sum(told) == 1 + len("a prompt")
+# Where texts end
+
+
+def spelling_generator(text: str, **changes: object) -> Generator:
+    """Its model writes the bytes of the text in a circle. All bytes must differ."""
+    model, written = XLSTM(ModelConfig(320, 1, 1, vocab_size=320, **changes)), text.encode()
+    assert len(set(written)) == len(written)
+    with torch.no_grad():
+        model.backbone.blocks[0].mlstm_layer.out_proj.weight.zero_()
+        model.backbone.blocks[0].ffn.proj_down.weight.zero_()
+        model.backbone.embeddings.weight.copy_(torch.eye(320))
+        model.lm_head.weight.zero_()
+        for byte, successor in zip(written, written[1:] + written[:1], strict=True):
+            model.lm_head.weight[successor + 2, byte + 2] = 100
+    return Generator(model, ByteTokenizer())
+
+
+def test_end_of_text():
+    generator = spelling_generator("abc", eos_token_id=ord("c") + 2)
+    (completion,) = generator.generate("a", **GREEDY)
+    assert (completion.text, completion.finish_reason) == ("b", "stop")
+    (completion,) = generator.generate("b", **GREEDY)
+    assert (completion.text, completion.token_ids, completion.tokens_per_second) == ("", [], 0)
+    (completion,) = generator.generate("a", **GREEDY, eos_token_id=())
+    assert (completion.text, completion.finish_reason) == ("bcabcabcabca", "length")
+    (completion,) = generator.generate("a", **GREEDY, eos_token_id=[5, ord("a") + 2])
+    assert (completion.text, completion.finish_reason) == ("bc", "stop")
+    # Not before min_new_tokens: the token that is chosen instead has no successor, so 0 follows.
+    (completion,) = generator.generate("a", **GREEDY, min_new_tokens=12)
+    assert completion.token_ids == [ord("b") + 2] + [0] * 11
+    assert completion.finish_reason == "length"
+
+
+def streamed(generator: Generator, prompt: str, **sampling: object) -> list[str]:
+    outputs = [*generator.stream(prompt, **{**GREEDY, **sampling})]
+    completion = generator.generate(prompt, **{**GREEDY, **sampling})[0]
+    assert outputs[-1].completion.token_ids == completion.token_ids
+    texts = [output.text for output in outputs]
+    assert "".join(texts) == completion.text
+    return texts
+
+
+def test_stop_strings_are_never_shown():
+    """The model writes aé€b😀 in a circle: 11 bytes, most of them parts of characters."""
+    generator = spelling_generator("aé€b😀")
+    assert streamed(generator, "a") == ["", "é", "", "", "€", "b", "", "", "", "😀", "a", "\ufffd"]
+    shown = streamed(generator, "a", stop_strings="b😀")
+    assert shown == ["", "é", "", "", "€", "", "", "", "", ""]
+    shown = streamed(generator, "a", stop_strings=["😀a", "€c"])
+    assert shown == ["", "é", "", "", "", "€b", "", "", "", "", ""]
+    assert streamed(generator, "a", stop_strings=["b", "é€"]) == [""] * 5
+    assert streamed(generator, "a", stop_strings=("😀", "€b")) == ["", "é", "", "", "", ""]
+    assert streamed(generator, "a", stop_strings="bc", max_new_tokens=6)[4:] == ["€", "b"]
+    (completion,) = generator.generate("a", stop_strings="é€", **GREEDY)
+    assert (completion.text, len(completion.token_ids)) == ("", 5)
+    assert completion.finish_reason == "stop"
+
+
+# Memory
+
+
+def test_a_million_tokens_in_constant_memory():
+    """In a process of its own: the peak of this one may be higher already.
+
+    Forget gates of σ(3) leave nothing of tokens that are 2000 back, so the logits are known.
+    """
+    script = """
+import json, resource, torch
+from xlstm7b.config import ModelConfig
+from xlstm7b.generate.engine import Engine
+from xlstm7b.generate.request import Request
+from xlstm7b.model import XLSTM
+from xlstm7b.tokenizer import ByteTokenizer
+
+torch.manual_seed(0)
+fields = dict(vocab_size=40, v_dim_factor=0.5, ffn_proj_factor=0.5, ffn_round_up_to_multiple_of=1)
+model = XLSTM(ModelConfig(32, 1, 1, **fields))
+engine = Engine(model, ByteTokenizer(), slots=1, prefill_tokens=4096)
+prompt = torch.randint(1, 40, (1_000_000,)).tolist()
+
+def read(request):
+    engine.add_request(request)
+    while engine.has_requests:
+        outputs = engine.step()
+    return outputs[-1].completion.state
+
+requests = [
+    Request(tokens, prefill_only=True).prepare(model.config, engine.tokenizer)
+    for tokens in (prompt[:8192], prompt)
+]
+read(requests[0])
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+state = read(requests[1])
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak
+with torch.no_grad():
+    want = model(torch.tensor([prompt[-3000:]]), logits="last")[0]
+finite = all(tensor.isfinite().all() for tensor in [*state.model_state.blocks[0], state.logits])
+error = (state.logits - want).norm() / want.norm()
+print(json.dumps([state.tokens_seen, grown * 1024, bool(finite), float(error)]))
+"""
+    seen, grown, finite, off = json.loads(run_script(script))
+    assert seen == [1_000_001]
+    assert grown < 4 << 20  # the prompt's vectors of one block would take 128 MB
+    assert finite
+    assert off < 1e-5

@@ -1,39 +1,46 @@
-"""Generation's Triton kernels against float64: in Triton's interpreter, on a GPU in full.
+"""The operations of generation on a GPU against the plain ones in float64.
 
-The oracle is `plain.py` on the same rounded inputs, so that the errors are the kernels' own.
+Without a GPU the kernels run in Triton's interpreter. The oracle (`plain.py`) gets the same rounded
+inputs, so the measured errors are the kernels' own.
 """
 
 import copy
 import gc
+import inspect
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from measure import error
 from torch import Tensor
 
 from xlstm7b.config import ModelConfig
-from xlstm7b.generate import Generator, SamplingSettings, plain
-from xlstm7b.generate.decoder import Decoder
+from xlstm7b.generate import Generator, SamplingParams, SavedState
 from xlstm7b.generate.fused import FusedModel
+from xlstm7b.generate.kernels import plain
+from xlstm7b.generate.runner import ModelRunner, PrefillRow, Results
+from xlstm7b.generate.sampler import Sampler
+from xlstm7b.mlstm import MLSTMState
 from xlstm7b.model import XLSTM, ModelState
 from xlstm7b.tokenizer import ByteTokenizer
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from xlstm7b.generate.triton import operations, pointwise, row, rows
+from xlstm7b.generate.kernels import few_rows, gpu, one_row, pointwise
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Triton's interpreter computes bfloat16 wrongly: that is for GPUs.
+# Triton's interpreter computes bfloat16 wrongly: it is tested on GPUs only.
 DTYPES = [torch.float32, torch.bfloat16 if torch.cuda.is_available() else torch.float16]
 LARGEST = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-EPS, CAP, WIDE = 1e-6, 15.0, torch.float32
-gpu = pytest.mark.gpu
+EPS, CAP = 1e-6, 15.0
+GUARD = 256  # NaNs after the last element of a tensor from `draw`
+on_gpu = pytest.mark.gpu
 
 
-@pytest.fixture
-def _poison(monkeypatch):
-    """New memory is full of NaN: what a kernel leaves out shows."""
+def fill_new_memory_with_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elements that a kernel does not write are then NaN in its result."""
     empty = torch.empty
 
     def poisoned(*shape, **options):
@@ -43,10 +50,15 @@ def _poison(monkeypatch):
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
+@pytest.fixture
+def _poison(monkeypatch):
+    fill_new_memory_with_nan(monkeypatch)
+
+
 def draw(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    """Random numbers with NaN behind them: who reads too far shows."""
+    """Random numbers followed by NaNs in memory: a kernel that reads too far returns NaN."""
     numbers = torch.randn(shape, device=DEVICE) * scale
-    return F.pad(numbers.flatten(), (0, 256), value=torch.nan).to(dtype)[:-256].view(shape)
+    return F.pad(numbers.flatten(), (0, GUARD), value=torch.nan).to(dtype)[:-GUARD].view(shape)
 
 
 def weights(n: int, k: int, dtype: torch.dtype) -> Tensor:
@@ -54,7 +66,7 @@ def weights(n: int, k: int, dtype: torch.dtype) -> Tensor:
 
 
 def assert_close(got: Tensor, want: Tensor, largest: float) -> None:
-    """Row by row; infinities are where they should be."""
+    """Relative error row by row; infinities are in the same positions."""
     assert got.shape == want.shape
     got, infinite = got.double(), want.isinf()
     assert torch.equal(got[infinite], want[infinite])
@@ -63,11 +75,20 @@ def assert_close(got: Tensor, want: Tensor, largest: float) -> None:
     assert ((got - want).norm(dim=-1) <= largest * (sizes + sizes.mean())).all()
 
 
+@pytest.mark.parametrize("name", gpu.__all__)
+def test_both_forms_have_one_signature_and_description(name):
+    ours, theirs = getattr(gpu, name), getattr(plain, name)
+    assert inspect.signature(ours) == inspect.signature(theirs)
+    assert inspect.getdoc(ours).splitlines()[0] == inspect.getdoc(theirs).splitlines()[0]
+
+
+# Products
+
 OPTIONS = ["product", "norm", "gates", "not live", "swiglu", "residual", "cap"]
 
 
-def multiplied(multiply, batch: int, k: int, n: int, option: str, dtype, **tile):
-    """A kernel's product under one option, and float64's."""
+def multiply_both(multiply, batch: int, k: int, n: int, option: str, dtype, **tile):
+    """A kernel's product with one option, and the same in float64."""
     x, W = draw(batch, k, dtype=dtype), weights(n, k, dtype)
     wide = x.double()
     if option == "swiglu":
@@ -84,7 +105,8 @@ def multiplied(multiply, batch: int, k: int, n: int, option: str, dtype, **tile)
         multiply(x, W, residual=residual, **tile)
         return residual, want
     if option == "cap":
-        return multiply(x, W, cap=2.0, out_dtype=WIDE, **tile)[0], 2 * torch.tanh(want / 2)
+        got = multiply(x, W, cap=2.0, out_dtype=torch.float32, **tile)[0]
+        return got, 2 * torch.tanh(want / 2)
     if option == "product":
         return multiply(x, W, **tile)[0], want
     W_gates, bias = weights(6, k, dtype), draw(6, dtype=dtype, scale=3)
@@ -93,7 +115,7 @@ def multiplied(multiply, batch: int, k: int, n: int, option: str, dtype, **tile)
     assert gates.dtype == torch.float32
     want_gates = CAP * torch.tanh((wide @ W_gates.double().mT + bias.double()) / CAP)
     want_gates[~live, :3], want_gates[~live, 3:] = -torch.inf, torch.inf
-    # Accumulated and left in float32, whatever the dtype; tensor cores cut off digits as they sum.
+    # Gates are summed and returned in float32 for every dtype. Tensor cores drop a few digits.
     assert_close(gates, want_gates, 1e-5 + 1e-8 * k)
     return got, want
 
@@ -105,9 +127,9 @@ def multiplied(multiply, batch: int, k: int, n: int, option: str, dtype, **tile)
     ("k", "n", "tile"), [(32, 16, (4, 32, 1)), (37, 14, (4, 16, 1)), (100, 30, (8, 32, 2))]
 )
 def test_one_row(k, n, tile, option, dtype):
-    own = row.tile_for(n, k, option == "swiglu")
-    tile = replace(own, **dict(zip(("rows", "columns", "programs"), tile, strict=True)))
-    product = multiplied(row.multiply_row, 1, k, n, option, dtype, tile=tile)
+    default = one_row.tile_for(n, k, option == "swiglu")
+    tile = replace(default, **dict(zip(("rows", "columns", "programs"), tile, strict=True)))
+    product = multiply_both(one_row.multiply_row, 1, k, n, option, dtype, tile=tile)
     assert_close(*product, LARGEST[dtype])
 
 
@@ -119,22 +141,40 @@ def test_one_row(k, n, tile, option, dtype):
     [(5, 37, 22, (16, 16)), (17, 100, 34, (32, 64)), (64, 48, 2, (16, 64))],
 )
 def test_few_rows(batch, k, n, tile, option, dtype):
-    tile = replace(rows.tile_for(batch, n), rows=tile[0], columns=tile[1])
-    product = multiplied(rows.multiply_rows, batch, k, n, option, dtype, tile=tile)
+    tile = replace(few_rows.tile_for(batch, n), rows=tile[0], columns=tile[1])
+    product = multiply_both(few_rows.multiply_rows, batch, k, n, option, dtype, tile=tile)
     assert_close(*product, LARGEST[dtype])
+
+
+@on_gpu
+@pytest.mark.parametrize("batch", [1, 2, 16, 17, 64])
+@pytest.mark.parametrize(
+    ("k", "n", "option"),
+    [
+        (4096, 12288, "gates"),
+        (4096, 21888, "swiglu"),
+        (10944, 4096, "residual"),
+        (4096, 4096, "residual"),
+        (2560, 50304, "cap"),
+        (768, 2304, "not live"),
+    ],
+)
+def test_products_at_the_sizes_of_real_models(batch, k, n, option):
+    multiply = one_row.multiply_row if batch == 1 else few_rows.multiply_rows
+    assert_close(*multiply_both(multiply, batch, k, n, option, torch.bfloat16), 1e-2)
 
 
 @pytest.mark.usefixtures("_poison")
 @pytest.mark.parametrize("dtype", [torch.float32] + [torch.bfloat16] * torch.cuda.is_available())
 @pytest.mark.parametrize("batch", [1, 2, 17, 65] + [16, 64, 3000] * torch.cuda.is_available())
-def test_operations_are_those_of_plain(batch, dtype):
-    """Whichever way a number of rows takes, with the tiles it has there."""
-    d, up, largest = 48, 72, 2 * LARGEST[dtype]  # RMSNorm rounds what it hands on
+def test_operations_equal_the_plain_ones(batch, dtype):
+    """With the kernel and the tile that each number of rows uses."""
+    d, up, largest = 48, 72, 2 * LARGEST[dtype]  # RMSNorm rounds its result
     x, norm = draw(batch, d, dtype=dtype), 1 + draw(d, dtype=dtype, scale=0.3)
     wide, wide_norm = x.double(), norm.double()
     projection = weights(3 * d, d, dtype), weights(4, d, dtype), draw(4, dtype=dtype)
     for live in (None, torch.arange(batch, device=DEVICE) % 4 != 1):
-        got = operations.project(x, norm, EPS, *projection, CAP, live)
+        got = gpu.project(x, norm, EPS, *projection, CAP, live)
         wide_projection = [part.double() for part in projection]
         want = plain.project(wide, wide_norm, EPS, *wide_projection, CAP, live)
         assert [part.dtype for part in got] == [dtype, torch.float32]
@@ -142,13 +182,48 @@ def test_operations_are_those_of_plain(batch, dtype):
             assert_close(part, want_part, largest)
     matrices = {"swiglu": weights(2 * up, d, dtype), "head": weights(50, d, dtype)}
     for (name, W), cap in zip(matrices.items(), ([], [5.0]), strict=True):
-        got = getattr(operations, name)(x, norm, EPS, W, *cap)
+        got = getattr(gpu, name)(x, norm, EPS, W, *cap)
         want = getattr(plain, name)(wide, wide_norm, EPS, W.double(), *cap)
+        assert got.dtype == (torch.float32 if name == "head" else dtype)
         assert_close(got, want, largest)
     y, W = draw(batch, up, dtype=dtype), weights(d, up, dtype)
-    operations.add_product(x, y, W)
+    gpu.add_product(x, y, W)
     plain.add_product(wide, y.double(), W.double())
     assert_close(x, wide, largest)
+
+
+# The cell
+
+
+@pytest.mark.usefixtures("_poison")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", [1, 5])
+def test_step_cell_equals_the_plain_one(batch, dtype):
+    """On a strided state, with q, k, v and gate as views of one projection; twice in a row."""
+    heads, d_qk, d_hv = 3, 16, 33
+    widths = [heads * d for d in (d_qk, d_qk, d_hv, d_hv)]
+    sizes = heads, d_qk, d_hv
+    buffers = [draw(batch, 2, *sizes[:dims], dtype=torch.float32) for dims in (3, 2, 1)]
+    state = MLSTMState(*(buffer[:, 1] for buffer in buffers))
+    want_state = MLSTMState(*(part.double() for part in state))
+    other_block = [buffer[:, 0].clone() for buffer in buffers]
+    norm = 1 + draw(heads * d_hv, dtype=dtype, scale=0.3)
+    for _ in range(2):
+        parts = draw(batch, sum(widths), dtype=dtype).split(widths, dim=-1)
+        q, k, v, gate = (part.unflatten(-1, (heads, -1)) for part in parts)
+        i, f = draw(batch, 2, heads, dtype=torch.float32, scale=3).unbind(1)
+        arguments = q, k, v, i, f
+        got = gpu.step_cell(*arguments, state, gate, norm, EPS, EPS)
+        wide = [part.double() for part in arguments]
+        want = plain.step_cell(*wide, want_state, gate.double(), norm.double(), EPS, EPS)
+        assert got.dtype == dtype
+        assert_close(got, want, 10 * LARGEST[torch.float32] + LARGEST[dtype])
+        for part, want_part in zip(state, want_state, strict=True):
+            assert error(part, want_part) < 1e-5
+    assert all(map(torch.equal, (buffer[:, 0] for buffer in buffers), other_block))
+
+
+# Norms, soft-caps and gates
 
 
 @pytest.mark.usefixtures("_poison")
@@ -160,9 +235,9 @@ def test_norms_of_strided_rows(width, dtype):
     x, weight = wide[:, : heads * width], draw(heads * width, dtype=dtype)
     got = pointwise.rms_norm(x, weight, EPS)
     assert_close(got, plain.rms_norm(x.double(), weight.double(), EPS), LARGEST[dtype])
-    h = draw(count, heads, width, dtype=dtype, scale=0.1) + 3  # the mean is what is taken away
+    h = draw(count, heads, width, dtype=dtype, scale=0.1) + 3  # the norm must subtract the mean
     gate = wide[:, heads * width : 2 * heads * width]
-    got = pointwise.head_norm(h, weight, EPS, gate)
+    got = gpu.head_norm(h, weight, EPS, gate)
     want = plain.head_norm(h.double(), weight.double(), EPS, gate.double())
     assert_close(got, want, 10 * LARGEST[torch.float32] + LARGEST[dtype])
 
@@ -170,14 +245,14 @@ def test_norms_of_strided_rows(width, dtype):
 @pytest.mark.usefixtures("_poison")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("count", "width"), [(1, 1), (3, 7), (5, 683), (2, 2048)])
-def test_swiglu(count, width, dtype):
+def test_silu_and_multiply(count, width, dtype):
     x = draw(count, 2 * width, dtype=dtype, scale=4)
     gate, up = x.double().chunk(2, -1)
-    assert_close(pointwise.swiglu(x), F.silu(gate) * up, LARGEST[dtype])
+    assert_close(pointwise.silu_and_multiply(x), F.silu(gate) * up, LARGEST[dtype])
 
 
-def test_soft_cap_keeps_its_digits():
-    """Tiny inputs come out as they are, huge ones as the cap; between, element by element."""
+def test_soft_cap_is_precise_for_small_and_large_inputs():
+    """Tiny inputs come out unchanged, huge ones as the cap; in between, element by element."""
     sizes = torch.logspace(-30, 30, 1201, dtype=torch.float64)
     sizes = torch.cat([sizes, torch.linspace(0.5, 1, 300), torch.linspace(0, 90, 300)]).float()
     gates = torch.stack([sizes, -sizes], dim=-1).to(DEVICE)
@@ -198,16 +273,86 @@ def test_gates_of_rows_that_are_not_live():
     assert (products[~live, 3:] == torch.inf).all()
 
 
-@gpu
-@pytest.mark.parametrize("batch", [1, 2, 16, 17, 64])
+# States of slots
+
+
+def check_slot_states(
+    slots: list[int], count: int, blocks: int, sizes: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """Gathers from and scatters to these of `count` slots; the last slot is the spare one.
+
+    As in `ModelState.zeros`, a buffer [slots, blocks, …] holds all blocks. The states of one block
+    are a strided view of it. Only the spare slot may be repeated in `slots`.
+    """
+    buffers = [draw(count, blocks, *sizes[:dims], dtype=dtype) for dims in (3, 2, 1)]
+    index, spare = torch.tensor(slots, device=DEVICE), count - 1
+    is_spare = index == spare
+    for block in range(blocks):
+        states = MLSTMState(*(buffer[:, block] for buffer in buffers))
+        gathered, want = gpu.gather_states(states, index), plain.gather_states(states, index)
+        for part, want_part in zip(gathered, want, strict=True):
+            assert part.dtype == dtype
+            assert part.is_contiguous()
+            assert torch.equal(part, want_part)
+
+        # The cell returns float32, whatever dtype the slots have.
+        batch = MLSTMState(*(draw(*part.shape, dtype=torch.float32) for part in gathered))
+        want_buffers = [buffer.clone() for buffer in buffers]
+        want_states = MLSTMState(*(buffer[:, block] for buffer in want_buffers))
+        plain.scatter_states(batch, want_states, index)
+        gpu.scatter_states(batch, states, index)
+        for buffer, want_buffer, rows in zip(buffers, want_buffers, batch, strict=True):
+            if is_spare.sum() > 1:  # each element comes from one of the spare slot's rows
+                candidates = rows[is_spare].to(dtype)
+                assert (buffer[spare, block] == candidates).any(0).all()
+                want_buffer[spare, block] = buffer[spare, block]
+            assert torch.equal(buffer, want_buffer)  # other slots and blocks are unchanged
+            after = buffer.as_strided((GUARD,), (1,), buffer.numel())
+            assert after.isnan().all()
+
+
+odd = st.integers(0, 20).map(lambda n: 2 * n + 1)
+
+
+@st.composite
+def chosen_slots(draw_from) -> tuple[list[int], int]:
+    """Slots in any order, the spare one any number of times; and how many slots there are."""
+    count = draw_from(st.integers(2, 7))
+    used = draw_from(st.lists(st.integers(0, count - 2), unique=True))
+    spares = draw_from(st.integers(0 if used else 1, 3))
+    return draw_from(st.permutations([*used, *[count - 1] * spares])), count
+
+
+@settings(max_examples=40)
+@given(chosen_slots(), st.integers(1, 3), st.tuples(odd, odd, odd), st.sampled_from(DTYPES))
+def test_states_of_any_slots(chosen, blocks, sizes, dtype):
+    with pytest.MonkeyPatch.context() as patch:
+        fill_new_memory_with_nan(patch)
+        check_slot_states(*chosen, blocks, sizes, dtype)
+
+
+@pytest.mark.usefixtures("_poison")
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("k", "n", "option"),
-    [(4096, 12288, "gates"), (4096, 21888, "swiglu"), (10944, 4096, "residual"),
-     (4096, 4096, "residual"), (2560, 50304, "cap"), (768, 2304, "not live")],
-)  # fmt: skip
-def test_the_sizes_of_real_models(batch, k, n, option):
-    multiply = row.multiply_row if batch == 1 else rows.multiply_rows
-    assert_close(*multiplied(multiply, batch, k, n, option, torch.bfloat16), 1e-2)
+    "sizes",
+    [(1, 1, 1), (2, 32, 64), (3, 37, 37), (5, 821, 1), (4099, 1, 1)],
+    ids=["one element", "one whole block", "C over two blocks", "n over two", "m over two"],
+)
+def test_states_of_slots_at_the_edges_of_blocks(sizes, dtype):
+    check_slot_states([4, 0, 4, 2], 5, 2, sizes, dtype)
+
+
+@on_gpu
+@pytest.mark.usefixtures("_poison")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("blocks", "sizes"), [(3, (8, 256, 512)), (2, (4, 96, 192)), (2, (5, 129, 257))]
+)
+def test_states_of_slots_on_a_gpu(blocks, sizes, dtype):
+    check_slot_states([6, 2, 8, 0, 8, 5, 8], 9, blocks, sizes, dtype)
+
+
+# A whole model on a GPU, in CUDA graphs
 
 
 @pytest.fixture(scope="module")
@@ -220,9 +365,9 @@ def models() -> tuple[XLSTM, XLSTM]:
             if "gate_preact" in name:
                 parameter += 0.02 * torch.randn_like(parameter)
             parameter.copy_(parameter.bfloat16())
-    on_gpu = copy.deepcopy(model).to("cuda", torch.bfloat16)
-    FusedModel(on_gpu)  # from here on its weights stay where they are
-    return model, on_gpu
+    rounded = copy.deepcopy(model).to("cuda", torch.bfloat16)
+    FusedModel(rounded)  # stacks the weights now, so that they do not move later
+    return model, rounded
 
 
 def assert_same_state(got: ModelState, want: ModelState) -> None:
@@ -232,68 +377,111 @@ def assert_same_state(got: ModelState, want: ModelState) -> None:
             assert error(part.cpu(), want_part.cpu()) < 3e-2
 
 
-def started(fused: FusedModel, batch: int, temperature: float) -> Decoder:
-    """Row r has read 39 − r tokens."""
-    decoder = Decoder(fused, batch)
-    decoder.prefill([[*range(1, 40 - row)] for row in range(batch)])
-    settings = SamplingSettings(temperature=temperature, max_new_tokens=1000)
-    for index in range(batch):
-        decoder.sampler.set_row(index, settings, seed=index)
-    decoder.sample()
-    return decoder
+def tensors(state: ModelState) -> list[Tensor]:
+    return [*(part for block in state.blocks for part in block), state.tokens_seen]
 
 
-@gpu
+def saved(runner: ModelRunner) -> SavedState:
+    """The states and logits of all slots."""
+    return SavedState.cat([runner.saved(slot) for slot in range(runner.slots)])
+
+
+def started(fused: FusedModel, batch: int, params: SamplingParams) -> tuple[ModelRunner, Results]:
+    """A runner whose slot s has read 39 − s tokens, and the first tokens drawn."""
+    runner = ModelRunner(fused, batch)
+    runner.prefill([PrefillRow(slot, [*range(1, 40 - slot)]) for slot in range(batch)])
+    for slot in range(batch):
+        runner.start(slot, params, seed=slot)
+    return runner, runner.sample(range(batch))
+
+
+@on_gpu
 @pytest.mark.parametrize("batch", [1, 5])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @torch.inference_mode()
-def test_graphs_decode_what_eager_calls_do(models, batch, temperature):
+def test_graphs_decode_as_eager_calls_do(models, batch, temperature):
     fused = FusedModel(models[1])
-    graphs, eager = (started(fused, batch, temperature) for _ in range(2))
+    params = SamplingParams(temperature=temperature, max_new_tokens=1000)
+    runner, results = started(fused, batch, params)
+    eager = saved(runner).clone()
+    state, logits, sampler = eager.model_state, eager.logits, Sampler(batch, 320, fused.device)
+    for row in range(batch):
+        sampler.set_row(row, params, seed=row)
+    sampler(logits, sampler.needs)
     for _ in range(20):
-        assert torch.equal(graphs.logits, eager.logits)
-        assert torch.equal(graphs.sampler.tokens, eager.sampler.tokens)
-        graphs.decode_one()
-        eager._decode(eager.sampler.needs)
-    assert graphs.state.tokens_seen.tolist() == [59 - row for row in range(batch)]
-    assert all(map(torch.equal, graphs.state._tensors(), eager.state._tensors()))
+        assert torch.equal(saved(runner).logits, logits)
+        assert results.lists() == [sampler.tokens.tolist()]
+        results = runner.decode(batch - 1)
+        live = sampler.pending >= 0
+        logits = fused.step(sampler.pending.clamp(min=0), state, live)
+        sampler(logits, sampler.needs)
+    after = saved(runner)
+    assert after.tokens_seen == [59 - row for row in range(batch)]
+    assert all(map(torch.equal, tensors(after.model_state), tensors(state)))
 
 
-@gpu
+@on_gpu
 @torch.inference_mode()
 def test_prefill_through_padded_graphs(models):
-    """In one decoder, so that graphs and the memory they share are used again."""
-    decoder = Decoder(FusedModel(models[1]), 1)
+    """In one runner, so that graphs and the memory they share are used again."""
+    runner = ModelRunner(FusedModel(models[1]), 1)
     for length in (1, 63, 64, 65, 700, 4096, 5000, 64, 700):
         prompt = torch.randint(0, 320, (1, length))
-        decoder.start(None)
-        decoder.prefill(prompt.tolist())
+        runner.load(0, None)
+        runner.prefill([PrefillRow(0, prompt[0].tolist())])
         want, state = models[0](prompt, logits="last")
-        assert error(decoder.logits.cpu(), want) < 3e-2, length
-        assert_same_state(decoder.state, state)
+        after = runner.saved(0)
+        assert error(after.logits.cpu(), want) < 3e-2, length
+        assert_same_state(after.model_state, state)
 
 
-@gpu
+@on_gpu
+@torch.inference_mode()
+def test_prefill_of_several_slots_through_padded_graphs(models):
+    """Prompts on top of each other, in slots in any order; the other slots do not change."""
+    runner = ModelRunner(FusedModel(models[1]), 7)
+    texts: list[list[int]] = [[] for _ in range(7)]
+    for lengths in ({3: 70, 0: 5, 5: 64}, {5: 1, 2: 1}, {6: 500, 5: 2}, {2: 900, 3: 1500, 0: 3}):
+        before, rows = saved(runner), []
+        for slot, length in lengths.items():
+            tokens = torch.randint(0, 320, (length,)).tolist()
+            rows.append(PrefillRow(slot, tokens))
+            texts[slot] = texts[slot] + tokens
+        runner.prefill(rows)
+        after = saved(runner)
+        for slot, text in enumerate(texts):
+            if slot not in lengths:
+                same = after.select([slot]), before.select([slot])
+                assert torch.equal(*(one.logits for one in same))
+                assert all(map(torch.equal, *(tensors(one.model_state) for one in same)))
+                continue
+            want, state = models[0](torch.tensor([text]), logits="last")
+            assert error(after.logits[slot].cpu(), want[0]) < 3e-2
+            assert_same_state(after.model_state.select([slot]), state)
+
+
+@on_gpu
 def test_ragged_prompts_alone_and_in_a_batch(models):
-    """The state is that of the text, to the rounding of bfloat16, whatever lies beside it."""
+    """A prompt's state does not depend on the other prompts, up to bfloat16's rounding."""
     generator = Generator(models[1], ByteTokenizer())
     prompts = [torch.randint(2, 258, (length,)).tolist() for length in (5, 900, 64, 1, 300, 2000)]
     together = generator.read(prompts)
     for index, prompt in enumerate(prompts):
-        alone, beside = generator.read([prompt]), together.select([index])
-        assert error(beside.logits, alone.logits) < 3e-2
-        assert_same_state(beside.memory, alone.memory)
+        alone, in_batch = generator.read([prompt]), together.select([index])
+        assert error(in_batch.logits, alone.logits) < 3e-2
+        assert_same_state(in_batch.model_state, alone.model_state)
 
 
-@gpu
+@on_gpu
 @pytest.mark.parametrize("batch", [1, 5])
 def test_decoding_takes_no_memory(models, batch):
     gc.collect()
-    decoder, in_use = started(FusedModel(models[1]), batch, 1.0), []
+    params = SamplingParams(max_new_tokens=1000)
+    (runner, _), in_use = started(FusedModel(models[1]), batch, params), []
     for steps in (3, 200):
         for _ in range(steps):
-            decoder.decode_one()
+            runner.decode(batch - 1)
         torch.cuda.synchronize()
         in_use.append(torch.cuda.memory_allocated())
     assert in_use[0] == in_use[1]
-    assert decoder.state.tokens_seen.tolist() == [39 - row + 203 for row in range(batch)]
+    assert saved(runner).tokens_seen == [39 - row + 203 for row in range(batch)]

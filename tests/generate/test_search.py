@@ -1,4 +1,4 @@
-"""Searches: the same texts as from reading everything anew, scored as the model itself does."""
+"""Search: the same outputs and scores as from reading everything again without a state."""
 
 import re
 from itertools import product
@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from xlstm7b.config import ModelConfig
-from xlstm7b.generate import Generator
-from xlstm7b.generate.decoder import Decoder
+from xlstm7b.generate import Engine, Generator
 from xlstm7b.generate.search import Tree, beam_search, best_of_n, self_consistency, tree_search
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import ByteTokenizer
@@ -26,7 +25,7 @@ def drawn(vocab_size: int = 40) -> XLSTM:
             parameter.uniform_(-2, 4)
         elif parameter.dim() == 2:
             parameter.normal_(std=1.5 * parameter.shape[1] ** -0.5)
-    model.lm_head.weight[EOS] *= 2  # end of text: unlikely in some places, likely in others
+    model.lm_head.weight[EOS] *= 2  # end of text: likely after some tokens, unlikely after others
     return model
 
 
@@ -43,27 +42,28 @@ def generator(model) -> Generator:
 
 @pytest.fixture
 def reads(monkeypatch) -> list[list[int]]:
-    """Every prompt that any decoder reads."""
-    read, prefill = [], Decoder.prefill
+    """Every prompt that an engine is given; continuations of a state have none."""
+    read, add_request = [], Engine.add_request
 
-    def recorded(self, prompts, progress=None):
-        read.extend(map(list, prompts))
-        prefill(self, prompts, progress)
+    def recorded(self, request):
+        add_request(self, request)
+        if request.prompt_token_ids:
+            read.append(request.prompt_token_ids)
 
-    monkeypatch.setattr(Decoder, "prefill", recorded)
+    monkeypatch.setattr(Engine, "add_request", recorded)
     return read
 
 
 @torch.no_grad()
 def logprob(model: XLSTM, prompt: list[int], ids: list[int]) -> float:
-    """What the model makes of `ids` after the prompt, from the whole text at once."""
+    """The log-probability of `ids` after the prompt, from one pass over everything."""
     logits, _ = model(torch.tensor([[0, *prompt, *ids]]))
     logprobs = logits[0].double().log_softmax(-1)[len(prompt) : -1]
     return float(logprobs.gather(1, torch.tensor(ids)[:, None]).sum())
 
 
 def said(completion) -> list[int]:
-    """Its tokens, with the end of text if it ended so."""
+    """The tokens of an output, with the end of text if it ended with it."""
     return completion.token_ids + [EOS] * (completion.finish_reason == "stop")
 
 
@@ -73,14 +73,14 @@ def close(value: float):
 
 @pytest.mark.parametrize("length_penalty", [0.0, 0.7, 1.0])
 def test_best_of_n_ranks_by_recomputed_logprobs(model, generator, reads, length_penalty):
-    settings = {"max_new_tokens": 12, "temperature": 1.3}
-    ranked = best_of_n(generator, PROMPT, 8, length_penalty=length_penalty, seed=4, **settings)
+    sampling = {"max_new_tokens": 12, "temperature": 1.3}
+    ranked = best_of_n(generator, PROMPT, 8, length_penalty=length_penalty, seed=4, **sampling)
     assert reads == [[0, *PROMPT]]
-    anew = [generator.generate([PROMPT], seed=4 + n, **settings)[0] for n in range(8)]
-    assert {c.finish_reason for c in anew} == {"stop", "length"}
-    assert {len(c.token_ids) for c in anew} > {12}
+    again = [generator.generate([PROMPT], seed=4 + n, **sampling)[0] for n in range(8)]
+    assert {c.finish_reason for c in again} == {"stop", "length"}
+    assert {len(c.token_ids) for c in again} > {12}
     want = sorted(
-        (-logprob(model, PROMPT, said(c)) / len(said(c)) ** length_penalty, c.text) for c in anew
+        (-logprob(model, PROMPT, said(c)) / len(said(c)) ** length_penalty, c.text) for c in again
     )
     assert [c.text for _, c in ranked] == [text for _, text in want]
     assert [score for score, _ in ranked] == [close(-worth) for worth, _ in want]
@@ -90,7 +90,7 @@ def test_best_of_n_ranks_by_recomputed_logprobs(model, generator, reads, length_
         assert completion.state is None
 
 
-def test_a_text_that_ends_at_once_is_worth_the_end_of_text(model, generator):
+def test_the_score_of_an_empty_output_is_that_of_its_end_of_text(model, generator):
     sure = {"logit_bias": {EOS: 100}, "seed": 0}
     [(score, completion)] = best_of_n(generator, PROMPT, 1, **sure)
     assert completion.token_ids == []
@@ -100,7 +100,7 @@ def test_a_text_that_ends_at_once_is_worth_the_end_of_text(model, generator):
     assert score == close(torch.tensor(either).logsumexp(0).item())
 
 
-def test_no_end_of_text_after_a_stop_string(model, generator):
+def test_an_output_that_ends_with_a_stop_string_has_no_end_of_text(model, generator):
     bias = {NEWLINE: 100.0}
     [(score, completion)] = best_of_n(generator, PROMPT, 1, stop_strings="\n", logit_bias=bias)
     assert (completion.text, completion.finish_reason) == ("", "stop")
@@ -108,29 +108,29 @@ def test_no_end_of_text_after_a_stop_string(model, generator):
     assert score == close(logprob(model, PROMPT, [NEWLINE]))
 
 
-def test_best_of_n_by_the_users_score(generator):
-    asked = []
+def test_best_of_n_with_a_score_function(generator):
+    prompts = []
 
     def score(prompt, completion):
-        asked.append(prompt)
+        prompts.append(prompt)
         return len(set(completion.token_ids))
 
     ranked = best_of_n(generator, "\x03\x1d", 5, score=score, max_new_tokens=9, seed=1)
-    assert asked == ["\x03\x1d"] * 5
+    assert prompts == ["\x03\x1d"] * 5
     scores = [score for score, _ in ranked]
     assert scores == sorted(scores, reverse=True) == [len({*c.token_ids}) for _, c in ranked]
     assert len({*scores}) > 1
     best_of_n(generator, [4, 30], 1, score=score, max_new_tokens=1)
-    assert asked[-1] == "\x02\x1c"
+    assert prompts[-1] == "\x02\x1c"
 
 
 def test_a_prompt_on_top_of_a_state(generator, reads):
-    settings = {"max_new_tokens": 6, "seed": 2}
-    want = best_of_n(generator, PROMPT, 4, **settings)
-    place = generator.read([PROMPT[:3]])
+    sampling = {"max_new_tokens": 6, "seed": 2}
+    want = best_of_n(generator, PROMPT, 4, **sampling)
+    start = generator.read([PROMPT[:3]])
     reads.clear()
-    for prompt, state in ((PROMPT[3:], place), (None, generator.read([PROMPT[3:]], state=place))):
-        got = best_of_n(generator, prompt, 4, state=state, **settings)
+    for prompt, state in ((PROMPT[3:], start), (None, generator.read([PROMPT[3:]], state=start))):
+        got = best_of_n(generator, prompt, 4, state=state, **sampling)
         assert [c.text for _, c in got] == [c.text for _, c in want]
         assert [score for score, _ in got] == [close(score) for score, _ in want]
         assert got[0][1].prompt_tokens == len(prompt or ())
@@ -145,13 +145,13 @@ def test_votes(generator):
     texts = [completion.text for _, completion in ranked]
     logprobs = [score for score, _ in ranked]
     assert len({*texts}) == 6
-    # The majority wins with the least likely texts, and those without an answer do not count.
+    # The majority wins, even with the least likely texts. A text without an answer has no vote.
     got = vote({texts[0]: "1", texts[4]: "2", texts[5]: "2"})
     assert got.winner == "2"
     assert list(got.counts.items()) == [("2", 2), ("1", 1)]
     assert [completion.text for completion in got.completions] == texts
     assert vote({})[:2] == (None, {})
-    # A tie: the likelier texts' answer, whichever pair that is.
+    # A tie: the answer of the more likely texts wins.
     for one, two in (((0, 3), (1, 4)), ((0, 5), (1, 2)), ((2, 4), (3, 5))):
         tied = vote({texts[i]: "one" for i in one} | {texts[i]: "two" for i in two})
         sums = {"one": sum(logprobs[i] for i in one), "two": sum(logprobs[i] for i in two)}
@@ -167,7 +167,7 @@ def theirs(model, tmp_path_factory):
     return transformers.xLSTMForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-# Every way to stop, and scores that favour short, long or neither.
+# Every way to stop, and scores that favour short outputs, long outputs or neither.
 BEAMS = [
     *product([2], [1.0], [False, True, "never"], [EOS]),
     *product([5], [0.0, 1.0, 2.5, -1.0], [False, True], [EOS]),
@@ -178,30 +178,39 @@ BEAMS = [
 
 @pytest.mark.parametrize(("beams", "penalty", "early", "eos"), BEAMS)
 def test_beam_search_is_that_of_transformers(generator, theirs, beams, penalty, early, eos):
-    """Theirs without a cache, which theirs cannot reorder: they read every beam anew."""
-    settings = {
-        "num_beams": beams, "num_return_sequences": beams, "max_new_tokens": 9,
-        "length_penalty": penalty, "early_stopping": early, "eos_token_id": eos,
-    }  # fmt: skip
+    """Without a cache, because transformers cannot reorder that of this model."""
+    options = {
+        "num_beams": beams,
+        "num_return_sequences": beams,
+        "max_new_tokens": 9,
+        "length_penalty": penalty,
+        "early_stopping": early,
+        "eos_token_id": eos,
+    }
     want = theirs.generate(
-        torch.tensor([[0, *PROMPT]]), use_cache=False, do_sample=False, pad_token_id=1,
-        return_dict_in_generate=True, output_scores=True, **settings,
-    )  # fmt: skip
+        torch.tensor([[0, *PROMPT]]),
+        use_cache=False,
+        do_sample=False,
+        pad_token_id=1,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **options,
+    )
     ends = {eos} if isinstance(eos, int) else {*eos}
     texts = []
     for row in want.sequences[:, 1 + len(PROMPT) :].tolist():
         length = next((at for at, token in enumerate(row) if token in ends), len(row))
         texts.append((row[:length], "length" if length == 9 else "stop"))
-    got = beam_search(generator, PROMPT, **settings)
+    got = beam_search(generator, PROMPT, **options)
     assert [(c.token_ids, c.finish_reason) for _, c in got] == texts
     assert [score for score, _ in got] == [close(s) for s in want.sequences_scores.tolist()]
 
 
-def test_those_beams_end_in_every_way(generator):
+def test_the_beams_above_end_in_every_way(generator):
     def lengths(beams: int, penalty: float, early) -> list[int]:
-        settings = {"length_penalty": penalty, "early_stopping": early, "max_new_tokens": 9}
-        settings |= {"num_beams": beams, "num_return_sequences": beams}
-        return [len(c.token_ids) for _, c in beam_search(generator, PROMPT, **settings)]
+        options = {"length_penalty": penalty, "early_stopping": early, "max_new_tokens": 9}
+        options |= {"num_beams": beams, "num_return_sequences": beams}
+        return [len(c.token_ids) for _, c in beam_search(generator, PROMPT, **options)]
 
     assert [lengths(2, 1.0, early) for early in (True, False, "never")] == [[4, 1], [4, 7], [4, 9]]
     assert lengths(5, 2.5, False) == [9, 9, 9, 9, 9]
@@ -221,9 +230,14 @@ def test_as_many_beams_as_texts_are_exhaustive(penalty, ends):
         worth[ids[:length]] = float(steps[:length].sum()) / length**penalty
     assert len(worth) == (85 if ends else 125)
     ranked = beam_search(
-        Generator(model, ByteTokenizer()), [4, 2], num_beams=125, num_return_sequences=125,
-        max_new_tokens=3, length_penalty=penalty, eos_token_id=ends,
-    )  # fmt: skip
+        Generator(model, ByteTokenizer()),
+        [4, 2],
+        num_beams=125,
+        num_return_sequences=125,
+        max_new_tokens=3,
+        length_penalty=penalty,
+        eos_token_id=ends,
+    )
     scores = {tuple(said(completion)): score for score, completion in ranked}
     assert scores == pytest.approx(worth, abs=2e-4)
     assert [*scores.values()] == sorted(scores.values(), reverse=True)
@@ -231,16 +245,16 @@ def test_as_many_beams_as_texts_are_exhaustive(penalty, ends):
 
 
 def test_beams_read_the_prompt_once_and_a_token_a_step(model, generator, reads):
-    settings = {"num_beams": 4, "max_new_tokens": 5, "eos_token_id": ()}
-    [(score, completion)] = beam_search(generator, PROMPT, **settings)
+    sampling = {"num_beams": 4, "max_new_tokens": 5, "eos_token_id": ()}
+    [(score, completion)] = beam_search(generator, PROMPT, **sampling)
     assert reads[0] == [0, *PROMPT]
     assert list(map(len, reads[1:])) == [1] * 16
     assert score == close(logprob(model, PROMPT, completion.token_ids) / 5)
     assert sum(completion.logprobs) / 5 == close(score)
     assert completion.prompt_tokens == 6
     assert completion.tokens_per_second > 0
-    place = generator.read([PROMPT[:2]])
-    [(again, same)] = beam_search(generator, PROMPT[2:], state=place, **settings)
+    start = generator.read([PROMPT[:2]])
+    [(again, same)] = beam_search(generator, PROMPT[2:], state=start, **sampling)
     assert (same.token_ids, same.prompt_tokens) == (completion.token_ids, 3)
     assert again == close(score)
 
@@ -253,22 +267,22 @@ def test_one_beam_is_greedy(generator):
         assert beam.finish_reason == greedy.finish_reason
 
 
-def test_children_are_what_reading_anew_gives(model, generator, reads):
+def test_children_are_what_reading_everything_again_gives(model, generator, reads):
     tree = Tree(generator, PROMPT)
-    settings = {"max_new_tokens": 4, "temperature": 1.2}
-    children = tree.expand(tree.root, 4, seed=10, **settings)
+    sampling = {"max_new_tokens": 4, "temperature": 1.2}
+    children = tree.expand(tree.root, 4, seed=10, **sampling)
     grown = [child for child in children if not child.finished]
     assert 2 <= len(grown) <= len(children) == 4
-    deeper = tree.expand(grown, 2, seed=10, **settings)
+    deeper = tree.expand(grown, 2, seed=10, **sampling)
     assert reads == [[0, *PROMPT]]
     assert tree.samples == 4 + 2 * len(grown)
     for index, child in enumerate(children + deeper):
         before = child.parent.token_ids
-        [anew] = generator.generate([PROMPT + before], seed=10 + index, **settings)
-        assert child.token_ids == before + anew.token_ids
+        [again] = generator.generate([PROMPT + before], seed=10 + index, **sampling)
+        assert child.token_ids == before + again.token_ids
         assert child.text == ByteTokenizer().decode(child.token_ids)
-        assert child.finished == (anew.finish_reason == "stop")
-        ids = before + said(anew)
+        assert child.finished == (again.finish_reason == "stop")
+        ids = before + said(again)
         assert child.logprob == close(logprob(model, PROMPT, ids))
         assert child.score == close(logprob(model, PROMPT, ids) / len(ids))
         assert child.depth == child.parent.depth + 1
@@ -278,7 +292,7 @@ def test_children_are_what_reading_anew_gives(model, generator, reads):
             assert torch.allclose(child.state.logits, want, atol=1e-4)
 
 
-def test_prune_keeps_the_best_leaves_and_their_states_alone(generator):
+def test_prune_keeps_only_the_best_leaves_and_their_states(generator):
     tree = Tree(generator, PROMPT, length_penalty=0.0)
     children = tree.expand(tree.root, 5, seed=0, max_new_tokens=3, eos_token_id=())
     assert tree.root.state is not None
@@ -291,18 +305,20 @@ def test_prune_keeps_the_best_leaves_and_their_states_alone(generator):
     assert tree.root.state is None
     assert tree.best is everyone[0]
     for node in (tree.root, everyone[2]):
-        with pytest.raises(ValueError, match=r"^only nodes that are neither finished nor pruned"):
+        with pytest.raises(
+            ValueError, match=r"^a node that is finished or pruned cannot be expanded$"
+        ):
             tree.expand([everyone[0], node], 2, max_new_tokens=1)
 
 
-def test_same_thoughts_are_one_child(generator):
+def test_equal_thoughts_become_one_child(generator):
     tree = Tree(generator, PROMPT)
     children = tree.expand(tree.root, 3, max_new_tokens=2, temperature=0, eos_token_id=())
     assert len(children) == 1
     assert (tree.samples, tree.tokens) == (3, 6)
 
 
-def test_thoughts_end_at_stop_strings_and_are_done_when_the_user_says_so(generator):
+def test_thoughts_end_with_a_stop_string_and_nodes_are_finished_when_done_returns_true(generator):
     tree = Tree(generator, PROMPT, done=lambda text: text.count("\n") == 2)
     bias = {"logit_bias": {NEWLINE: 2.5, EOS: -100.0}, "stop_strings": "\n", "max_new_tokens": 50}
     [line] = tree.expand(tree.root, 1, seed=0, **bias)
@@ -316,28 +332,27 @@ def test_thoughts_end_at_stop_strings_and_are_done_when_the_user_says_so(generat
     assert tree.best is max(two, key=lambda node: node.score)
 
 
-def test_tree_search_is_that_with_everything_read_anew(generator, reads):
-    """Three levels, two leaves kept, by a score of the user's: the texts of a plain search."""
+def test_tree_search_equals_one_that_reads_everything_again(generator, reads):
+    """Three levels, two leaves kept: the same leaves as from a plain search without states."""
 
     def worth(text: str) -> float:
         return sum(map(ord, text)) / max(1, len(text))
 
-    settings = {"max_new_tokens": 3, "temperature": 1.5}
-    tree = tree_search(
-        generator, PROMPT, width=2, depth=3, expand=4, seed=7,
-        score=lambda prompt, node: worth(node.text), **settings,
-    )  # fmt: skip
+    sampling = {"max_new_tokens": 3, "temperature": 1.5}
+    shape = {"width": 2, "depth": 3, "expand": 4}
+    score = {"score": lambda prompt, node: worth(node.text)}
+    tree = tree_search(generator, PROMPT, seed=7, **shape, **score, **sampling)
     assert reads == [[0, *PROMPT]]
     leaves, drawn_so_far = [([], "", False)], 0
     for _ in range(3):
         grown = [leaf for leaf in leaves if leaf[2]]
         for ids, _, finished in leaves:
             for _ in range(0 if finished else 4):
-                [anew] = generator.generate([PROMPT + ids], seed=7 + drawn_so_far, **settings)
+                [again] = generator.generate([PROMPT + ids], seed=7 + drawn_so_far, **sampling)
                 drawn_so_far += 1
-                longer = ids + anew.token_ids
+                longer = ids + again.token_ids
                 text = ByteTokenizer().decode(longer)
-                leaf = longer, text, anew.finish_reason == "stop"
+                leaf = longer, text, again.finish_reason == "stop"
                 grown += [leaf] if leaf not in grown else []
         leaves = sorted(grown, key=lambda leaf: -worth(leaf[1]))[:2]
     assert [(leaf.token_ids, leaf.text, leaf.finished) for leaf in tree.leaves] == leaves
@@ -358,38 +373,56 @@ def test_tree_search_ends_when_all_leaves_are_finished(generator):
     ("search", "arguments", "message"),
     [
         (best_of_n, {"n": 0}, "n must be at least 1, not 0"),
-        (best_of_n, {"n": 2, "length_penalty": float("nan")},
-         "length_penalty must be a finite number, not nan"),
+        (
+            best_of_n,
+            {"n": 2, "length_penalty": float("nan")},
+            "length_penalty must be a finite number, not nan",
+        ),
         (best_of_n, {"n": 2, "top_p": 0.0}, "top_p must be above 0 and at most 1, not 0.0"),
         (best_of_n, {"n": 2, "stop_strings": ["a", ""]}, "a stop string must not be empty"),
-        (best_of_n, {"n": 2, "beams": 3}, "there is no setting 'beams'; there are: max_new_tok"),
+        (best_of_n, {"n": 2, "beams": 3}, "there is no sampling parameter 'beams'; there are: max"),
         (best_of_n, {"n": 2, "prompt": None}, "there is nothing to continue: give a prompt or a"),
         (beam_search, {"num_beams": 0, "max_new_tokens": 1}, "num_beams must be at least 1, not 0"),
-        (beam_search, {"num_beams": 1, "max_new_tokens": 0},
-         "max_new_tokens must be at least 1, not 0"),
-        (beam_search, {"num_beams": 2, "max_new_tokens": 1, "num_return_sequences": 3},
-         "2 beams do not return 3 sequences"),
-        (beam_search, {"num_beams": 2, "max_new_tokens": 1, "early_stopping": "always"},
-         "early_stopping must be True, False or 'never', not 'always'"),
-        (beam_search, {"num_beams": 2, "max_new_tokens": 1, "eos_token_id": 40},
-         "eos_token_id 40 is outside the vocabulary of 40"),
+        (
+            beam_search,
+            {"num_beams": 1, "max_new_tokens": 0},
+            "max_new_tokens must be at least 1, not 0",
+        ),
+        (
+            beam_search,
+            {"num_beams": 2, "max_new_tokens": 1, "num_return_sequences": 3},
+            "num_return_sequences (3) must not exceed num_beams (2)",
+        ),
+        (
+            beam_search,
+            {"num_beams": 2, "max_new_tokens": 1, "early_stopping": "always"},
+            "early_stopping must be True, False or 'never', not 'always'",
+        ),
+        (
+            beam_search,
+            {"num_beams": 2, "max_new_tokens": 1, "eos_token_id": 40},
+            "eos_token_id 40 is outside the vocabulary of 40",
+        ),
         (tree_search, {"width": 0, "depth": 1, "expand": 1}, "width must be at least 1, not 0"),
         (tree_search, {"width": 1, "depth": 0, "expand": 1}, "depth must be at least 1, not 0"),
         (tree_search, {"width": 1, "depth": 1, "expand": 0}, "expand must be at least 1, not 0"),
-        (tree_search, {"width": 1, "depth": 1, "expand": 1, "temperature": -1},
-         "temperature must be 0 or a positive number, not -1"),
+        (
+            tree_search,
+            {"width": 1, "depth": 1, "expand": 1, "temperature": -1},
+            "temperature must be 0 or a positive number, not -1",
+        ),
         (Tree, {"length_penalty": float("inf")}, "length_penalty must be a finite number, not inf"),
     ],
-)  # fmt: skip
-def test_mistakes_are_named_before_anything_is_read(generator, reads, search, arguments, message):
+)
+def test_mistakes_raise_before_anything_is_read(generator, reads, search, arguments, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         search(generator, **{"prompt": PROMPT, **arguments})
     assert reads == []
 
 
-def test_a_search_starts_from_one_text(generator):
+def test_a_search_starts_from_one_state(generator):
     state = generator.read([PROMPT, PROMPT])
-    with pytest.raises(ValueError, match=r"^a search starts from one text, but the state has 2$"):
+    with pytest.raises(ValueError, match=r"^a search starts from one state, not 2$"):
         best_of_n(generator, None, 2, state=state)
     tree = Tree(generator, PROMPT)
     for bad, message in (({"n": 0}, "n must be"), ({"n": 1, "top_k": -1}, "top_k must be")):
@@ -402,8 +435,8 @@ def test_a_search_starts_from_one_text(generator):
 @pytest.mark.parametrize(
     "penalty", [{"repetition_penalty": 50.0}, {"presence_penalty": 9.0}, {"frequency_penalty": 5.0}]
 )
-def test_thoughts_are_penalised_for_the_prompt_and_the_thoughts_before(generator, penalty):
-    settings = {"temperature": 0, "eos_token_id": (), **penalty}
+def test_penalties_count_the_prompt_and_earlier_thoughts(generator, penalty):
+    sampling = {"temperature": 0, "eos_token_id": (), **penalty}
     shape = {"width": 1, "depth": 6, "expand": 1, "max_new_tokens": 2}
-    [whole] = generator.generate([PROMPT], max_new_tokens=12, **settings)
-    assert tree_search(generator, PROMPT, **shape, **settings).best.token_ids == whole.token_ids
+    [whole] = generator.generate([PROMPT], max_new_tokens=12, **sampling)
+    assert tree_search(generator, PROMPT, **shape, **sampling).best.token_ids == whole.token_ids

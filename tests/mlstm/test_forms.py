@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import FORMS, Case, in_reverse_order, memory, random_case, results_and_gradients
+from cell_cases import FORMS, Case, in_reverse_order, memory, random_case, results_and_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure import error
@@ -37,8 +37,8 @@ def test_forms_agree_in_float64(seed, shape, chunk_size, eps, options):
     for form in (FORMS["parallel"], chunked):
         results = zip(results_and_gradients(case, form, eps), want, other, strict=True)
         for got_part, want_part, other_part in results:
-            # A gradient that is 0 in exact arithmetic is rounding noise in every form, and one that
-            # is what little is left of large terms has the oracle's own noise.
+            # A gradient of exactly 0 is rounding noise in every form. Where large terms cancel, the
+            # reference has noise of its own.
             noise = 1e-13 + 20 * (other_part - want_part).norm()
             assert (got_part - want_part).norm() <= 1e-9 * want_part.norm() + noise
 
@@ -57,43 +57,43 @@ def test_gradients_are_those_of_finite_differences(form):
 
 
 @settings(max_examples=20)
-@given(seed=st.integers(0, 2**32), border=st.integers(1, 139), form=st.sampled_from([*FORMS]))
-def test_nothing_crosses_a_document_border(seed, border, form):
+@given(seed=st.integers(0, 2**32), boundary=st.integers(1, 139), form=st.sampled_from([*FORMS]))
+def test_nothing_crosses_a_document_boundary(seed, boundary, form):
     """Bit for bit in float32, with gates anywhere in ±15."""
     case = random_case(seed, 2, 140, 2, 5, 6, dtype=torch.float32, gates=15.0, resets=0.01)
-    case.resets[:, border] = True
+    case.resets[:, boundary] = True
     other = random_case(seed + 1, 2, 140, 2, 5, 6, dtype=torch.float32, gates=15.0)
     for name in "qkvif":
-        getattr(other, name)[:, border:] = getattr(case, name)[:, border:]
+        getattr(other, name)[:, boundary:] = getattr(case, name)[:, boundary:]
     other.resets = torch.rand(2, 140) < 0.05
-    other.resets[:, border:] = case.resets[:, border:]
+    other.resets[:, boundary:] = case.resets[:, boundary:]
     h, state = case.run(FORMS[form])
     other_h, other_state = other.run(FORMS[form])
-    assert not torch.equal(h[:, :border], other_h[:, :border])
-    assert torch.equal(h[:, border:], other_h[:, border:])
+    assert not torch.equal(h[:, :boundary], other_h[:, :boundary])
+    assert torch.equal(h[:, boundary:], other_h[:, boundary:])
     for part, other_part in zip(state, other_state, strict=True):
         assert torch.equal(part, other_part)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_border_equals_a_fresh_start(form):
+def test_a_boundary_equals_a_fresh_start(form):
     case = random_case(3, 2, 90, 2, 4, 6)
     case.resets = torch.zeros(2, 90, dtype=torch.bool)
     case.resets[:, 37] = True
     h, state = case.run(FORMS[form])
-    (_, before), (behind, alone) = case.pieces(37)
+    (_, before), (after, alone) = case.split(37)
     fresh = MLSTMState(*(torch.zeros_like(part) for part in case.state))
     want_h, want_state = mlstm_sequence(
         alone.q, alone.k, alone.v, alone.i, alone.f, state=fresh, backend="recurrent"
     )
-    assert error(h[:, behind], want_h) < 1e-12
+    assert error(h[:, after], want_h) < 1e-12
     for part, want in zip(state, want_state, strict=True):
         assert error(part, want) < 1e-12
     assert error(h[:, :37], before.run(FORMS["recurrent"])[0]) < 1e-12
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_padding_leaves_no_trace(form):
+def test_padding_changes_nothing(form):
     case = random_case(4, 1, 150, 2, 4, 6, padding=0.5)
     kept = case.i[0, :, 0] > -torch.inf
     h, state = case.run(FORMS[form])
@@ -105,7 +105,7 @@ def test_padding_leaves_no_trace(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_row_of_nothing_but_padding_returns_its_state(form):
+def test_a_row_of_only_padding_returns_its_state(form):
     case = random_case(5, 2, 70, 2, 4, 6, dtype=torch.float32, padding=1.0)
     results = results_and_gradients(case, FORMS[form], 1e-6)
     assert all(part.isfinite().all() for part in results)
@@ -117,13 +117,13 @@ def test_a_row_of_nothing_but_padding_returns_its_state(form):
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=10)
 @given(cuts=st.lists(st.integers(0, 100), max_size=4))
-def test_one_prefix_one_state(form, cuts):
+def test_a_sequence_can_be_processed_in_parts(form, cuts):
     case = random_case(6, 2, 100, 2, 3, 4, resets=0.05)
     want_h, want_state = case.run(FORMS["recurrent"])
     state = case.state
-    for where, piece in case.pieces(*sorted(cuts)):
-        piece.state = state
-        h, state = piece.run(FORMS[form])
+    for where, part in case.split(*sorted(cuts)):
+        part.state = state
+        h, state = part.run(FORMS[form])
         assert error(h, want_h[:, where]) < 1e-11
     for part, want in zip(state, want_state, strict=True):
         assert error(part, want) < 1e-11
@@ -141,13 +141,13 @@ def test_extreme_gates_in_float32(form, i, f):
     got = results_and_gradients(case.to(torch.float32), FORMS[form], 1e-6)
     for got_part, plain_part, want_part in zip(got, plain, want, strict=True):
         assert got_part.isfinite().all()
-        # Where n·q cancels, float32 itself loses digits: no form may lose more than the equations.
+        # Where n·q cancels, float32 loses digits. No form may lose more than the recurrent one.
         allowed = 2 * (plain_part - want_part).norm() + 1e-5 * want_part.norm() + 1e-7
         assert (got_part - want_part).norm() <= allowed
 
 
-def test_float32_stays_exact_over_a_long_text():
-    """At the gates of a trained model: forget gates open over a range of time scales."""
+def test_float32_stays_exact_over_a_long_sequence():
+    """With gates as in a trained model: forget gates are open, over a range of time scales."""
     case = random_case(8, 1, 8192, 2, 16, 32, gates=1.0, fresh=True)
     case.i, case.f = case.i - 3, case.f + torch.tensor([3.0, 6.0])
     want_h, want_state = case.run(FORMS["chunkwise"])
@@ -159,7 +159,7 @@ def test_float32_stays_exact_over_a_long_text():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", FORMS)
-def test_sixteen_bit_inputs_lose_nothing_but_the_rounding_of_h(form, dtype):
+def test_16_bit_inputs_lose_only_the_rounding_of_h(form, dtype):
     case = random_case(9, 2, 80, 2, 16, 16, dtype=dtype)
     h, state = case.run(FORMS[form])
     wide = case.to(torch.float32)
@@ -171,8 +171,8 @@ def test_sixteen_bit_inputs_lose_nothing_but_the_rounding_of_h(form, dtype):
         assert torch.equal(part, want)
 
 
-def test_compiles_for_lengths_unknown_beforehand():
-    """Behind a projection, as in the model: its backward is particular about strides."""
+def test_compiles_for_dynamic_lengths():
+    """After a projection, as in the model: its backward pass depends on strides."""
     torch.compiler.reset()
     weight = torch.randn(2 * 4, 6, dtype=torch.float64, requires_grad=True)
 
@@ -189,18 +189,22 @@ def test_compiles_for_lengths_unknown_beforehand():
         assert error(got, want) < 1e-12
 
 
-def test_bad_input_is_one_sentence():
+def test_bad_input_is_a_value_error_that_names_it():
     case = random_case(10, 2, 6, 2, 4, 6)
     good = {name: getattr(case, name) for name in "qkvif"}
+    backends = "auto, recurrent, parallel, chunkwise or triton"
     for change, message in [
-        ({"k": case.k[:, :5]}, "q and k differ"),
-        ({"v": case.v[:1]}, "v must be"),
-        ({"i": case.i.half()}, "i must be float32"),
-        ({"f": case.f[..., :1]}, "f must be float32"),
-        ({"resets": torch.zeros(2, 6)}, "resets must be bool"),
+        ({"k": case.k[:, :5]}, r"k must have the shape \[2, 6, 2, 4\], not \[2, 5, 2, 4\]"),
+        ({"v": case.v[:1]}, r"v must have the shape \[2, 6, 2, 6\], not \[1, 6, 2, 6\]"),
+        ({"i": case.i.half()}, "i must be float32, not torch.float16"),
+        ({"f": case.f[..., :1]}, r"f must have the shape \[2, 6, 2\], not \[2, 6, 1\]"),
+        ({"resets": torch.zeros(2, 6)}, "resets must be bool, not torch.float32"),
         ({"state": MLSTMState(*(part[:1] for part in case.state))}, "the state's C must have"),
         ({"state": case.state._replace(m=case.state.m[:, :1])}, r"m must have the shape \[2, 2\]"),
-        ({"backend": "cudnn"}, "there is no backend 'cudnn'"),
+        (
+            {"backend": "cudnn"},
+            f"backend must be {backends}, not 'cudnn'",
+        ),
         ({name: part[:, :0] for name, part in good.items()}, "at least one token"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import FORMS, random_case
+from cell_cases import FORMS, random_case
 from measure import error
 
 from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
@@ -36,7 +36,7 @@ def test_norm_and_gate_by_hand():
     assert error(got, want) < 1e-14
 
 
-def test_in_place_overwrites_the_given_state_and_only_then():
+def test_only_inplace_overwrites_the_given_state():
     case = random_case(2, 2, 1, 2, 4, 4)
     before = MLSTMState(*(part.clone() for part in case.state))
     _, new = mlstm_step(*one_token(case, 0), case.state)
@@ -70,14 +70,14 @@ def test_bfloat16_state_is_computed_in_float32():
     ("part", "index"),
     [
         ("C", (slice(1),)),  # would broadcast over rows
-        ("n", (slice(None), slice(1))),  # and over heads
+        ("n", (slice(None), slice(1))),  # would broadcast over heads
         ("m", (slice(1),)),
         ("C", (..., slice(3))),
         ("gate", (slice(1),)),
         ("norm_weight", (slice(6),)),
     ],
 )
-def test_what_does_not_fit_the_token_is_refused(part, index):
+def test_wrong_shapes_are_refused(part, index):
     case = random_case(5, 2, 1, 2, 4, 6)
     extras = {"gate": torch.zeros(2, 2, 6), "norm_weight": torch.ones(12)}
     state = case.state

@@ -1,13 +1,14 @@
-"""The Triton forms against the float64 oracle: on a CPU in Triton's interpreter, on a GPU in full.
+"""The Triton kernels against the float64 reference.
 
-The oracle sees the same rounded inputs, so that the errors are the kernels' own.
+Without a GPU they run in Triton's interpreter. The reference gets the same rounded inputs, so the
+errors are those of the kernels.
 """
 
 from dataclasses import replace
 
 import pytest
 import torch
-from cases import Case, random_case, results_and_gradients
+from cell_cases import Case, random_case, results_and_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure import error
@@ -16,28 +17,28 @@ from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
 from xlstm7b.mlstm.chunkwise import chunkwise_sequence
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from xlstm7b.mlstm.triton import launch, sequence
+from xlstm7b.mlstm.triton import launch_params, sequence
 from xlstm7b.mlstm.triton.sequence import mlstm_chunkwise, triton_sequence
 from xlstm7b.mlstm.triton.step import mlstm_fused_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAMES = ("h", "C", "n", "m", "dq", "dk", "dv", "di", "df", "dC", "dn")
-# Triton's interpreter computes bfloat16 wrongly: that is for GPUs.
+# Triton's interpreter computes bfloat16 wrongly, so it is only tested on a GPU.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
-# float16 is multiplied as TF32. df sums what is left of terms that cancel, and is the worst.
+# float16 is multiplied as TF32. df has the largest error: it is a sum of terms that cancel.
 LARGEST = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 1e-2}
 gpu = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
-def _several_chunks_in_a_short_text(monkeypatch):
-    """The interpreter is slow: texts are short there, and so are chunks."""
+def _several_chunks_in_a_short_sequence(monkeypatch):
+    """The interpreter is slow, so its sequences are short, and so are their chunks."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(launch, "_WIDE", replace(launch._WIDE, chunk=64))
+        monkeypatch.setattr(launch_params, "_WIDE", replace(launch_params._WIDE, chunk=64))
 
 
 def trained(seed, *shape, dtype=torch.float64, **options) -> Case:
-    """At the gates of a trained model: little enters, forget gates span several time scales."""
+    """Gates as in a trained model: the input gates nearly closed, the forget gates open."""
     case = random_case(seed, *shape, gates=1.0, **options)
     case.i = case.i - 6
     case.f = case.f + torch.linspace(3, 6, shape[2], dtype=torch.float64)
@@ -83,12 +84,12 @@ def test_trained_gates(shape, dtype):
     ),
 )
 def test_any_shape_any_gates_in_float32(seed, shape, options):
-    """Gates far from training make n·q cancel: then no more than PyTorch's own float32 loses."""
+    """Untrained gates make n·q cancel. The kernels may lose no more digits than PyTorch does."""
     assert_as_good_as_pytorch(random_case(seed, *shape, **options), torch.float32, 3e-5)
 
 
-def test_one_pass_over_the_chunks_or_two(monkeypatch):
-    """Many rows and few take other kernels through the chunks, to the same states."""
+def test_one_pass_over_the_chunks_equals_two(monkeypatch):
+    """Many rows use other kernels for the states than few rows do."""
     case = trained(5, 2, 140, 1, 16, 24, dtype=torch.float32, resets=0.02).on(DEVICE)
     two_passes = results_and_gradients(case, triton_sequence, 1e-6)
     monkeypatch.setattr(sequence, "ROWS_TO_FILL", 1)
@@ -97,24 +98,24 @@ def test_one_pass_over_the_chunks_or_two(monkeypatch):
         assert error(one, two) < 1e-5
 
 
-@pytest.mark.parametrize("border", [1, 31, 64, 100])
-def test_nothing_crosses_a_document_border(border):
+@pytest.mark.parametrize("boundary", [1, 31, 64, 100])
+def test_nothing_crosses_a_document_boundary(boundary):
     case = random_case(0, 1, 130, 1, 16, 16, dtype=torch.float32, gates=15.0).on(DEVICE)
     other = random_case(1, 1, 130, 1, 16, 16, dtype=torch.float32, gates=15.0).on(DEVICE)
     for name in "qkvif":
-        getattr(other, name)[:, border:] = getattr(case, name)[:, border:]
+        getattr(other, name)[:, boundary:] = getattr(case, name)[:, boundary:]
     case.resets = torch.zeros(1, 130, dtype=torch.bool, device=DEVICE)
-    case.resets[:, border] = True
+    case.resets[:, boundary] = True
     other.resets = case.resets.clone()
-    other.resets[:, border // 2] = True
+    other.resets[:, boundary // 2] = True
     h, state = case.run(triton_sequence)
     other_h, other_state = other.run(triton_sequence)
-    assert torch.equal(h[:, border:], other_h[:, border:])
+    assert torch.equal(h[:, boundary:], other_h[:, boundary:])
     for part, other_part in zip(state, other_state, strict=True):
         assert torch.equal(part, other_part)
 
 
-def test_a_row_of_nothing_but_padding_returns_its_state():
+def test_a_row_of_only_padding_returns_its_state():
     case = random_case(5, 2, 70, 2, 16, 16, dtype=torch.float32, padding=1.0).on(DEVICE)
     assert all(x.isfinite().all() for x in results_and_gradients(case, triton_sequence, 1e-6))
     _, state = case.run(triton_sequence)
@@ -131,8 +132,8 @@ def test_extreme_gates(i, f):
     assert_as_good_as_pytorch(case, torch.float32, 3e-5)
 
 
-def test_forget_gates_that_keep_everything_keep_their_digits():
-    """logσ(15) = −3e-7 a step: 1 + exp(−15) would round a fifth of it away."""
+def test_open_forget_gates_keep_their_digits():
+    """logσ(15) = −3e-7 per token. Computed from 1 + exp(−15) it would be wrong by up to a fifth."""
     case = random_case(8, 1, 300, 1, 16, 16, fresh=True)
     case.f = torch.full_like(case.f, 15.0)
     got = case.to(torch.float32).on(DEVICE).run(triton_sequence)[1].m
@@ -143,10 +144,10 @@ def test_forget_gates_that_keep_everything_keep_their_digits():
     assert got.isfinite().all()
 
 
-def test_strided_inputs_and_two_runs_the_same_bits():
+def test_strided_inputs_and_a_second_run_give_the_same_bits():
     case = trained(2, 2, 75, 2, 16, 32, dtype=torch.float32, resets=0.05).on(DEVICE)
     want = results_and_gradients(case, triton_sequence, 1e-6)
-    fused = torch.cat([case.q, case.k, case.v], dim=-1)  # as one projection would leave them
+    fused = torch.cat([case.q, case.k, case.v], dim=-1)  # as from one projection
     case.q, case.k, case.v = fused.split([16, 16, 32], dim=-1)
     case.i, case.f = torch.stack([case.i, case.f], dim=-1).unbind(-1)
     h, state = case.run(triton_sequence)
@@ -220,7 +221,7 @@ def test_fused_step(dtype, state_dtype, with_norm, with_gate):
             assert error(part, want_part) < digits[state_dtype]
 
 
-def test_backends_say_why_not():
+def test_an_unsupported_input_is_explained():
     case = random_case(0, 1, 4, 1, 16, 16, dtype=torch.float32).on(DEVICE)
     arguments = [getattr(case, name) for name in "qkvif"]
     with pytest.raises(ValueError, match="float64"):
@@ -228,7 +229,7 @@ def test_backends_say_why_not():
     with pytest.raises(ValueError, match="16 to 1024 elements, not 8"):
         mlstm_sequence(*(x[..., :8] for x in arguments[:3]), *arguments[3:], backend="triton")
     token = [x[:, 0].requires_grad_() for x in arguments]
-    with pytest.raises(ValueError, match="no gradient"):
+    with pytest.raises(ValueError, match="the kernel for a single step has no backward pass"):
         mlstm_step(*token, case.state, backend="triton")
 
 
@@ -246,14 +247,14 @@ def test_head_sizes_on_the_gpu(heads, batch, length, dtype):
 
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_long_text(dtype):
+def test_a_long_sequence(dtype):
     case = trained(1, 1, 131_072, 1, 128, 128)
     assert_as_good_as_pytorch(case, dtype, LARGEST[dtype])
 
 
 @gpu
-def test_more_elements_than_32_bits_count():
-    """The second half from the first half's state: the same numbers at small offsets."""
+def test_more_elements_than_32_bits_can_index():
+    """The second half alone, from the first half's state, has the same numbers at small offsets."""
     length, heads, d_qk, d_hv = 1 << 20, 8, 256, 512
     assert length * heads * d_hv > 2**31
     q, k = (torch.randn(1, length, heads, d_qk, device="cuda", dtype=torch.bfloat16) for _ in "qk")
@@ -271,8 +272,8 @@ def test_more_elements_than_32_bits_count():
 @gpu
 @pytest.mark.parametrize("heads", [(8, 256, 512), (4, 96, 192), (5, 160, 320), (2, 64, 64)])
 @pytest.mark.parametrize("rows", [2, 64])
-def test_no_row_is_wrong_and_no_bit_moves_on_the_gpu(heads, rows):
-    """A race in a kernel's pipeline spoils a few rows in a thousand, others in every run."""
+def test_no_row_is_wrong_and_two_runs_give_the_same_bits_on_the_gpu(heads, rows):
+    """A race in a kernel's pipeline made a few rows in a thousand wrong, other rows each time."""
     case = trained(1, -(-rows // heads[0]), 2048, *heads, resets=0.001, fresh=True)
     case = rounded(case, torch.bfloat16)
     want = results_and_gradients(case.to(torch.float32), triton_sequence, 1e-6)
@@ -282,13 +283,13 @@ def test_no_row_is_wrong_and_no_bit_moves_on_the_gpu(heads, rows):
         if name in ("h", "dq", "dk", "dv"):
             rows = exact.norm(dim=-1)
             off = (first.float() - exact).norm(dim=-1) / (rows + rows.mean())
-            # Rounding alone stays under 1e-2 of a row; a wrong row was off by 0.1 to 1.
+            # Rounding alone is below 1e-2 of a row. Wrong rows were off by 0.1 to 1.
             assert off.max() < 3e-2, (name, float(off.max()))
 
 
 @gpu
 def test_peak_extra_memory():
-    """At most 2.5 × the bytes of q + k + v + h, returned gradients not counted."""
+    """At most 2.5 × the bytes of q + k + v + h, without the returned gradients."""
     shape = (8, 8192, 8)
     q, k = (torch.randn(*shape, 256, device="cuda").bfloat16().requires_grad_() for _ in "qk")
     v = torch.randn(*shape, 512, device="cuda").bfloat16().requires_grad_()

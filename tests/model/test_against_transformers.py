@@ -1,4 +1,4 @@
-"""The same numbers as `transformers`' xLSTM, through files in both directions."""
+"""The numbers match those of `transformers`: its xLSTM loads our folders, and ours loads its."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ SHAPES = {
 
 @torch.no_grad()
 def redraw(model: torch.nn.Module) -> None:
-    """Every weight random, at a scale where gates, norms and soft-caps all matter."""
+    """Random weights, at a scale where gates, norms and soft-caps have an effect."""
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.uniform_(0.5, 1.5)
@@ -56,7 +56,7 @@ def our_greedy(model, tokens, steps):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.no_grad()
-def test_same_logits_and_greedy_tokens_both_ways(shape, tmp_path):
+def test_logits_and_greedy_tokens_match_in_both_directions(shape, tmp_path):
     config = SHAPES[shape]
     ours = XLSTM(config)
     redraw(ours)
@@ -64,7 +64,7 @@ def test_same_logits_and_greedy_tokens_both_ways(shape, tmp_path):
     theirs = theirs_from(tmp_path / "ours")
     redraw(theirs)
     theirs.save_pretrained(tmp_path / "theirs")
-    tokens = torch.randint(0, config.vocab_size, (2, 100))  # a whole chunk of theirs and a tail
+    tokens = torch.randint(0, config.vocab_size, (2, 100))  # not a multiple of their chunk of 64
     pairs = [
         (ours, theirs_from(tmp_path / "ours")),
         (XLSTM.from_pretrained(tmp_path / "theirs"), theirs),
@@ -77,7 +77,7 @@ def test_same_logits_and_greedy_tokens_both_ways(shape, tmp_path):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """A 160m at the training initialisation, in float32, as a model of ours and one of theirs."""
+    """A 160m with the training initialisation in float32: our model and theirs."""
     torch.manual_seed(0)
     model = XLSTM(ModelConfig.named("160m"))
     folder = tmp_path_factory.mktemp("160m")
@@ -86,7 +86,7 @@ def large(tmp_path_factory):
 
 
 @torch.no_grad()
-def test_no_further_from_float64_than_twice_theirs_at_160m(large):
+def test_the_error_to_float64_is_at_most_twice_theirs_at_160m(large):
     ours, theirs, tokens = large
     exact = XLSTM(ours.config).to(torch.float64)
     exact.load_state_dict({name: p.double() for name, p in ours.state_dict().items()})
@@ -95,7 +95,7 @@ def test_no_further_from_float64_than_twice_theirs_at_160m(large):
 
 
 @torch.no_grad()
-def test_bfloat16_weights_at_160m(large):
+def test_bfloat16_weights_are_close_to_float32_at_160m(large):
     ours, _, tokens = large
     want, _ = ours(tokens)
     rounded = XLSTM(ours.config).to(torch.bfloat16)

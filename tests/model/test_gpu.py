@@ -1,4 +1,4 @@
-"""The model on a GPU, through the Triton kernels, against the CPU's float32."""
+"""The model on a GPU, with the Triton kernels, against float32 on the CPU."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def model() -> XLSTM:
 
 @pytest.mark.parametrize(("dtype", "largest"), [(torch.float32, 1e-5), (torch.bfloat16, 6e-2)])
 @torch.no_grad()
-def test_logits_and_states(model, dtype, largest):
+def test_logits_and_states_match_the_cpu(model, dtype, largest):
     tokens, lengths = torch.randint(0, 1000, (3, 300)), torch.tensor([300, 0, 77])
     want, want_state = model(tokens, lengths=lengths)
     copy = XLSTM(model.config).to("cuda", dtype)
@@ -36,7 +36,7 @@ def test_logits_and_states(model, dtype, largest):
         assert error(got.cpu(), want) < largest
 
 
-def test_gradients(model):
+def test_gradients_match_the_cpu(model):
     tokens = torch.randint(0, 1000, (2, 300))
     copy = XLSTM(model.config).cuda()
     copy.load_state_dict(model.state_dict())

@@ -1,4 +1,4 @@
-"""XLSTM's contract: prefixes, ragged batches, documents, log-probabilities, states, compilation."""
+"""XLSTM: parts of sequences, ragged batches, documents, log-probabilities, compilation."""
 
 import math
 from dataclasses import replace
@@ -9,40 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure import error
-from torch import Tensor
+from models import SMALL, assert_states_match, random_model, random_tokens
 
 from xlstm7b.config import SIZES, ModelConfig
-from xlstm7b.model import XLSTM, ModelState
-from xlstm7b.model import logprobs as logprobs_module
-
-CONFIG = ModelConfig(64, 2, 2, vocab_size=97)
-
-
-def random_model(config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float64) -> XLSTM:
-    """All weights random: the training initialisation has gates that ignore their input."""
-    model = XLSTM(config).to(dtype)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "gate_preact" in name:
-                parameter.normal_(std=0.5)
-            elif "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-    return model
-
-
-def random_tokens(batch: int, length: int) -> Tensor:
-    return torch.randint(0, CONFIG.vocab_size, (batch, length))
-
-
-def assert_states_match(got: ModelState, want: ModelState, tolerance: float) -> None:
-    assert torch.equal(got.tokens_seen, want.tokens_seen)
-    for got_block, want_block in zip(got.blocks, want.blocks, strict=True):
-        for got_part, want_part in zip(got_block, want_block, strict=True):
-            assert (got_part - want_part).norm() <= tolerance * want_part.norm()
+from xlstm7b.model import XLSTM, ModelState, head
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_parameters_carry_the_checkpoints_names(size):
+def test_parameters_have_the_names_of_the_checkpoint(size):
     with torch.device("meta"):
         model = XLSTM(ModelConfig.named(size))
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -55,9 +29,16 @@ def test_initialisation():
     model = XLSTM(config)
     small, residual = math.sqrt(2 / (5 * 512)), 2 / (4 * math.sqrt(512))
     deviations = {
-        "embeddings": small, "lm_head": small, "q": small, "k": small, "v": small,
-        "proj_up_gate": small, "proj_up": small, "out_proj": residual, "proj_down": residual,
-    }  # fmt: skip
+        "embeddings": small,
+        "lm_head": small,
+        "q": small,
+        "k": small,
+        "v": small,
+        "proj_up_gate": small,
+        "proj_up": small,
+        "out_proj": residual,
+        "proj_down": residual,
+    }
     for name, parameter in model.named_parameters():
         *_, part, kind = name.split(".")
         if kind == "bias":
@@ -75,7 +56,7 @@ def test_initialisation():
 @settings(max_examples=15)
 @given(cuts=st.lists(st.integers(1, 149), max_size=5, unique=True))
 @torch.no_grad()
-def test_one_prefix_one_state(cuts):
+def test_a_sequence_can_be_read_in_parts(cuts):
     model, tokens = random_model(), random_tokens(2, 150)
     want, want_state = model(tokens)
     state, edges = None, [0, *sorted(cuts), 150]
@@ -97,7 +78,7 @@ def test_a_ragged_batch_equals_each_row_alone(lengths, with_state):
         tokens, before, resets=resets, lengths=torch.tensor(lengths), logits="last"
     )
     assert_states_match(last_state, state, 0)
-    fresh = before or ModelState.zeros(CONFIG, len(lengths), dtype=torch.float64)
+    fresh = before or ModelState.zeros(SMALL, len(lengths), dtype=torch.float64)
     for row, length in enumerate(lengths):
         alone = fresh.select([row])
         got_state = state.select([row])
@@ -126,17 +107,17 @@ def test_a_single_token_may_be_padding():
 @torch.no_grad()
 def test_packed_documents_equal_the_documents_alone():
     model, tokens = random_model(), random_tokens(1, 120)
-    borders = [0, 1, 40, 103]
+    boundaries = [0, 1, 40, 103]
     resets = torch.zeros(1, 120, dtype=torch.bool)
-    resets[0, borders] = True
+    resets[0, boundaries] = True
     got, _ = model(tokens, model(random_tokens(1, 5))[1], resets=resets)
-    for start, end in zip(borders, [*borders[1:], 120], strict=True):
+    for start, end in zip(boundaries, [*boundaries[1:], 120], strict=True):
         assert error(got[:, start:end], model(tokens[:, start:end])[0]) < 1e-11
 
 
-@pytest.mark.parametrize("rows_a_piece", [1, 7, 10_000])
-def test_token_logprobs_and_their_gradients(rows_a_piece, monkeypatch):
-    monkeypatch.setattr(logprobs_module, "_LOGITS_A_PIECE", rows_a_piece * CONFIG.vocab_size)
+@pytest.mark.parametrize("rows_at_once", [1, 7, 10_000])
+def test_token_logprobs_and_their_gradients(rows_at_once, monkeypatch):
+    monkeypatch.setattr(head, "MAX_LOGITS", rows_at_once * SMALL.vocab_size)
     model, tokens, targets = random_model(), random_tokens(3, 20), random_tokens(3, 20)
     with torch.no_grad():
         model.lm_head.weight *= 20  # far into the soft-cap
@@ -155,9 +136,9 @@ def test_token_logprobs_and_their_gradients(rows_a_piece, monkeypatch):
         assert error(grad, want_grad) < 1e-11
 
 
-@pytest.mark.parametrize("rows_a_piece", [1, 7, 1000])
-def test_the_loss_is_that_of_the_log_probabilities(rows_a_piece, monkeypatch):
-    monkeypatch.setattr(logprobs_module, "_LOGITS_A_PIECE", rows_a_piece * CONFIG.vocab_size)
+@pytest.mark.parametrize("rows_at_once", [1, 7, 1000])
+def test_the_loss_equals_that_of_token_logprobs(rows_at_once, monkeypatch):
+    monkeypatch.setattr(head, "MAX_LOGITS", rows_at_once * SMALL.vocab_size)
     model, tokens, targets = random_model(), random_tokens(3, 20), random_tokens(3, 20)
     weights, resets = torch.randn(3, 20, dtype=torch.float64), torch.rand(3, 20) < 0.2
     want = -3 * (model.token_logprobs(tokens, targets, resets=resets)[0] * weights).sum()
@@ -181,13 +162,13 @@ def test_token_logprobs_in_bfloat16_are_float32():
 
 
 def test_head_gradients_in_bfloat16():
-    """Slopes are rounded once, to bfloat16 before the two products, as for any layer."""
+    """The logits' gradient is rounded once, to bfloat16, before the two products."""
     x, weight = torch.randn(300, 64).bfloat16(), torch.randn(97, 64).bfloat16()
     targets, weights = torch.randint(0, 97, (300,)), torch.randn(300)
 
     def gradients(dtype):
         leaves = [part.to(dtype).requires_grad_() for part in (x, weight)]
-        loss = (logprobs_module.head_logprobs(*leaves, targets, 30.0) * weights).sum()
+        loss = (head.head_logprobs(*leaves, targets, 30.0) * weights).sum()
         return torch.autograd.grad(loss, leaves)
 
     for got, want in zip(gradients(torch.bfloat16), gradients(torch.float64), strict=True):
@@ -207,30 +188,10 @@ def test_logits_are_capped_and_the_state_given_is_not_changed():
         assert_states_match(state, copy, 0)
 
 
-@torch.no_grad()
-def test_states_fork_select_and_count_their_bytes():
-    model = random_model()
-    _, state = model(random_tokens(3, 4))
-    forked = state.fork(2)
-    assert_states_match(forked.select([0, 2, 4]), state, 0)
-    assert_states_match(forked.select(torch.tensor([1, 3, 5])), state, 0)
-    cell = CONFIG.num_blocks * CONFIG.num_heads * (CONFIG.d_qk * (CONFIG.d_hv + 1) + 1)
-    assert state.nbytes == 3 * (8 * cell + 8)
-    assert forked.nbytes == 2 * state.nbytes
-    clone = state.clone()
-    clone.blocks[0].C.zero_()
-    assert (state.blocks[0].C != 0).any()
-    for bad in ([3], [-1]):
-        with pytest.raises(ValueError, match="rows must lie between 0 and 2"):
-            state.select(bad)
-    with pytest.raises(ValueError, match="at least 1"):
-        state.fork(0)
-
-
 @pytest.mark.parametrize("length", [1, 70])
 def test_compiles_as_one_graph(length):
     torch.compiler.reset()
-    model = random_model(replace(CONFIG, num_blocks=1))
+    model = random_model(replace(SMALL, num_blocks=1))
     tokens, resets = random_tokens(2, length), torch.rand(2, length) < 0.1
     with torch.no_grad():
         _, state = model(random_tokens(2, 3))
@@ -250,7 +211,7 @@ def test_compiles_as_one_graph(length):
 @torch.no_grad()
 def test_compiles_as_one_graph_in_bfloat16():
     torch.compiler.reset()
-    model, tokens = random_model(replace(CONFIG, num_blocks=1), torch.bfloat16), random_tokens(2, 5)
+    model, tokens = random_model(replace(SMALL, num_blocks=1), torch.bfloat16), random_tokens(2, 5)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
     for part in (tokens, tokens[:1, :1]):
         assert torch.equal(compiled(part)[0], model(part)[0])
@@ -258,7 +219,7 @@ def test_compiles_as_one_graph_in_bfloat16():
 
 def test_token_logprobs_compiles_as_one_graph():
     torch.compiler.reset()
-    model = random_model(replace(CONFIG, num_blocks=1))
+    model = random_model(replace(SMALL, num_blocks=1))
     tokens, targets = random_tokens(2, 70), random_tokens(2, 70)
     compiled = torch.compile(model.token_logprobs, fullgraph=True, backend="aot_eager")
     want = torch.autograd.grad(model.token_logprobs(tokens, targets)[0].sum(), model.parameters())
@@ -267,18 +228,21 @@ def test_token_logprobs_compiles_as_one_graph():
         assert error(grad, want_grad) < 1e-11
 
 
-def test_bad_input_is_one_sentence():
+def test_bad_input_is_a_value_error_that_names_it():
     model, tokens = random_model(), random_tokens(2, 5)
     _, state = model(random_tokens(3, 2))
     for call, message in [
-        (lambda: model(tokens.float()), "tokens must be whole numbers"),
-        (lambda: model(tokens[0]), "tokens must be whole numbers"),
-        (lambda: model(tokens[:, :0]), "tokens must be whole numbers"),
+        (lambda: model(tokens.float()), r"tokens must be integers \[B, T\]"),
+        (lambda: model(tokens[0]), r"tokens must be integers \[B, T\]"),
+        (lambda: model(tokens[:, :0]), r"tokens must be integers \[B, T\]"),
         (lambda: model(tokens, state), "the state has 3 rows, the tokens have 2"),
         (lambda: model(tokens, lengths=torch.tensor([5])), "lengths must have shape"),
         (lambda: model(tokens, lengths=torch.tensor([1, -2])), r"between 0 and 5, not \[1, -2\]"),
         (lambda: model(tokens, lengths=torch.tensor([99, 1])), r"between 0 and 5, not \[99, 1\]"),
-        (lambda: model(tokens, resets=torch.zeros(2, 4, dtype=torch.bool)), "resets must be bool"),
+        (
+            lambda: model(tokens, resets=torch.zeros(2, 4) > 0),
+            r"resets must have the shape \[2, 5\]",
+        ),
         (lambda: model(tokens, logits="first"), 'logits must be "all" or "last"'),
         (lambda: model.token_logprobs(tokens, tokens[:, 1:]), "differ in shape"),
     ]:

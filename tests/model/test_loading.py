@@ -1,4 +1,4 @@
-"""XLSTM through checkpoint folders: the same bits back, and no more memory than the model's own."""
+"""Saving and loading XLSTM: the same bits, and no more memory than the model takes."""
 
 import json
 import shutil
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import CONFIG, INDEX, names_in, run
+from checkpoint_files import CONFIG, INDEX, names_in, run
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from xlstm7b.checkpoint import save_checkpoint
 from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
-from xlstm7b.weights import save_checkpoint
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -33,7 +33,7 @@ def assert_holds(model: XLSTM, want: dict[str, Tensor], dtype: torch.dtype) -> N
         assert torch.equal(parameter, want[name].to(dtype)), name
         assert parameter.requires_grad
         assert parameter.is_contiguous()
-        assert parameter.data_ptr() % 64 == 0  # as PyTorch's own: vector loads count on it
+        assert parameter.data_ptr() % 64 == 0  # aligned as PyTorch does it
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -52,14 +52,16 @@ def test_round_trip_in_the_stored_dtype(dtype: torch.dtype, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("stored", DTYPES)
 @pytest.mark.parametrize("wanted", [*DTYPES, torch.float16, torch.float64])
-def test_casts_on_the_way(stored: torch.dtype, wanted: torch.dtype, tmp_path: Path) -> None:
+def test_weights_are_cast_while_loading(
+    stored: torch.dtype, wanted: torch.dtype, tmp_path: Path
+) -> None:
     model = random_model(stored)
     model.save_pretrained(tmp_path)
     loaded = XLSTM.from_pretrained(str(tmp_path), dtype=wanted, device="cpu")
     assert_holds(loaded, model.state_dict(), wanted)
 
 
-def test_shards(tmp_path: Path) -> None:
+def test_a_model_is_loaded_from_shards(tmp_path: Path) -> None:
     model = random_model()
     save_checkpoint(tmp_path, CONFIG, model.named_parameters(), max_shard_bytes=40_000)
     assert len(set(json.loads((tmp_path / INDEX).read_text())["weight_map"].values())) > 5
@@ -74,10 +76,10 @@ def test_a_loaded_model_owns_its_weights(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     loaded = XLSTM.from_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    with file.open("r+b") as opened:  # in place: a mapping of the file would see it
+    with file.open("r+b") as opened:  # in place: a mapped tensor would change
         opened.write(bytes(file.stat().st_size))
     assert_holds(loaded, model.state_dict(), torch.float32)
-    with torch.no_grad():  # nor do parameters overlap
+    with torch.no_grad():  # and parameters do not overlap
         for number, parameter in enumerate(loaded.parameters()):
             parameter.fill_(number)
     assert all((p == number).all() for number, p in enumerate(loaded.parameters()))
@@ -90,11 +92,13 @@ def test_parameters_train_after_loading(tmp_path: Path) -> None:
     assert all(p.grad is not None and p.is_leaf for p in loaded.parameters())
 
 
-# Mistakes
+# Errors
 
 
-def test_wrong_folders(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^there is no folder '/no/such/folder', nor is that"):
+def test_wrong_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"^'/no/such/folder' is neither a folder nor the id of a hub"
+    ):
         XLSTM.from_pretrained("/no/such/folder")
     with pytest.raises(ValueError, match=r"holds neither config\.json nor config\.yaml: not a ch"):
         XLSTM.from_pretrained(tmp_path)
@@ -112,12 +116,12 @@ def test_wrong_folders(tmp_path: Path) -> None:
     ("fault", "message"),
     [
         ("missing", r"model\.safetensors: lm_head\.weight is missing$"),
-        ("extra", r"model\.safetensors: the config has no place for 'lm_head\.bias'$"),
+        ("extra", r"model\.safetensors: \'lm_head\.bias\' is not in a model of this config$"),
         ("misshapen", r"lm_head\.weight has the shape \(64, 7\), the config says \(7, 64\)$"),
         ("type", r"model\.safetensors: 'lm_head\.weight' is stored as I32, not as one of F64, "),
     ],
 )
-def test_wrong_tensors(fault: str, message: str, tmp_path: Path) -> None:
+def test_wrong_tensors_are_refused(fault: str, message: str, tmp_path: Path) -> None:
     random_model().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -154,7 +158,7 @@ LOAD = """if True:
 
     large, small, name = sys.argv[1:]
     dtype, done, samples = getattr(torch, name), False, []
-    XLSTM.from_pretrained(small, dtype=dtype)  # whatever the first load imports and sets up
+    XLSTM.from_pretrained(small, dtype=dtype)  # so that imports are not measured
     thread = threading.Thread(target=watch)
     thread.start()
     before = anonymous()
@@ -183,7 +187,9 @@ def large_folder(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is Linux's")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_peak_memory_is_the_models_own(dtype: str, large_folder: Path, tmp_path: Path) -> None:
+def test_loading_takes_no_more_memory_than_the_model(
+    dtype: str, large_folder: Path, tmp_path: Path
+) -> None:
     random_model().save_pretrained(tmp_path)
     ratio, samples = map(float, run(LOAD, large_folder, tmp_path, dtype).split())
     assert samples > 20

@@ -1,19 +1,19 @@
-"""A small model that spells letters, and a server of it that many tests share."""
+"""A small model that writes letters, and a server that the tests of one file share."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serve.live import Live, serving, speller
+from live_server import LiveServer, serving, spelling_model
 
 from xlstm7b.generate import Generator
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level model that spells letters, some of two bytes."""
+    """A byte-level model that writes letters, some of two bytes."""
     folder = tmp_path_factory.mktemp("tiny") / "tiny"
-    speller("abcdefghijklmnopqrstuvwxyzäöü").save_pretrained(folder)
+    spelling_model("abcdefghijklmnopqrstuvwxyzäöü").save_pretrained(folder)
     return folder
 
 
@@ -23,6 +23,6 @@ def generator(folder: Path) -> Generator:
 
 
 @pytest.fixture(scope="module")
-def live(generator: Generator, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def live(generator: Generator, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     with serving(generator, states=tmp_path_factory.mktemp("states")) as server:
         yield server

@@ -1,14 +1,14 @@
-"""/v1/completions and its like, beside what the library says of the same model."""
+"""/v1/completions, /v1/chat/completions and /tokenize against the library's own results."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from serve.live import GREEDY, Live, error_of, serving
+from live_server import GREEDY, LiveServer, error_of, serving
 
 from xlstm7b.generate import Generator
 from xlstm7b.model import XLSTM
-from xlstm7b.serve.limits import Limits
+from xlstm7b.serve.protocol import Limits
 from xlstm7b.tokenizer import ByteTokenizer
 
 PATH = "/v1/completions"
@@ -20,23 +20,25 @@ def texts(answer: dict) -> list[str]:
     return [choice["text"] for choice in answer["choices"]]
 
 
-def test_kinds_of_prompts(live: Live, generator: Generator) -> None:
+def test_texts_token_ids_and_lists_of_them_are_prompts(
+    live: LiveServer, generator: Generator
+) -> None:
     want = [done.text for done in generator.generate([PROMPT, "b"], max_new_tokens=9, **GREEDY)]
     ids = ByteTokenizer().encode(PROMPT)
-    asked = {"max_tokens": 9, **GREEDY}
-    assert texts(live.post(PATH, prompt=PROMPT, **asked)) == want[:1]
-    assert texts(live.post(PATH, prompt=ids, **asked)) == want[:1]
-    assert texts(live.post(PATH, prompt=[0, *ids], **asked)) == want[:1]
-    both = live.post(PATH, prompt=[PROMPT, "b"], **asked)
+    options = {"max_tokens": 9, **GREEDY}
+    assert texts(live.post(PATH, prompt=PROMPT, **options)) == want[:1]
+    assert texts(live.post(PATH, prompt=ids, **options)) == want[:1]
+    assert texts(live.post(PATH, prompt=[0, *ids], **options)) == want[:1]
+    both = live.post(PATH, prompt=[PROMPT, "b"], **options)
     assert texts(both) == want
     assert both["usage"]["prompt_tokens"] == 2 + len(PROMPT) + 1
     assert both["usage"]["completion_tokens"] == 18
-    assert texts(live.post(PATH, prompt=[ids, ByteTokenizer().encode("b")], **asked)) == want
-    assert len(texts(live.post(PATH, prompt="", **asked))[0]) <= 9
+    assert texts(live.post(PATH, prompt=[ids, ByteTokenizer().encode("b")], **options)) == want
+    assert len(texts(live.post(PATH, prompt="", **options))[0]) <= 9
     assert len(live.post(PATH, prompt="a")["choices"][0]["text"]) <= 16  # OpenAI's default
 
 
-def test_several_texts_of_a_prompt(live: Live, generator: Generator) -> None:
+def test_n_choices_have_the_seeds_from_seed_on(live: LiveServer, generator: Generator) -> None:
     settings = {"temperature": 2.0, "seed": 5, "top_k": 20}
     want = generator.generate(PROMPT, max_new_tokens=12, num_return_sequences=3, **settings)
     got = live.post(PATH, prompt=PROMPT, n=3, max_tokens=12, **settings)
@@ -45,14 +47,14 @@ def test_several_texts_of_a_prompt(live: Live, generator: Generator) -> None:
     assert got["usage"]["prompt_tokens"] == 1 + len(PROMPT)
     assert got["usage"]["completion_tokens"] == 36
     streamed = live.stream(PATH, prompt=PROMPT, n=3, max_tokens=12, **settings)
-    told = {0: "", 1: "", 2: ""}
+    streamed_texts = {0: "", 1: "", 2: ""}
     for event in streamed:
         (choice,) = event["choices"]
-        told[choice["index"]] += choice["text"]
-    assert [*told.values()] == texts(got)
+        streamed_texts[choice["index"]] += choice["text"]
+    assert [*streamed_texts.values()] == texts(got)
 
 
-def test_the_best_of_several(live: Live, generator: Generator) -> None:
+def test_best_of_returns_the_most_likely(live: LiveServer, generator: Generator) -> None:
     settings = {"temperature": 3.0, "seed": 1}
     drawn = generator.generate(
         PROMPT, max_new_tokens=5, num_return_sequences=6, logprobs=0, **settings
@@ -65,10 +67,10 @@ def test_the_best_of_several(live: Live, generator: Generator) -> None:
     assert "best_of (1) must not be less than n (2)" in live.refused(
         PATH, 400, prompt="a", n=2, best_of=1
     )
-    assert "a stream cannot tell" in live.refused(PATH, 400, prompt="a", best_of=2, stream=True)
+    assert "best_of must equal n" in live.refused(PATH, 400, prompt="a", best_of=2, stream=True)
 
 
-def test_settings_reach_the_sampler(live: Live) -> None:
+def test_sampling_fields_reach_the_sampler(live: LiveServer) -> None:
     (e,) = ByteTokenizer().encode("e")
     biased = live.post(PATH, prompt=PROMPT, max_tokens=4, logit_bias={str(e): 100}, **GREEDY)
     assert texts(biased) == ["eeee"]
@@ -87,7 +89,7 @@ def test_settings_reach_the_sampler(live: Live) -> None:
     assert texts(live.post(PATH, **negative)) == texts(live.post(PATH, **negative))
 
 
-def test_echo_and_logprobs_as_lm_eval_asks(live: Live, folder: Path) -> None:
+def test_echo_with_logprobs_scores_the_prompt(live: LiveServer, folder: Path) -> None:
     prompt = "abc äö"
     ids = ByteTokenizer().encode(prompt)
     with torch.no_grad():
@@ -98,15 +100,15 @@ def test_echo_and_logprobs_as_lm_eval_asks(live: Live, folder: Path) -> None:
     scores = choice["logprobs"]
     best = int(table[-1].argmax())
     assert choice["text"] == prompt + ByteTokenizer().decode([best])
-    want = [float(table[place, token]) for place, token in enumerate([*ids, best])]
+    want = [float(table[position, token]) for position, token in enumerate([*ids, best])]
     assert scores["token_logprobs"] == pytest.approx(want, abs=1e-4)
     assert scores["tokens"][:4] == ["a", "b", "c", " "]
     assert scores["tokens"][4:6] == ["bytes:\\xc3", "bytes:\\xa4"]
     assert scores["text_offset"][:8] == [0, 1, 2, 3, 4, 4, 5, 5]
-    for place, top in enumerate(scores["top_logprobs"]):
-        likeliest = table[place].topk(2)
+    for position, top in enumerate(scores["top_logprobs"]):
+        most_likely = table[position].topk(2)
         assert sorted(top.values())[-2:] == pytest.approx(
-            sorted(likeliest.values.tolist()), abs=1e-4
+            sorted(most_likely.values.tolist()), abs=1e-4
         )
         assert len(top) in (2, 3)  # the token itself, too
     alone = live.post(PATH, prompt=ids, echo=True, logprobs=2, max_tokens=0)
@@ -114,55 +116,59 @@ def test_echo_and_logprobs_as_lm_eval_asks(live: Live, folder: Path) -> None:
     assert alone["choices"][0]["logprobs"]["token_logprobs"] == scores["token_logprobs"][:-1]
     assert alone["usage"]["completion_tokens"] == 0
     first = live.post(PATH, prompt=[0, *ids], echo=True, logprobs=0, max_tokens=0)
-    assert first["choices"][0]["logprobs"]["token_logprobs"][:2] == [None, pytest.approx(want[0])]
+    first_logprobs = first["choices"][0]["logprobs"]["token_logprobs"]
+    assert first_logprobs[:2] == [None, scores["token_logprobs"][0]]
     plain = live.post(PATH, prompt=[prompt, "b"], echo=True, max_tokens=2, n=2, **GREEDY)
     assert [text[: len(prompt)] for text in texts(plain)[:2]] == [prompt] * 2
     assert [text[0] for text in texts(plain)[2:]] == ["b"] * 2
     streamed = live.stream(PATH, prompt=ids, echo=True, logprobs=2, max_tokens=1, **GREEDY)
     assert "".join(event["choices"][0]["text"] for event in streamed) == choice["text"]
-    told = [
+    streamed_logprobs = [
         value for event in streamed for value in event["choices"][0]["logprobs"]["token_logprobs"]
     ]
-    assert told == pytest.approx(scores["token_logprobs"])
+    assert streamed_logprobs == pytest.approx(scores["token_logprobs"])
 
 
-@pytest.mark.parametrize("texts_each", [1, 2])
-def test_a_prompt_that_is_scored_is_read_once(live: Live, texts_each: int) -> None:
-    counted = ("prompt_tokens_total", "time_to_first_token_seconds_count",
-               'request_success_total{finished_reason="length"}')  # fmt: skip
-    before = [live.figure(name) for name in counted]
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_scored_prompt_is_read_once(live: LiveServer, n: int) -> None:
+    counted = (
+        "prompt_tokens_total",
+        "time_to_first_token_seconds_count",
+        'request_success_total{finished_reason="length"}',
+    )
+    before = [live.metric(name) for name in counted]
     prompts = ["never seen before", "nor this"]
-    asked = {"echo": True, "logprobs": 1, "max_tokens": 3, "ignore_eos": True, "n": texts_each}
-    got = live.post(PATH, prompt=prompts, seed=1, **asked)
-    if texts_each == 1:
+    options = {"echo": True, "logprobs": 1, "max_tokens": 3, "ignore_eos": True, "n": n}
+    got = live.post(PATH, prompt=prompts, seed=1, **options)
+    if n == 1:
         read = sum(len(prompt) + 1 for prompt in prompts)
-        after = [live.figure(name) for name in counted]
+        after = [live.metric(name) for name in counted]
         assert [b - a for a, b in zip(before, after, strict=True)] == [read, 2, 2]
-    assert got["usage"]["completion_tokens"] == 6 * texts_each
-    for place, choice in enumerate(got["choices"]):
-        prompt = prompts[place // texts_each]
+    assert got["usage"]["completion_tokens"] == 6 * n
+    for index, choice in enumerate(got["choices"]):
+        prompt = prompts[index // n]
         assert choice["text"].startswith(prompt)
         assert len(choice["logprobs"]["token_logprobs"]) == len(prompt) + 3
-    events = live.stream(PATH, prompt=prompts, seed=1, **asked)
-    for place, choice in enumerate(got["choices"]):
-        parts = [e["choices"][0] for e in events if e["choices"][0]["index"] == place]
+    events = live.stream(PATH, prompt=prompts, seed=1, **options)
+    for index, choice in enumerate(got["choices"]):
+        parts = [e["choices"][0] for e in events if e["choices"][0]["index"] == index]
         assert "".join(part["text"] for part in parts) == choice["text"]
         scores = [score for part in parts for score in part["logprobs"]["token_logprobs"]]
         assert scores == pytest.approx(choice["logprobs"]["token_logprobs"])
         assert [part["finish_reason"] for part in parts][-2:] == [None, "length"]
 
 
-def test_streams_tell_the_whole_text(live: Live) -> None:
-    asked = {"prompt": PROMPT, "max_tokens": 60, "temperature": 1.0, "seed": 11, "logprobs": 1}
-    whole = live.post(PATH, **asked)["choices"][0]
-    parts = [event["choices"][0] for event in live.stream(PATH, **asked)]
+def test_the_chunks_of_a_stream_add_up_to_the_whole_answer(live: LiveServer) -> None:
+    options = {"prompt": PROMPT, "max_tokens": 60, "temperature": 1.0, "seed": 11, "logprobs": 1}
+    whole = live.post(PATH, **options)["choices"][0]
+    parts = [event["choices"][0] for event in live.stream(PATH, **options)]
     assert "".join(part["text"] for part in parts) == whole["text"]
     for name in whole["logprobs"]:
         joined = [value for part in parts for value in part["logprobs"][name]]
         assert joined == whole["logprobs"][name], name
 
 
-def test_tokens_there_and_back(live: Live) -> None:
+def test_tokenize_and_detokenize(live: LiveServer) -> None:
     ids = ByteTokenizer().encode("Grüße")
     assert live.post("/tokenize", prompt="Grüße") == {"tokens": ids, "count": 7}
     assert live.post("/detokenize", tokens=ids) == {"prompt": "Grüße"}
@@ -170,11 +176,11 @@ def test_tokens_there_and_back(live: Live) -> None:
     written = ByteTokenizer().encode("User: Hi\nAssistant:")
     assert live.post("/tokenize", messages=talk)["tokens"] == written
     assert "outside the vocabulary of 320" in live.refused("/detokenize", 400, tokens=[320])
-    assert "either a prompt or messages" in live.refused("/tokenize", 400)
+    assert "exactly one of prompt and messages" in live.refused("/tokenize", 400)
 
 
 @pytest.mark.parametrize(
-    ("body", "sentence"),
+    ("body", "message"),
     [
         ({}, "there is no prompt"),
         ({"prompt": []}, "there is no prompt"),
@@ -184,32 +190,33 @@ def test_tokens_there_and_back(live: Live) -> None:
         ({"prompt": "a", "temperature": -1}, "temperature must be 0 or a positive number"),
         ({"prompt": "a", "n": True}, "n: Input should be a valid integer"),
         ({"prompt": "a", "n": 129}, "n: Input should be less than or equal to 128"),
-        ({"prompt": ["a"] * 65, "n": 1}, "a request may ask for at most 64 texts in all"),
-        ({"prompt": "a", "stop": ["a"] * 17}, "stop"),
+        ({"prompt": ["a"] * 65, "n": 1}, "a request may have at most 64 choices in all, not 65"),
+        ({"prompt": ["a"] * 129}, "prompt: List should have at most 128 items"),
+        ({"prompt": "a", "stop": ["a"] * 17}, "stop: List should have at most 16 items"),
         ({"prompt": "a", "stop": ["a" * 257]}, "stop"),
         ({"prompt": "a", "stop": ""}, "a stop string must not be empty"),
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens must be between 1 and 65536"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens must be between 1 and 65536, not 0"),
         ({"prompt": "a", "max_tokens": 10**30}, "max_tokens must be between 1 and 65536"),
         ({"prompt": [320]}, "token 320 is outside the vocabulary of 320"),
         ({"prompt": "a", "logprobs": 21}, "logprobs must be between 0 and 20, not 21"),
-        ({"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias is by token ids"),
+        ({"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias.a: Input should be a valid integer"),
         ({"prompt": "a", "logit_bias": {"400": 1}}, "token 400 of logit_bias is outside"),
         ({"prompt": "a", "suffix": "b"}, "suffix: Input should be None"),
         ({"prompt": [1.5]}, "prompt.0: Input should be a valid integer"),
         ({"prompt": "a", "stop": ["a", "b" * 257]}, "stop.1: String should have at most 256"),
         (
             {"prompt": "a" * 9, "n": 64, "echo": True, "logprobs": 20, "max_tokens": 1600},
-            "a request may ask for at most 1048576 logprobs in all",
+            "a request may have at most 1048576 logprobs in all",
         ),
     ],
 )
-def test_mistakes(live: Live, body: dict, sentence: str) -> None:
-    assert sentence in live.refused(PATH, 400, **body)
+def test_mistakes_are_400(live: LiveServer, body: dict, message: str) -> None:
+    assert message in live.refused(PATH, 400, **body)
 
 
-def test_mistakes_are_named_as_clients_call_them(live: Live) -> None:
+def test_mistakes_name_the_field_of_the_api(live: LiveServer) -> None:
     chat, talk = "/v1/chat/completions", [{"role": "user", "content": "a"}]
-    for path, body, sentence, param in (
+    for path, body, message, param in (
         (PATH, {"prompt": "a", "temperature": -1}, "temperature must be 0 or", "temperature"),
         (PATH, {"prompt": "a", "logprobs": 99}, "logprobs must be between", "logprobs"),
         (PATH, {"prompt": "a", "stop": ""}, "a stop string must not be empty", None),
@@ -227,11 +234,11 @@ def test_mistakes_are_named_as_clients_call_them(live: Live) -> None:
         ),
     ):
         error = error_of(live.client.post(path, json=body))
-        assert sentence in error["message"]
+        assert message in error["message"]
         assert error["param"] == param
 
 
-def test_the_default_length_is_within_the_limit(generator: Generator) -> None:
+def test_the_default_max_tokens_is_within_the_limit(generator: Generator) -> None:
     with serving(generator, limits=Limits(new_tokens=8)) as live:
         for path, body in (
             (PATH, {"prompt": "a"}),
@@ -241,7 +248,7 @@ def test_the_default_length_is_within_the_limit(generator: Generator) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "sentence"),
+    ("body", "message"),
     [
         ({}, "messages: Field required"),
         ({"messages": []}, "messages: List should have at least 1 item"),
@@ -254,5 +261,19 @@ def test_the_default_length_is_within_the_limit(generator: Generator) -> None:
         ({"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools: List should"),
     ],
 )
-def test_chat_mistakes(live: Live, body: dict, sentence: str) -> None:
-    assert sentence in live.refused("/v1/chat/completions", 400, **body)
+def test_chat_mistakes(live: LiveServer, body: dict, message: str) -> None:
+    assert message in live.refused("/v1/chat/completions", 400, **body)
+
+
+def test_max_tokens_0_with_echo_generates_nothing(live: LiveServer) -> None:
+    body = {"prompt": [PROMPT, "b"], "echo": True, "max_tokens": 0}
+    for logprobs in (None, 1):
+        whole = live.post(PATH, **body, logprobs=logprobs)
+        assert texts(whole) == [PROMPT, "b"]
+        assert [choice["finish_reason"] for choice in whole["choices"]] == ["length", "length"]
+        assert whole["usage"]["completion_tokens"] == 0
+        events = live.stream(PATH, **body, logprobs=logprobs)
+        for index, choice in enumerate(whole["choices"]):
+            parts = [e["choices"][0] for e in events if e["choices"][0]["index"] == index]
+            assert "".join(part["text"] for part in parts) == choice["text"]
+            assert [part["finish_reason"] for part in parts] == [None, "length"]

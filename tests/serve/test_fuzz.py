@@ -1,4 +1,4 @@
-"""Whatever is sent: an answer in OpenAI's form, and never a fault of the server's."""
+"""Any request gets an answer in OpenAI's form, and never a 500."""
 
 import json
 from collections import Counter
@@ -10,11 +10,11 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from live_server import LiveServer, error_of, serving
 from schemathesis.checks import not_a_server_error
-from serve.live import Live, error_of, serving
 
 from xlstm7b.generate import Generator
-from xlstm7b.serve.limits import Limits
+from xlstm7b.serve.protocol import Limits
 
 ODD = st.one_of(
     st.none(),
@@ -52,12 +52,17 @@ SAMPLING = {
     "model": st.just("tiny"),
     "user": TEXT,
 }
-# What a route cannot do without, and what it may have besides.
+# The required and the optional fields of each route.
 ROUTES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "/v1/completions": (
         {"prompt": PROMPT | st.lists(PROMPT, max_size=2), "max_tokens": st.just(2)},
-        {**SAMPLING, "best_of": st.integers(1, 3), "echo": st.booleans(),
-         "logprobs": st.integers(0, 20), "save_state": st.booleans()},
+        {
+            **SAMPLING,
+            "best_of": st.integers(1, 3),
+            "echo": st.booleans(),
+            "logprobs": st.integers(0, 20),
+            "save_state": st.booleans(),
+        },
     ),
     "/v1/chat/completions": (
         {"messages": TALK, "max_tokens": st.just(2)},
@@ -66,20 +71,20 @@ ROUTES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "/tokenize": ({"prompt": PROMPT}, {"model": st.just("tiny")}),
     "/detokenize": ({"tokens": st.lists(st.integers(0, 319))}, {"model": st.just("tiny")}),
     "/v1/states": ({"messages": TALK}, {"model": st.just("tiny")}),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
-def live(generator: Generator, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """Of short answers: some of what is drawn asks for long ones."""
+def live(generator: Generator, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """With short answers, because some of the bodies ask for long ones."""
     limits = Limits(new_tokens=8, choices=8)
     with serving(generator, limits=limits, states=tmp_path_factory.mktemp("states")) as server:
         yield server
 
 
 @st.composite
-def asked(draw: st.DrawFn) -> tuple[str, Any]:
-    """A sound request, or one with a part that is odd, or nothing but odd."""
+def path_and_body(draw: st.DrawFn) -> tuple[str, Any]:
+    """A valid request, one with an odd value, or an odd value instead of a body."""
     path = draw(st.sampled_from([*ROUTES]))
     needed, others = ROUTES[path]
     chosen = draw(st.lists(st.sampled_from([*others]), max_size=5, unique=True))
@@ -89,13 +94,13 @@ def asked(draw: st.DrawFn) -> tuple[str, Any]:
     return path, draw(st.sampled_from([body] * 9 + [None])) or draw(VALUES)
 
 
-def test_bodies(live: Live) -> None:
+def test_malformed_bodies_are_refused_or_answered(live: LiveServer) -> None:
     answers = Counter[int]()
 
     @settings(max_examples=500, suppress_health_check=[*HealthCheck])
-    @given(asked=asked())
-    def check(asked: tuple[str, Any]) -> None:
-        path, body = asked
+    @given(path_and_body=path_and_body())
+    def check(path_and_body: tuple[str, Any]) -> None:
+        path, body = path_and_body
         headers = {"content-type": "application/json"}
         answer = live.client.post(path, content=json.dumps(body), headers=headers)
         assert answer.status_code in (200, 400, 404, 409), answer.text
@@ -112,20 +117,20 @@ def test_bodies(live: Live) -> None:
 
 @settings(max_examples=100)
 @given(path=st.sampled_from([*ROUTES]), content=st.binary(max_size=200))
-def test_bytes(live: Live, path: str, content: bytes) -> None:
+def test_random_bytes(live: LiveServer, path: str, content: bytes) -> None:
     answer = live.client.post(path, content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     error_of(answer)
 
 
-HALF = "half a pair: \ud800"
+HALF = "half of a surrogate pair: \ud800"
 
 
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
         ("/v1/completions", {"prompt": HALF}, "prompt"),
-        ("/v1/completions", {"prompt": ["a", HALF]}, "prompt.0"),
+        ("/v1/completions", {"prompt": ["a", HALF]}, "prompt.1"),
         ("/v1/completions", {"prompt": "a", "stop": [HALF]}, "stop.0"),
         ("/v1/completions", {"prompt": "a", HALF: 1}, None),
         (
@@ -137,16 +142,17 @@ HALF = "half a pair: \ud800"
         ("/v1/states", {"prompt": HALF}, "prompt"),
     ],
 )
-def test_half_characters(live: Live, path: str, body: dict, param: str | None) -> None:
-    """JSON can hold what is no text in UTF-8."""
+def test_halves_of_surrogate_pairs_are_refused(
+    live: LiveServer, path: str, body: dict, param: str | None
+) -> None:
+    """JSON can hold them, UTF-8 cannot."""
     headers = {"content-type": "application/json"}
     answer = live.client.post(path, content=json.dumps(body), headers=headers)
     assert answer.status_code == 400
     assert error_of(answer)["param"] == param
 
 
-def test_the_schema(live: Live) -> None:
-    """Every operation of the published schema, by what schemathesis makes of it."""
+def test_every_operation_of_the_openapi_schema(live: LiveServer) -> None:
     schema = schemathesis.openapi.from_url(f"{live.url}/openapi.json")
     tried = 0
     for operation in schema.get_all_operations():
@@ -165,7 +171,7 @@ def test_the_schema(live: Live) -> None:
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "PATCH", "DELETE", "TRACE"])
-def test_methods_and_routes(live: Live, method: str) -> None:
+def test_other_methods_and_paths(live: LiveServer, method: str) -> None:
     for path in ("/v1/completions", "/nowhere", "/v1/states/", "//", "/page/../app.js"):
         answer = httpx.request(method, f"{live.url}{path}")
         assert answer.status_code in (404, 405, 200), (path, answer.text)

@@ -1,10 +1,10 @@
-"""`lm_eval --model local-completions` against the server: the same numbers as from the model."""
+"""`lm_eval --model local-completions` through the server gives the model's own numbers."""
 
 from pathlib import Path
 
 import pytest
-from cli.commands import save_chat_model
-from serve.live import serving
+from commands import save_chat_model
+from live_server import serving
 
 from xlstm7b.generate import Generator
 
@@ -32,17 +32,17 @@ def test_loglikelihoods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             num_concurrent=1,
             batch_size=2,
         )
-        asked = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(PAIRS)]
-        got = lm.loglikelihood(asked)
+        instances = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(PAIRS)]
+        got = lm.loglikelihood(instances)
         until = Instance("generate_until", {}, ("\n", {"until": ["!"], "max_gen_toks": 9}), 0)
         assert lm.generate_until([until]) == ["Hi"]
     for (context, continuation), (logprob, _) in zip(PAIRS, got, strict=True):
         before = [0, *generator.tokenizer.encode(context)]
         ids = generator.tokenizer.encode(continuation)
         want = 0.0
-        for place, token in enumerate(ids):
-            table = generator.read([[*before, *ids[:place]]]).logits[0].log_softmax(-1)
+        for position, token in enumerate(ids):
+            table = generator.read([[*before, *ids[:position]]]).logits[0].log_softmax(-1)
             want += float(table[token])
         assert logprob == pytest.approx(want, abs=1e-3)
-    # The model knows "\nHi!"; elsewhere all tokens are as likely.
+    # The model writes "\nHi!"; after other texts all tokens are equally likely.
     assert [is_greedy for _, is_greedy in got[3:]] == [True, False]

@@ -1,10 +1,10 @@
-"""The official client, end to end."""
+"""The official OpenAI client against the server."""
 
 import math
 
 import openai
 import pytest
-from serve.live import Live
+from live_server import LiveServer
 
 from xlstm7b.generate import Generator
 
@@ -12,23 +12,25 @@ PROMPT = "Once upon a time"
 
 
 @pytest.fixture(scope="module")
-def client(live: Live) -> openai.OpenAI:
+def client(live: LiveServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_the_model_is_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "xlstm7b"
-    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt' here, only 'tiny'"):
+    with pytest.raises(
+        openai.NotFoundError, match="there is no model 'gpt'; this server has 'tiny'"
+    ):
         client.models.retrieve("gpt")
 
 
-def test_a_completion(client: openai.OpenAI, generator: Generator) -> None:
+def test_a_completion_through_the_client(client: openai.OpenAI, generator: Generator) -> None:
     (want,) = generator.generate(PROMPT, max_new_tokens=24, temperature=0)
     done = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=24, temperature=0)
     assert done.choices[0].text == want.text
     assert done.choices[0].finish_reason == "length"
-    assert done.usage.prompt_tokens == 1 + len(PROMPT)  # and the first id
+    assert done.usage.prompt_tokens == 1 + len(PROMPT)  # with the model's first token
     assert done.usage.completion_tokens == 24
     assert done.usage.total_tokens == 1 + len(PROMPT) + 24
     assert done.id.startswith("cmpl-")
@@ -55,7 +57,7 @@ def test_a_streamed_completion(client: openai.OpenAI, generator: Generator) -> N
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_a_chat(client: openai.OpenAI, generator: Generator) -> None:
+def test_a_chat_through_the_client(client: openai.OpenAI, generator: Generator) -> None:
     conversation = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hello"},
@@ -66,9 +68,9 @@ def test_a_chat(client: openai.OpenAI, generator: Generator) -> None:
     (want,) = generator.generate(
         written, max_new_tokens=12, temperature=0, logprobs=2, stop_strings="\nUser:"
     )
-    asked = {"model": "tiny", "messages": conversation, "temperature": 0}
+    options = {"model": "tiny", "messages": conversation, "temperature": 0}
     done = client.chat.completions.create(
-        max_completion_tokens=12, logprobs=True, top_logprobs=2, **asked
+        max_completion_tokens=12, logprobs=True, top_logprobs=2, **options
     )
     choice = done.choices[0]
     assert choice.message.role == "assistant"
@@ -76,40 +78,40 @@ def test_a_chat(client: openai.OpenAI, generator: Generator) -> None:
     assert done.usage.prompt_tokens == 1 + len(written)
     got = [token.logprob for token in choice.logprobs.content]
     assert got == pytest.approx(want.logprobs, abs=1e-4)
-    told = b"".join(bytes(token.bytes) for token in choice.logprobs.content)
-    assert told.decode(errors="replace") == want.text
+    text = b"".join(bytes(token.bytes) for token in choice.logprobs.content)
+    assert text.decode(errors="replace") == want.text
     for token in choice.logprobs.content:
-        assert token.top_logprobs[0].logprob == token.logprob  # the likeliest was taken
+        assert token.top_logprobs[0].logprob == token.logprob  # greedy
         assert (
             math.exp(token.top_logprobs[0].logprob) + math.exp(token.top_logprobs[1].logprob)
             <= 1 + 1e-6
         )
 
-    chunks = list(client.chat.completions.create(max_tokens=12, stream=True, **asked))
+    chunks = list(client.chat.completions.create(max_tokens=12, stream=True, **options))
     assert chunks[0].choices[0].delta.role == "assistant"
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert streamed == want.text.lstrip()
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_a_growing_chat_is_read_once(client: openai.OpenAI) -> None:
+def test_a_growing_chat_is_found_in_the_prefix_cache(client: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": "A long story, please. " * 20}]
-    asked = {"model": "tiny", "temperature": 0, "max_tokens": 8}
-    first = client.chat.completions.create(messages=messages, **asked)
+    options = {"model": "tiny", "temperature": 0, "max_tokens": 8}
+    first = client.chat.completions.create(messages=messages, **options)
     messages += [
         {"role": "assistant", "content": first.choices[0].message.content},
         {"role": "user", "content": "Go on."},
     ]
-    second = client.chat.completions.create(messages=messages, **asked)
-    spared = second.usage.prompt_tokens_details.cached_tokens
-    assert first.usage.prompt_tokens <= spared < second.usage.prompt_tokens
+    second = client.chat.completions.create(messages=messages, **options)
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert first.usage.prompt_tokens <= cached < second.usage.prompt_tokens
 
 
-def test_what_clients_send_by_habit(client: openai.OpenAI) -> None:
-    asked = {"model": "tiny", "temperature": 0, "max_tokens": 5}
+def test_fields_without_effect_are_accepted(client: openai.OpenAI) -> None:
+    options = {"model": "tiny", "temperature": 0, "max_tokens": 5}
     messages = [{"role": "user", "content": "Hello"}]
-    plain = client.chat.completions.create(messages=messages, **asked).choices[0].message
-    habits = {
+    plain = client.chat.completions.create(messages=messages, **options).choices[0].message
+    extra = {
         "response_format": {"type": "text"},
         "tools": [],
         "tool_choice": "auto",
@@ -125,12 +127,12 @@ def test_what_clients_send_by_habit(client: openai.OpenAI) -> None:
         "logit_bias": {},
         "extra_body": {"functions": [], "function_call": "none", "audio": None},
     }
-    again = client.chat.completions.create(messages=messages, **asked, **habits)
+    again = client.chat.completions.create(messages=messages, **options, **extra)
     assert again.choices[0].message.content == plain.content
-    # A message is sent back as it came, or with all that the client knows of it.
+    # Clients send an answer back as it came, or with all fields that they know.
     for answer in (plain, {**plain.model_dump(), "tool_calls": [], "annotations": []}):
         talk = [*messages, answer, *messages]
-        assert client.chat.completions.create(messages=talk, **asked).usage.completion_tokens == 5
+        assert client.chat.completions.create(messages=talk, **options).usage.completion_tokens == 5
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_what_clients_send_by_habit(client: openai.OpenAI) -> None:
         ("web_search_options", {}),
     ],
 )
-def test_what_would_change_the_answer_is_refused_by_name(
+def test_fields_that_would_change_the_answer_are_refused_by_name(
     client: openai.OpenAI, field: str, value: object
 ) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
@@ -157,7 +159,7 @@ def test_what_would_change_the_answer_is_refused_by_name(
     assert field in raised.value.message
 
 
-def test_mistakes_are_the_clients_exceptions(client: openai.OpenAI) -> None:
+def test_errors_are_exceptions_of_the_client(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="top_p must be above 0") as raised:
         client.completions.create(model="tiny", prompt="a", top_p=0)
     assert raised.value.type == "invalid_request_error"

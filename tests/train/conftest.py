@@ -1,17 +1,16 @@
-"""Text to train on."""
+"""Data to train on."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from xlstm7b.data.shards import open_folder
-from xlstm7b.data.writing import ShardWriter, write_manifest
+from xlstm7b.data.shards import ShardWriter, open_folder, write_manifest
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty documents of bytes that are half a pattern and half noise."""
+    """Forty documents of bytes: a pattern, with a fifth of it replaced by noise."""
     folder = tmp_path_factory.mktemp("data")
     draw = np.random.default_rng(0)
     with ShardWriter(folder / "00000.ds", vocab_size=320) as writer:

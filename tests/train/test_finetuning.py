@@ -1,4 +1,4 @@
-"""From conversations to a tuned model: only answers count, and packed documents are alone."""
+"""From chats to a fine-tuned model: only answers count; packed documents are independent."""
 
 import json
 from pathlib import Path
@@ -6,18 +6,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_runs import recipe
 from torch import Tensor
-from workers import run
+from train_processes import run
+from train_runs import recipe
 
 from xlstm7b.config import ModelConfig
+from xlstm7b.data.input_files import Columns
 from xlstm7b.data.loader import Loader
 from xlstm7b.data.pack import best_fit_decreasing
 from xlstm7b.data.prepare import prepare
 from xlstm7b.data.shards import ShardFolder
 from xlstm7b.model import XLSTM
-from xlstm7b.train.export import export_run
-from xlstm7b.train.metrics import read_metrics
+from xlstm7b.train.metrics_log import read_metrics
+from xlstm7b.train.run_checkpoints import export_run
 
 LENGTH = 224
 TALKS = [("What is a wheel barrow?", "It is red."), ("And rain?", "Water, glazed."), ("So?", "So.")]
@@ -34,12 +35,12 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> ShardFolder:
                 for role, content in zip(("user", "assistant"), talk, strict=True)
             ]
             print(json.dumps({"messages": messages}), file=file)
-    return prepare([folder / "chats.jsonl"], folder / "tokens", "bytes", format="chat")
+    return prepare([folder / "chats.jsonl"], folder / "tokens", "bytes", Columns("chat"))
 
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its gates follow their input, its logits are far from even."""
+    """A model whose gates depend on the input and whose logits differ a lot."""
     torch.manual_seed(1)
     model = XLSTM(ModelConfig(64, 2, 2, vocab_size=320))
     with torch.no_grad():
@@ -55,7 +56,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def windows(folder: ShardFolder) -> int:
-    """How many an epoch takes."""
+    """The windows of one epoch."""
     (shard,) = folder.shards
     lengths = np.diff(shard.ends, prepend=0)
     assert lengths.max() < LENGTH
@@ -63,7 +64,7 @@ def windows(folder: ShardFolder) -> int:
 
 
 def loss_of_each_alone(model: XLSTM, folder: ShardFolder) -> tuple[Tensor, int]:
-    """The sum over all that counts, document by document, and how many targets that are."""
+    """The loss summed over targets that count, document by document, and their number."""
     (shard,) = folder.shards
     assert shard.mask is not None
     total, counted = torch.zeros((), dtype=torch.float64), 0
@@ -83,21 +84,21 @@ def test_packed_documents_have_the_loss_and_gradients_of_each_alone(chats, pretr
     exact = torch.autograd.grad(want, list(model.parameters()))
     rows = windows(chats)
     loader = Loader(
-        {"chats": (chats, 1.0)}, context_length=LENGTH, global_batch=rows, packing="best_fit"
+        {"chats": (chats, 1.0)}, context_length=LENGTH, global_batch=rows, packing="best-fit"
     )
     batch = next(loader)
     loader.close()
-    assert batch["resets"].sum() > rows  # several documents share a window
-    assert int(batch["mask"].sum()) == counted < chats.tokens < rows * LENGTH
-    logprobs, _ = model.token_logprobs(batch["tokens"], batch["targets"], resets=batch["resets"])
-    got = -(logprobs * batch["mask"]).sum()
+    assert batch.resets.sum() > rows  # several documents share a window
+    assert int(batch.mask.sum()) == counted < chats.tokens < rows * LENGTH
+    logprobs, _ = model.token_logprobs(batch.tokens, batch.targets, resets=batch.resets)
+    got = -(logprobs * batch.mask).sum()
     assert got.item() == pytest.approx(want.item(), rel=1e-12)
     gradients = torch.autograd.grad(got, list(model.parameters()))
     for gradient, alone in zip(gradients, exact, strict=True):
         assert float((gradient - alone).norm() / alone.norm()) < 1e-10
 
 
-def test_tuning_counts_answers_alone(chats, pretrained, tmp_path):
+def test_fine_tuning_counts_only_answers(chats, pretrained, tmp_path):
     rows = windows(chats)
     chosen = recipe(
         chats.path,

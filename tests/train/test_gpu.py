@@ -1,9 +1,9 @@
-"""Training on a GPU: compiled and not, with and without recomputation, saved and gone on with."""
+"""Training on a GPU: compiled or not, with or without recomputation, stopped and continued."""
 
 import pytest
 import torch
-from small_runs import losses, recipe, weights
-from workers import run
+from train_processes import run
+from train_runs import losses, recipe, weights
 
 pytestmark = pytest.mark.gpu
 MODEL = "model={embedding_dim=256,num_blocks=2,num_heads=2,vocab_size=320}"
@@ -26,7 +26,7 @@ def test_compiled_blocks_change_nothing_but_rounding(whole, data, tmp_path, acti
     assert losses(tmp_path / "narrow") == pytest.approx(losses(whole), abs=3e-2)
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(data, tmp_path):
+def test_a_stopped_run_continues_bit_for_bit(data, tmp_path):
     chosen = recipe(data, MODEL, "run.compile=true")
     run(0, chosen, tmp_path / "once", "cuda")
     stopped = recipe(data, MODEL, "run.compile=true", "run.time_limit=1e-9")

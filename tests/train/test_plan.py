@@ -1,4 +1,4 @@
-"""Plans: tokens, FLOPs, memory and days against hand-computed numbers."""
+"""Plans: tokens, FLOPs, memory and days, compared with numbers computed by hand."""
 
 import json
 
@@ -6,9 +6,9 @@ import pytest
 
 from xlstm7b import accounting
 from xlstm7b.config import ModelConfig
-from xlstm7b.train.plan import describe, key_steps, memory_per_gpu, resolved
-from xlstm7b.train.recipe import Layout, load_recipe
-from xlstm7b.train.settings import recipe_names
+from xlstm7b.mlstm import KERNEL_CHUNK_SIZE
+from xlstm7b.train.plan import KERNEL_CHUNK, describe, key_steps, make_plan, memory_per_gpu
+from xlstm7b.train.recipe import Layout, load_recipe, recipe_names
 
 
 def memory(*overrides: str, name: str = "7b") -> dict[str, int]:
@@ -17,9 +17,8 @@ def memory(*overrides: str, name: str = "7b") -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_shipped_recipes_resolve_and_describe_themselves_as_json(name: str) -> None:
-    plan = resolved(load_recipe(name))
-    sections = describe(plan)
+def test_shipped_recipes_have_plans_that_are_json(name: str) -> None:
+    sections = describe(make_plan(load_recipe(name)))
     assert json.loads(json.dumps(sections)) == sections
     leaves = [
         leaf
@@ -32,8 +31,8 @@ def test_shipped_recipes_resolve_and_describe_themselves_as_json(name: str) -> N
     assert sum(shares) == pytest.approx(1)
 
 
-def test_the_7b_run() -> None:
-    first, second = resolved(load_recipe("7b")), resolved(load_recipe("7b-stage2"))
+def test_the_7b_takes_the_papers_time() -> None:
+    first, second = make_plan(load_recipe("7b")), make_plan(load_recipe("7b-stage2"))
     assert first.layout == Layout(dp_replicate=16, dp_shard=8, tp=1)
     assert first.parameters == 6_865_424_896
     assert (first.steps, second.steps) == (500_000, 50_000)
@@ -44,8 +43,8 @@ def test_the_7b_run() -> None:
     assert first.tokens_per_second / 128 == pytest.approx(9150, rel=0.002)
     days = (first.seconds + second.seconds) / 86400
     assert days == pytest.approx(2_296_381_440_000 / (128 * 9150) / 86400, rel=0.002)
-    assert resolved(load_recipe("7b"), mfu=0.187).seconds == pytest.approx(2 * first.seconds)
-    assert resolved(load_recipe("7b"), peak_flops=1978e12).seconds == pytest.approx(
+    assert make_plan(load_recipe("7b"), mfu=0.187).seconds == pytest.approx(2 * first.seconds)
+    assert make_plan(load_recipe("7b"), peak_flops=1978e12).seconds == pytest.approx(
         first.seconds / 2
     )
 
@@ -53,7 +52,7 @@ def test_the_7b_run() -> None:
 def test_key_steps_are_the_corners_within_the_stage() -> None:
     assert key_steps(load_recipe("7b")) == [0, 2000, 3000, 4000, 500_000]
     assert key_steps(load_recipe("7b-stage2")) == [500_000, 503_000, 543_000, 550_000]
-    steps = describe(resolved(load_recipe("7b-stage2")))["steps"]
+    steps = describe(make_plan(load_recipe("7b-stage2")))["steps"]
     assert steps["step_503000"]["learning_rate"] == pytest.approx(5e-5)
     assert steps["step_550000"] == {
         "learning_rate": 0.0,
@@ -62,8 +61,8 @@ def test_key_steps_are_the_corners_within_the_stage() -> None:
     }
 
 
-def test_described_plan() -> None:
-    sections = describe(resolved(load_recipe("7b-longctx"), gpus=128))
+def test_a_described_plan_has_start_mixture_and_layout() -> None:
+    sections = describe(make_plan(load_recipe("7b-longctx"), gpus=128))
     assert sections["run"]["start"] == {"from": "runs/7b", "at_step": 500_000}
     assert sections["run"]["tokens_per_step"] == 128 * 32_768 == 4_194_304
     assert sections["layout"]["gpus"] == 128
@@ -98,6 +97,20 @@ def test_activations_by_checkpointing_mode() -> None:
     assert memory(f"{mode}=none", "batch.micro_batch=1")["activations"] == 2 * 8192 * 32 * none
 
 
+def test_the_cell_keeps_its_states_at_the_kernels_chunk_boundaries() -> None:
+    """The kernels save C at every boundary for the backward pass, and compute dC at each."""
+    state, boundaries = 8 * 256 * 512, 4 * (8192 // 256 + 1)  # 4 sequences of 32 chunks
+    mode = "run.activation_checkpointing"
+    assert memory(f"{mode}=none")["cell"] == 2 * (32 + 1) * boundaries * state
+    assert memory(f"{mode}=selective")["cell"] == 2 * (32 + 1) * boundaries * state
+    assert memory(f"{mode}=block")["cell"] == 2 * (1 + 1) * boundaries * state
+    assert memory(f"{mode}=block", "parallel.tp=2")["cell"] == 2 * boundaries * state
+
+
+def test_the_kernels_chunk_is_the_one_of_the_plan() -> None:
+    assert KERNEL_CHUNK == KERNEL_CHUNK_SIZE
+
+
 def test_unsharded_float32_weights_are_not_held_twice() -> None:
     assert memory("run.precision=float32", name="quickstart")["gathered"] == 0
     assert memory("run.precision=bfloat16", name="quickstart")["gathered"] > 0
@@ -108,16 +121,13 @@ def test_unsharded_float32_weights_are_not_held_twice() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (
-            {"gpus": 96},
-            "96 processes cannot form dp_replicate 16 × dp_shard 8 × tp 1; it takes 128",
-        ),
+        ({"gpus": 96}, "96 processes cannot .* 16 × dp_shard 8 × tp 1; their number must be 128"),
         ({"gpus": 0}, "0 processes cannot form"),
         ({"mfu": 0.0}, "the MFU must be above 0 and at most 1, not 0.0"),
         ({"mfu": 40.0}, "the MFU must be above 0 and at most 1, not 40.0"),
         ({"peak_flops": 0.0}, "the peak must be a positive number of FLOP/s, not 0.0"),
     ],
 )
-def test_impossible_plans(options: dict[str, float], sentence: str) -> None:
+def test_impossible_plans_are_refused(options: dict[str, float], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        resolved(load_recipe("7b"), **options)  # type: ignore[arg-type]
+        make_plan(load_recipe("7b"), **options)  # type: ignore[arg-type]

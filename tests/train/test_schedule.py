@@ -82,7 +82,7 @@ def test_without_a_reference_the_factor_is_reached_at_the_decays_end() -> None:
     assert curve(200) == 0.01
 
 
-def test_ramp() -> None:
+def test_the_batch_ramp_of_the_paper() -> None:
     ramp = BatchRamp(((0, 128), (2000, 256), (4000, 512)))
     at = {0: 128, 1999: 128, 2000: 256, 3999: 256, 4000: 512, 549_999: 512}
     assert {step: ramp.sequences(step) for step in at} == at

@@ -1,4 +1,4 @@
-"""Runs that are killed, disks that are full, numbers that are bad: what was saved is not lost."""
+"""Killed runs, full disks, non-finite numbers: a saved checkpoint is never lost."""
 
 import json
 import math
@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import losses, recipe, weights
-from workers import fails_on_a_full_disk, in_processes, run, start_processes
+from train_processes import fails_on_a_full_disk, in_processes, run, start_processes
+from train_runs import losses, recipe, spoil_loss, weights
 
-from xlstm7b.train.checkpoint import best_step, steps
-from xlstm7b.train.metrics import read_metrics
+from xlstm7b.train.metrics_log import read_metrics
 from xlstm7b.train.processes import process_group
+from xlstm7b.train.run_checkpoints import best_step, saved_steps
 from xlstm7b.train.trainer import Trainer
 
-# Almost every moment is one of saving, and checkpoints are deleted all the time.
+# A save is running almost all the time, and checkpoints are deleted all the time.
 BUSY = ["run.steps=12", "run.save_every=1", "run.validate_every=2", "run.keep_last=1"]
 
 
 def killed(world: int, chosen, folder: Path, moment: str, delay: float) -> bool:
-    """Whether the run was killed, a little after that moment, or had ended before."""
+    """Kills the run shortly after a folder `moment…` appears. False if it had ended before."""
     before = set(folder.glob("checkpoints/*"))
     started = start_processes(world, run, chosen, folder)
     waited = time.monotonic() + 60
@@ -43,7 +43,7 @@ def killed(world: int, chosen, folder: Path, moment: str, delay: float) -> bool:
 
 
 @pytest.mark.parametrize(("world", "kills"), [(1, 5), (2, 1)])
-def test_killed_runs_end_as_if_nothing_had_been(data, tmp_path, world, kills):
+def test_a_killed_run_continues_bit_for_bit(data, tmp_path, world, kills):
     chosen, draw = recipe(data, *BUSY), random.Random(world)
     in_processes(world, run, chosen, tmp_path / "whole")
     folder, deaths, within_a_save = tmp_path / "killed", 0, 0
@@ -51,7 +51,7 @@ def test_killed_runs_end_as_if_nothing_had_been(data, tmp_path, world, kills):
         moment, latest = (("writing-", 0.01), ("step-", 0.05))[number % 2]
         deaths += killed(world, chosen, folder, moment, draw.uniform(0, latest))
         within_a_save += any(folder.glob("checkpoints/writing-*"))
-        found = steps(folder / "checkpoints")
+        found = saved_steps(folder / "checkpoints")
         if found and (best := best_step(folder / "checkpoints")):
             assert best in found
     assert deaths == kills
@@ -72,30 +72,27 @@ def test_killed_runs_end_as_if_nothing_had_been(data, tmp_path, world, kills):
 
 
 @pytest.mark.parametrize("full", [0, 1])
-def test_one_full_disk_stops_all(data, tmp_path, full):
+def test_a_full_disk_of_one_process_stops_all(data, tmp_path, full):
     chosen = recipe(data, "run.save_every=1", "run.validate_every=0")
     in_processes(2, fails_on_a_full_disk, full, chosen, tmp_path)
     in_processes(2, run, chosen, tmp_path)
     assert len(losses(tmp_path)) == 8
-    assert steps(tmp_path / "checkpoints") == [7, 8]
+    assert saved_steps(tmp_path / "checkpoints") == [7, 8]
 
 
-def test_a_run_of_bad_numbers_ends(data, tmp_path, monkeypatch):
+def test_twenty_non_finite_steps_in_a_row_end_the_run(data, tmp_path):
     chosen = recipe(data, "run.steps=40", "run.save_every=2", "run.validate_every=0")
     with process_group("cpu"):
         trainer = Trainer(chosen, tmp_path, "cpu")
-        plain = trainer._loss
         bad = [1, *range(6, 40)]
-        monkeypatch.setattr(
-            trainer,
-            "_loss",
-            lambda *arguments: plain(*arguments) * (math.inf if trainer.step in bad else 1),
+        spoil_loss(trainer, math.inf, bad)
+        words = (
+            "at step 25, the last of 20 such steps in a row; the last good checkpoint is of step 6"
         )
-        words = "at step 25, the last of 20 in a row; the last good checkpoint is of step 6"
         with pytest.raises(FloatingPointError, match=words):
             trainer.train(lambda line: None)
     assert trainer.skipped == 21
-    assert steps(tmp_path / "checkpoints") == [4, 6]  # those before are not pushed out
+    assert saved_steps(tmp_path / "checkpoints") == [4, 6]  # good checkpoints are not deleted
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 25
     assert json.loads(lines[1], parse_constant=pytest.fail)["loss"] is None
@@ -103,14 +100,14 @@ def test_a_run_of_bad_numbers_ends(data, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_save_counts_whatever_comes_behind_it(data, tmp_path, error):
+def test_a_save_is_completed_after_any_error(data, tmp_path, error):
     with process_group("cpu"):
         trainer = Trainer(recipe(data), tmp_path, "cpu")
-        trainer.checkpoints.finish = lambda wait=True: None
+        trainer.checkpoints.finish_save = lambda wait=True: None
 
         def fail(line: dict) -> None:
-            if line["step"] == 3:  # behind the save of step 3, which nobody has finished
-                assert not steps(tmp_path / "checkpoints")
+            if line["step"] == 3:  # after the save of step 3, which is not finished yet
+                assert not saved_steps(tmp_path / "checkpoints")
                 raise error
 
         with pytest.raises(error):
@@ -131,4 +128,4 @@ def test_a_second_interrupt_stops_at_once(data, tmp_path):
 
         with pytest.raises(KeyboardInterrupt):
             trainer.train(interrupt)
-    assert steps(tmp_path / "checkpoints") == [3]
+    assert saved_steps(tmp_path / "checkpoints") == [3]

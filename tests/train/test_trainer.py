@@ -1,4 +1,4 @@
-"""Runs: the same on any layout, bit for bit after a resume, and never from bad numbers."""
+"""Runs: equal on any layout, bit for bit after a resume, unharmed by non-finite numbers."""
 
 import json
 import math
@@ -9,18 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli.commands import save_chat_model
-from small_runs import losses, recipe, weights
+from commands import save_chat_model
 from torch.testing import assert_close
-from workers import in_processes, run
+from train_processes import in_processes, run
+from train_runs import losses, recipe, spoil_loss, weights
 
 from xlstm7b.generate import Generator
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import ByteTokenizer
-from xlstm7b.train.checkpoint import read_model, steps
-from xlstm7b.train.export import export_run, plot_runs
-from xlstm7b.train.metrics import read_metrics
+from xlstm7b.train.metrics_log import plot_runs, read_metrics
 from xlstm7b.train.processes import process_group
+from xlstm7b.train.run_checkpoints import export_run, read_model, saved_steps
 from xlstm7b.train.trainer import Trainer
 
 
@@ -32,7 +31,7 @@ def whole(data, tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_run_learns_and_keeps_its_books(whole, data):
+def test_a_run_learns_and_writes_metrics_and_checkpoints(whole, data):
     lines = read_metrics(whole / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(8))
     chosen = recipe(data)
@@ -42,13 +41,13 @@ def test_a_run_learns_and_keeps_its_books(whole, data):
     assert lines[7]["loss"] < lines[0]["loss"] - 1
     assert lines[7]["validation_loss"] < lines[3]["validation_loss"]
     assert len(lines[3]["validation_loss_by_position"]) == 8
-    assert steps(whole / "checkpoints") == [6, 8]  # the last two, of which one is the best
+    assert saved_steps(whole / "checkpoints") == [6, 8]  # the last two, of which one is the best
 
 
 @pytest.mark.parametrize(
     ("stopped_at", "by"), [(1, signal.SIGTERM), (5, signal.SIGTERM), (5, signal.SIGINT)]
 )
-def test_a_stopped_run_goes_on_bit_for_bit(whole, data, tmp_path, capfd, stopped_at, by):
+def test_a_stopped_run_continues_bit_for_bit(whole, data, tmp_path, capfd, stopped_at, by):
     with process_group("cpu"):
         trainer = Trainer(recipe(data), tmp_path, "cpu")
 
@@ -57,9 +56,9 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole, data, tmp_path, capfd, stopped
                 os.kill(os.getpid(), by)
 
         trainer.train(stop)
-    told = "\nsaving after this step; Ctrl-C again to stop at once\n"
-    assert (told in capfd.readouterr().err) == (by == signal.SIGINT)
-    assert steps(tmp_path / "checkpoints")[-1] in (stopped_at, stopped_at + 1)
+    message = "\nsaving after this step; Ctrl-C again to stop at once\n"
+    assert (message in capfd.readouterr().err) == (by == signal.SIGINT)
+    assert saved_steps(tmp_path / "checkpoints")[-1] in (stopped_at, stopped_at + 1)
     run(0, recipe(data), tmp_path)
     assert losses(tmp_path) == losses(whole)
     again, once = weights(tmp_path, recipe(data)), weights(whole, recipe(data))
@@ -68,10 +67,15 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole, data, tmp_path, capfd, stopped
 
 @pytest.mark.parametrize(
     ("world", "settings"),
-    [(1, ["batch.micro_batch=2"]), (1, ["run.activation_checkpointing=block"]),
-     (1, ["run.activation_checkpointing=selective"]), (2, []), (2, ["parallel.tp=2"]),
-     (2, ["batch.micro_batch=2", "parallel.dp_shard=1", "parallel.dp_replicate=2"])],
-)  # fmt: skip
+    [
+        (1, ["batch.micro_batch=2"]),
+        (1, ["run.activation_checkpointing=block"]),
+        (1, ["run.activation_checkpointing=selective"]),
+        (2, []),
+        (2, ["parallel.tp=2"]),
+        (2, ["batch.micro_batch=2", "parallel.dp_shard=1", "parallel.dp_replicate=2"]),
+    ],
+)
 def test_layouts_and_micro_batches_change_nothing_but_rounding(
     whole, data, tmp_path, world, settings
 ):
@@ -91,16 +95,16 @@ def test_layouts_and_micro_batches_change_nothing_but_rounding(
     assert max(float((once[name] - other[name]).abs().max()) for name in once) < 1e-5
 
 
-def test_a_run_goes_on_with_other_processes(whole, data, tmp_path):
+def test_a_run_continues_on_other_processes(whole, data, tmp_path):
     run(0, recipe(data, "run.steps=8", "run.time_limit=1e-9"), tmp_path)  # one step, then it saves
-    assert steps(tmp_path / "checkpoints") == [1]
+    assert saved_steps(tmp_path / "checkpoints") == [1]
     in_processes(2, run, recipe(data), tmp_path)
     assert losses(tmp_path) == pytest.approx(losses(whole), abs=2e-6)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu, id="cuda")])
 def test_in_bfloat16_the_loss_is_float32(data, tmp_path, device):
-    """What a bfloat16 model gives for the first batch, to float32's digits."""
+    """The loss of the first batch agrees with a plain bfloat16 model to float32 precision."""
     chosen = recipe(data, "run.precision=bfloat16", "batch.sequences=6", "batch.micro_batch=2")
     with process_group(device):
         trainer = Trainer(chosen, tmp_path, device)
@@ -108,9 +112,7 @@ def test_in_bfloat16_the_loss_is_float32(data, tmp_path, device):
         trainer.loader.load_state_dict(trainer.loader.state_dict() | {"samples": 0})
         model = XLSTM(chosen.model).to(device, torch.bfloat16)
         model.load_state_dict({n: p.full_tensor() for n, p in trainer.model.named_parameters()})
-        tokens, targets, resets = (
-            first[name].to(device) for name in ("tokens", "targets", "resets")
-        )
+        tokens, targets, resets = (part.to(device) for part in first[:3])
         with torch.no_grad():
             logprobs, _ = model.token_logprobs(tokens, targets, resets=resets)
         update = trainer.update()
@@ -119,15 +121,10 @@ def test_in_bfloat16_the_loss_is_float32(data, tmp_path, device):
 
 
 @pytest.mark.parametrize("policy", ["skip", "stop"])
-def test_bad_numbers_change_nothing(data, tmp_path, monkeypatch, policy):
+def test_a_non_finite_step_changes_no_weight(data, tmp_path, policy):
     with process_group("cpu"):
         trainer = Trainer(recipe(data, f"run.nan_policy={policy}"), tmp_path, "cpu")
-        plain = trainer._loss
-        monkeypatch.setattr(
-            trainer,
-            "_loss",
-            lambda *arguments: plain(*arguments) * (math.nan if trainer.step == 1 else 1),
-        )
+        spoil_loss(trainer, math.nan, [1])
         if policy == "stop":
             with pytest.raises(FloatingPointError, match="at step 1; none is saved yet"):
                 trainer.train(lambda line: None)
@@ -145,7 +142,7 @@ def test_bad_numbers_change_nothing(data, tmp_path, monkeypatch, policy):
         assert all(value.isfinite().all() for value in before.values())
 
 
-def test_a_run_goes_on_with_the_recipes_optimizer(data, tmp_path):
+def test_a_run_continues_with_the_recipes_optimizer_settings(data, tmp_path):
     run(0, recipe(data, "run.time_limit=1e-9"), tmp_path)
     changed = ["optimizer.weight_decay=0.3", "optimizer.betas=[0.8, 0.7]", "optimizer.eps=1e-5"]
     with process_group("cpu"):
@@ -158,14 +155,16 @@ def test_a_run_goes_on_with_the_recipes_optimizer(data, tmp_path):
         assert set(states) == {1.0}
 
 
-def test_export_is_read_by_all(whole, data, tmp_path):
+def test_an_export_is_read_by_the_model_and_the_generator(whole, data, tmp_path):
     assert export_run(whole, tmp_path / "model") == 8
     model = XLSTM.from_pretrained(tmp_path / "model")
     exact = weights(whole, recipe(data))
     assert all(torch.equal(tensor, exact[name]) for name, tensor in model.state_dict().items())
     text = Generator(model, ByteTokenizer()).generate("bcdefgh", max_new_tokens=8)[0]
     assert len(text.token_ids) > 0
-    with pytest.raises(ValueError, match=r"no checkpoint of step 3; there are: \[6, 8\]"):
+    with pytest.raises(
+        ValueError, match=r"no checkpoint of step 3; its checkpoints are of the steps \[6, 8\]"
+    ):
         export_run(whole, tmp_path / "other", step=3)
     plot_runs([whole], tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
@@ -173,10 +172,10 @@ def test_export_is_read_by_all(whole, data, tmp_path):
     assert (tmp_path / "curves.pdf").read_bytes()[:4] == b"%PDF"
     with pytest.raises(ValueError, match="Format 'doc' is not supported"):
         plot_runs([whole], tmp_path / "curves.doc")
-    assert not (tmp_path / ".curves.doc").exists()
+    assert not list(tmp_path.glob(".*"))
 
 
-def test_weights_to_start_from(whole, data, tmp_path):
+def test_init_from_takes_the_weights_of_a_folder(whole, data, tmp_path):
     export_run(whole, tmp_path / "model")
     chosen = recipe(data, f"init_from={tmp_path / 'model'}")
     with process_group("cpu"):
@@ -184,12 +183,12 @@ def test_weights_to_start_from(whole, data, tmp_path):
         exact = weights(whole, chosen)
         for name, parameter in trainer.model.named_parameters():
             assert torch.equal(parameter.full_tensor(), exact[name])
-        with pytest.raises(ValueError, match="not of the recipe's shape"):
-            Trainer(recipe(data, f"init_from={tmp_path / 'model'}", "model.num_blocks=3"),
-                    tmp_path, "cpu")  # fmt: skip
+        larger = recipe(data, f"init_from={tmp_path / 'model'}", "model.num_blocks=3")
+        with pytest.raises(ValueError, match="the recipe's: its num_blocks is 2, not 3"):
+            Trainer(larger, tmp_path, "cpu")
 
 
-def test_a_tuned_run_goes_on_without_the_weights_it_began_with(whole, data, tmp_path):
+def test_a_fine_tuning_run_continues_without_the_weights_of_init_from(whole, data, tmp_path):
     export_run(whole, tmp_path / "base")
     tuned = [f"init_from={tmp_path / 'base'}", "run.steps=4"]
     run(0, recipe(data, *tuned), tmp_path / "once")
@@ -202,14 +201,14 @@ def test_a_tuned_run_goes_on_without_the_weights_it_began_with(whole, data, tmp_
 
 @pytest.fixture(scope="module")
 def others(data, tmp_path_factory) -> Path:
-    """The same ids, of another tokenizer."""
+    """The same ids, from another tokenizer."""
     folder = shutil.copytree(data, tmp_path_factory.mktemp("others") / "data")
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | {"tokenizer": "other"}))
     return folder
 
 
-def test_text_of_another_tokenizer_is_refused(whole, data, others, tmp_path):
+def test_data_of_another_tokenizer_is_refused(whole, data, others, tmp_path):
     export_run(whole, tmp_path / "model")
     file = save_chat_model(tmp_path / "other") / "tokenizer.json"
     shutil.copy(file, tmp_path / "model")
@@ -223,11 +222,13 @@ def test_text_of_another_tokenizer_is_refused(whole, data, others, tmp_path):
                 Trainer(recipe(data, setting), tmp_path / "run", "cpu")
         stage = [f"init_from={whole}", "start_step=6", "run.steps=11", "data.validation="]
         late = Trainer(recipe(others, *stage, "run.validate_every=0"), tmp_path / "run", "cpu")
-        with pytest.raises(ValueError, match="read text of another tokenizer than this"):
+        with pytest.raises(
+            ValueError, match="trained with another tokenizer than that of this data"
+        ):
             late.resume()
 
 
-def test_a_later_stage_goes_on_with_text_of_its_own(whole, data, tmp_path):
+def test_a_later_stage_continues_with_an_order_of_its_own(whole, data, tmp_path):
     stage = [f"init_from={whole}", "start_step=6", "run.steps=11"]
     chosen = recipe(data, *stage)
     with process_group("cpu"):
@@ -237,14 +238,14 @@ def test_a_later_stage_goes_on_with_text_of_its_own(whole, data, tmp_path):
         for name, parameter in trainer.model.named_parameters():
             assert torch.equal(parameter.full_tensor(), exact[name])
             assert float(trainer.optimizer.state[parameter]["step"]) == 6
-        own = next(trainer.loader)["tokens"]
-        first = next(Trainer(recipe(data), tmp_path / "before", "cpu").loader)["tokens"]
+        own = next(trainer.loader).tokens
+        first = next(Trainer(recipe(data), tmp_path / "before", "cpu").loader).tokens
         assert not torch.equal(own, first)
     run(0, chosen, tmp_path / "once")
     lines = read_metrics(tmp_path / "once" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [6, 7, 8, 9, 10]
     run(0, recipe(data, *stage, "run.time_limit=1e-9"), tmp_path / "twice")
-    assert steps(tmp_path / "twice" / "checkpoints") == [7]
+    assert saved_steps(tmp_path / "twice" / "checkpoints") == [7]
     run(0, chosen, tmp_path / "twice")
     assert losses(tmp_path / "twice") == losses(tmp_path / "once")
     again, once = weights(tmp_path / "twice", chosen), weights(tmp_path / "once", chosen)
@@ -253,10 +254,10 @@ def test_a_later_stage_goes_on_with_text_of_its_own(whole, data, tmp_path):
         Trainer(recipe(data, "run.steps=11"), tmp_path / "once", "cpu").resume()
 
 
-def test_metrics_survive_a_cut_line(tmp_path):
+def test_a_cut_last_line_of_metrics_is_ignored(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps({"step": 0, "loss": 1.0}) + "\n" + '{"step": 1, "lo', "utf-8")
     assert read_metrics(path) == [{"step": 0, "loss": 1.0}]
     path.write_text(path.read_text() + "\n", "utf-8")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl is garbled in line 2: Unterminated"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged in line 2: Unterminated"):
         read_metrics(path)

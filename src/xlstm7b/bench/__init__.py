@@ -1,1 +1,1 @@
-"""Measurements: this package beside its peers, in one run."""
+"""Benchmarks. `xlstm7b bench SUBJECT` runs the file `SUBJECT.py`."""

@@ -1,26 +1,20 @@
-"""`xlstm7b compare FOLDER`: are our numbers those of `transformers` on these weights?"""
+"""`xlstm7b compare FOLDER`: this package and `transformers` on the same weights."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from xlstm7b.bench.peer import (
-    Runner,
-    Speeds,
-    our_generating_runner,
-    our_runner,
-    speeds,
-    their_model,
-    their_runner,
-)
+from xlstm7b.bench.measure import GREEDY, measure, measure_decoding, random_prompts
+from xlstm7b.bench.peers import load_transformers
+from xlstm7b.checkpoint import open_checkpoint
 from xlstm7b.config import ModelConfig
-from xlstm7b.generate.decoder import with_first_token
+from xlstm7b.generate import Generator
 from xlstm7b.model import XLSTM
-from xlstm7b.tokenizer import ByteTokenizer, load_tokenizer
-from xlstm7b.weights import open_checkpoint
+from xlstm7b.tokenizer import ByteTokenizer, load_tokenizer, with_first_token
 
 PROMPTS = (
     "In a shocking finding, scientists discovered a herd of unicorns living in a remote valley.",
@@ -29,22 +23,32 @@ PROMPTS = (
     "It was the best of times, it was the worst of times, it was the age of wisdom, " * 8,
 )
 
+Forward = Callable[[Tensor, Any], tuple[Tensor, Any]]
+"""Takes tokens [B, T] and a state or None; returns logits [B, T, V] and the new state."""
+
+
+class Speeds(NamedTuple):
+    """Tokens per second."""
+
+    prefill: float
+    decode: float
+
 
 @dataclass(frozen=True)
 class PromptResult:
-    """How one prompt came out in both."""
+    """The results of one prompt in both implementations."""
 
     prompt: str
     tokens: int
     relative_difference: float  # ‖ours − theirs‖ / ‖theirs‖ over all logits of the prompt
     largest_difference: float
-    same_greedy_tokens: int  # how many of the greedy continuation's tokens agree from its start
+    same_greedy_tokens: int  # before the two greedy continuations first differ
     greedy_tokens: int
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Every prompt's result, and both speeds on one prompt of `speed_length` tokens."""
+    """The results of all prompts, and both speeds on one prompt of `speed_length` tokens."""
 
     dtype: str
     device: str
@@ -66,65 +70,96 @@ def compare(
     max_new_tokens: int = 32,
     speed_length: int = 256,
 ) -> Comparison:
-    """Runs both on the same weights, prompts and device, one after the other."""
+    """Runs both packages on the same weights, prompts and device, one after the other."""
     if min(max_new_tokens, speed_length) < 1:
-        raise ValueError("max_new_tokens and the length for speeds must be at least 1")
+        raise ValueError("max_new_tokens and speed_length must be at least 1")
     checkpoint = open_checkpoint(folder_or_hub_id)
-    config = checkpoint.config
-    prompts = _prompt_tokens(config, checkpoint.folder)
-    theirs = their_runner(their_model(config, checkpoint.folder, dtype).to(device))
-    model = XLSTM.from_pretrained(checkpoint.folder, dtype=dtype, device=device)
+    config, folder = checkpoint.config, checkpoint.folder
+    prompts = _prompt_tokens(config, folder)
+    theirs = _forward_of(load_transformers(config, dtype, device, folder=folder))
+    model = XLSTM.from_pretrained(folder, dtype=dtype, device=device)
     results = []
     for text, ids in prompts.items():
         tokens = torch.tensor([ids], device=device)
-        ours_logits, theirs_logits = our_runner(model)(tokens)[0], theirs(tokens)[0]
-        difference = (ours_logits - theirs_logits).double()
+        our_logits, their_logits = model(tokens)[0], theirs(tokens, None)[0]
+        difference = (our_logits - their_logits).double()
         pairs = zip(
-            _greedy(our_runner(model), tokens, max_new_tokens),
+            _greedy(model, tokens, max_new_tokens),
             _greedy(theirs, tokens, max_new_tokens),
             strict=True,
         )
         results.append(
             PromptResult(
-                text,
-                len(ids),
-                float(difference.norm() / theirs_logits.double().norm()),
-                float(difference.abs().max()),
-                next((n for n, (a, b) in enumerate(pairs) if a != b), max_new_tokens),
-                max_new_tokens,
+                prompt=text,
+                tokens=len(ids),
+                relative_difference=float(difference.norm() / their_logits.double().norm()),
+                largest_difference=float(difference.abs().max()),
+                same_greedy_tokens=next(
+                    (n for n, (a, b) in enumerate(pairs) if a != b), max_new_tokens
+                ),
+                greedy_tokens=max_new_tokens,
             )
         )
-    draw = torch.Generator().manual_seed(0)
-    prompt = torch.randint(config.vocab_size, (1, speed_length), generator=draw).to(device)
+    prompt = random_prompts(config.vocab_size, 1, speed_length)
     return Comparison(
         str(dtype).removeprefix("torch."),
         device,
         tuple(results),
         speed_length,
-        speeds(our_generating_runner(model), prompt),
-        speeds(theirs, prompt),
+        _our_speeds(model, prompt),
+        _their_speeds(theirs, torch.tensor(prompt, device=device)),
     )
 
 
+def _forward_of(model: torch.nn.Module) -> Forward:
+    """A transformers model with the signature of ours."""
+
+    def forward(tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+        out = model(tokens, cache_params=state, use_cache=True)
+        return out.logits, out.cache_params
+
+    return forward
+
+
+def _our_speeds(model: XLSTM, prompt: list[list[int]]) -> Speeds:
+    """The speeds of `Generator`."""
+    generator = Generator(model, ByteTokenizer(), batch_size=1)
+    prefill = measure(lambda: generator.read(prompt), generator.device)
+    return Speeds(len(prompt[0]) / prefill, 1 / measure_decoding(generator, prompt, **GREEDY))
+
+
+def _their_speeds(forward: Forward, prompt: Tensor, steps: int = 8) -> Speeds:
+    """Reads the prompt [1, T], then decodes `steps` tokens after it."""
+    prefill = measure(lambda: forward(prompt, None), prompt.device)
+    state = forward(prompt, None)[1]
+
+    def decode() -> None:
+        token, after = prompt[:, -1:], state
+        for _ in range(steps):
+            logits, after = forward(token, after)
+            token = logits[:, -1:].argmax(-1)
+
+    return Speeds(prompt.numel() / prefill, steps / measure(decode, prompt.device))
+
+
 def _prompt_tokens(config: ModelConfig, folder: Path) -> dict[str, list[int]]:
-    """The fixed prompts as ids; a folder without a tokenizer gets fixed random ids instead."""
+    """The fixed prompts as token ids, or random ids if the folder has no tokenizer."""
     if (folder / "tokenizer.json").exists() or config.vocab_size == ByteTokenizer.vocab_size:
         tokenizer = load_tokenizer(folder, config.vocab_size)
         return {text: with_first_token(config, tokenizer.encode(text)) for text in PROMPTS}
-    draw = torch.Generator().manual_seed(0)
     return {
-        f"{length} random tokens (the folder has no tokenizer)": torch.randint(
-            config.vocab_size, (length,), generator=draw
-        ).tolist()
+        f"{length} random tokens (the folder has no tokenizer)": random_prompts(
+            config.vocab_size, 1, length
+        )[0]
         for length in (5, 64, 150)
     }
 
 
-def _greedy(run: Runner, tokens: Tensor, steps: int) -> list[int]:
-    picked: list[int] = []
-    memory = None
+def _greedy(forward: Callable[..., tuple[Tensor, Any]], tokens: Tensor, steps: int) -> list[int]:
+    output: list[int] = []
+    state = None
     for _ in range(steps):
-        logits, memory = run(tokens, memory)
+        logits, state = forward(tokens, state)
         tokens = logits[:, -1:].argmax(-1)
-        picked.append(int(tokens))
-    return picked
+        output.append(int(tokens))
+    return output

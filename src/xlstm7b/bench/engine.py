@@ -1,181 +1,163 @@
-"""`python -m xlstm7b.bench.engine`: what continuous batching costs, with random weights, no HTTP.
+"""`xlstm7b bench engine`: continuous batching without HTTP, `Engine.step()` in this thread.
 
-Two parts. `streams`: so many texts at once through the engine, each handed in when another ends,
-against the same texts in whole batches through `Generator`. `prefix`: questions after a long
-beginning that all of them share: how soon their first token comes.
+Two parts. `streams`: a constant number of concurrent requests, where a new one is added when one
+finishes. The limit is the speed of the same requests as whole batches through `Generator`.
+`prefix`: the time to the first token of requests that share a long prefix, one after another.
 """
 
-import argparse
-import threading
+import random
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 from statistics import median
 
-from xlstm7b.bench.generation_ours import model_asked_for, model_options, prompts, release
-from xlstm7b.evaluate.results import write_json
-from xlstm7b.generate.engine import Engine, Piece
-from xlstm7b.generate.generator import Generator
-from xlstm7b.generate.requests import Request
-from xlstm7b.generate.sampling import SamplingSettings
+from xlstm7b.bench import plans
+from xlstm7b.bench.cases import Column, Part, Result
+from xlstm7b.bench.measure import percentile, random_model, random_prompts, release
+from xlstm7b.devices import to_dtype
+from xlstm7b.generate import Engine, Generator, Request, SamplingParams
+from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
-_QUESTION_TOKENS, _QUESTIONS = 40, 12
+_QUESTION_TOKENS, _QUESTIONS = 40, 12  # of the prefix part
+
+_STREAMS = (
+    Column("streams", "batch"),
+    Column("prompt", "length"),
+    "tok/s",
+    "limit",
+    "% of limit",
+    Column("first, ms", "first_token_seconds", 1e3, 1),
+    Column("gap p50, ms", "gap_p50", 1e3, 2),
+    Column("gap p99, ms", "gap_p99", 1e3, 2),
+    Column("outside model, %", "outside_model", 100, 1),
+)
+PARTS = {
+    "streams": Part(
+        "concurrent requests; the limit is the speed of whole batches",
+        _STREAMS,
+        plot=("streams", "tok/s"),
+    ),
+    "prefix": Part("first token after a shared prefix", ("tokens", "ms"), plot=("tokens", "ms")),
+}
 
 
-@dataclass(frozen=True)
-class Streams:
-    """The same texts by the engine and in whole batches, in seconds."""
-
-    streams: int
-    texts: int
-    prompt_tokens: int
-    new_tokens: int
-    piece_tokens: int
-    engine_seconds: float
-    batch_seconds: float
-    outside_model: float  # the share of the engine's time that is not the model's
-    first_token_seconds: float  # median
-    between_tokens_seconds: float  # median
-    slowest_between: float  # 99 of 100 are no slower
-
-    @property
-    def share(self) -> float:
-        """Of the speed that whole batches have."""
-        return self.batch_seconds / self.engine_seconds
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """Milliseconds to the first token after a beginning that is shared."""
-
-    tokens: int
-    nothing_stored: float
-    second: float  # which shows where texts part: it reads from the last interval on
-    later: float  # median
-    slowest: float
-
-
-class _Told:
-    """One text's pieces, with the time of each."""
-
-    def __init__(self, at_end: threading.Semaphore) -> None:
-        self.submitted = time.perf_counter()
-        self.times: list[float] = []
-        self.error: Exception | None = None
-        self._at_end = at_end
-
-    def __call__(self, news: Piece | Exception) -> None:
-        self.times.append(time.perf_counter())
-        if isinstance(news, Exception):
-            self.error = news
-        if isinstance(news, Exception) or news.completion is not None:
-            self._at_end.release()
-
-    @property
-    def first(self) -> float:
-        if self.error is not None:
-            raise self.error
-        return self.times[0] - self.submitted
-
-
-def through_engine(engine: Engine, requests: Sequence[Request], streams: int) -> list[_Told]:
-    """Hands in so many at once, and one more whenever one ends."""
-    free, told = threading.Semaphore(streams), []
-    for request in requests:
-        free.acquire()
-        told.append(_Told(free))
-        engine.submit(request, told[-1])
-    for _ in range(streams):
-        free.acquire()
-    return told
-
-
-def measure_streams(
-    generator: Generator, texts: int, lengths: tuple[int, int], piece_tokens: int
-) -> Streams:
-    streams = generator.batch_size
-    settings = SamplingSettings(max_new_tokens=lengths[1], temperature=0, eos_token_id=())
-    drawn = prompts(generator.config.vocab_size, texts, lengths[0])
-    requests = [Request(ids, settings) for ids in drawn]
-    generator.run(requests[:streams])  # compiles, captures
-    began = time.perf_counter()
-    for start in range(0, texts, streams):
-        generator.run(requests[start : start + streams])
-    batch_seconds = time.perf_counter() - began
-
-    engine = Engine(generator, slots=streams, piece_tokens=piece_tokens)
-    engine.start()
-    through_engine(engine, requests[:streams], streams)
-    before, began = engine.stats(), time.perf_counter()
-    told = through_engine(engine, requests, streams)
-    engine_seconds = time.perf_counter() - began
-    after = engine.stats()
-    engine.stop()
-    model_seconds = after.model_seconds - before.model_seconds
-    between = sorted(
-        later - earlier
-        for one in told
-        for earlier, later in zip(one.times, one.times[1:], strict=False)
-    )
-    return Streams(
-        streams, texts, *lengths, piece_tokens, engine_seconds, batch_seconds,
-        1 - model_seconds / (after.seconds - before.seconds),
-        median(one.first for one in told), median(between), between[int(0.99 * len(between))],
-    )  # fmt: skip
-
-
-def measure_prefix(generator: Generator, tokens: int, cache_bytes: int) -> Prefix:
-    engine = Engine(generator, slots=8, cache_bytes=cache_bytes)
-    engine.start()
-    settings = SamplingSettings(max_new_tokens=8, temperature=0, eos_token_id=())
-    beginning, other = prompts(generator.config.vocab_size, 2, tokens)
-    through_engine(engine, [Request(other, settings)], 1)  # compiles, captures
-    times = []
-    for question in prompts(generator.config.vocab_size, _QUESTIONS, _QUESTION_TOKENS):
-        (told,) = through_engine(engine, [Request(beginning + question, settings)], 1)
-        times.append(1e3 * told.first)
-    engine.stop()
-    nothing_stored, second, *later = times
-    return Prefix(tokens, nothing_stored, second, median(later), max(later))
-
-
-def _results(
-    generator: Generator, given: argparse.Namespace
-) -> Iterator[tuple[str, Streams | Prefix]]:
-    lengths = (given.prompt_tokens, given.new_tokens)
-    for piece in map(int, given.piece_tokens.split(",")):
-        measured = measure_streams(generator, given.texts, lengths, piece)
-        print(f"streams: {100 * measured.share:.1f}% of the speed of whole batches")
-        yield "streams", measured
-        release(given.device)
-    yield "prefix", measure_prefix(generator, given.prefix_tokens, int(given.cache_gb * 1e9))
-
-
-def main() -> None:
-    parser = model_options(__doc__.splitlines()[0])
-    parser.add_argument("--tokenizer", help="a tokenizer.json; else token ids stand for bytes")
-    parser.add_argument("--streams", type=int, default=64, help="texts at once")
-    parser.add_argument("--texts", type=int, default=192, help="texts in all")
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--piece-tokens", default="512", help="of prompts, a step; several: 512,…")
-    parser.add_argument("--prefix-tokens", type=int, default=30_000)
-    parser.add_argument("--cache-gb", type=float, default=4.0)
-    given = parser.parse_args()
-    model, about = model_asked_for(given)
+def results(plan: plans.Engine) -> Iterator[Result]:
     tokenizer: Tokenizer = ByteTokenizer()
-    if given.tokenizer:
-        tokenizer = load_tokenizer(given.tokenizer, model.config.vocab_size)
-    generator = Generator(model, tokenizer, batch_size=given.streams)
-    results = []
-    for part, measured in _results(generator, given):
-        for field in fields(measured):
-            print(f"  {field.name:26}{getattr(measured, field.name):,.6g}", flush=True)
-        results.append({"part": part, **asdict(measured)})
-    if given.json is not None:
-        write_json(given.json, {"machine": about, "results": results})
+    if plan.tokenizer is not None:
+        tokenizer = load_tokenizer(Path(plan.tokenizer), plan.config.vocab_size)
+    model = random_model(plan)
+    if "streams" in plan.parts:
+        limit = _whole_batches(model, tokenizer, plan)
+        release(plan.device)
+        for prefill_tokens in plan.prefill_tokens:
+            yield _streams(model, tokenizer, plan, prefill_tokens, limit)
+            release(plan.device)
+    if "prefix" in plan.parts:
+        yield from _prefix(model, tokenizer, plan)
 
 
-if __name__ == "__main__":
-    main()
+def make_requests(plan: plans.Engine) -> list[Request]:
+    """New requests. Every call returns the same prompts and lengths."""
+    prompts = random_prompts(plan.config.vocab_size, plan.requests, plan.prompt_tokens)
+    draw = random.Random(0)
+    return [Request(ids, _greedy(draw.randint(*plan.new_tokens_range()))) for ids in prompts]
+
+
+def _greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=tokens, temperature=0, eos_token_id=())
+
+
+def drive(engine: Engine, requests: Sequence[Request], streams: int) -> list[list[float]]:
+    """Runs all requests, at most `streams` at a time: one more is added when one finishes.
+
+    Returns for each request the time when it was added, then the times of its outputs with tokens.
+    """
+    waiting, running = deque(requests), 0
+    times: dict[Request, list[float]] = {}
+    while waiting or engine.has_requests:
+        while waiting and running < streams:
+            times[engine.add_request(waiting.popleft())] = [time.perf_counter()]
+            running += 1
+        outputs, now = engine.step(), time.perf_counter()
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+            if output.token_ids:
+                times[output.request].append(now)
+            running -= output.finished
+    return list(times.values())
+
+
+def _whole_batches(model: XLSTM, tokenizer: Tokenizer, plan: plans.Engine) -> float:
+    """Tokens per second if the requests run in groups of `streams`, one group after another."""
+    state_dtype = to_dtype(plan.state_dtype)
+    generator = Generator(model, tokenizer, state_dtype=state_dtype, batch_size=plan.streams)
+    generator.run(make_requests(plan)[: plan.streams])  # compiles kernels, captures graphs
+    requests, tokens, began = make_requests(plan), 0, time.perf_counter()
+    for start in range(0, len(requests), plan.streams):
+        completions = generator.run(requests[start : start + plan.streams])
+        tokens += sum(len(completion.token_ids) for completion in completions)
+    return tokens / (time.perf_counter() - began)
+
+
+def _streams(
+    model: XLSTM, tokenizer: Tokenizer, plan: plans.Engine, prefill_tokens: int, limit: float
+) -> Result:
+    state_dtype = to_dtype(plan.state_dtype)
+    engine = Engine(
+        model,
+        tokenizer,
+        slots=plan.streams,
+        state_dtype=state_dtype,
+        prefill_tokens=prefill_tokens,
+    )
+    engine.warm_up()
+    drive(engine, make_requests(plan)[: plan.streams], plan.streams)  # not counted
+    requests, before, began = make_requests(plan), engine.stats(), time.perf_counter()
+    times = drive(engine, requests, plan.streams)
+    seconds, after = time.perf_counter() - began, engine.stats()
+    engine.close()
+    gaps = [late - early for each in times for early, late in pairwise(each[1:])] or [0.0]
+    model_seconds = after.model_seconds - before.model_seconds
+    speed = (after.generated_tokens - before.generated_tokens) / seconds
+    figures = {
+        "requests": plan.requests,
+        "new_tokens": plan.new_tokens,
+        "prefill_tokens": prefill_tokens,
+        "first_token_seconds": median(each[1] - each[0] for each in times),
+        "gap_p50": percentile(gaps, 50),
+        "gap_p99": percentile(gaps, 99),
+        "outside_model": 1 - model_seconds / (after.seconds - before.seconds),
+    }
+    work = f"prefill of {prefill_tokens}"
+    case = Result("streams", "ours", work, "", plan.streams, plan.prompt_tokens, figures=figures)
+    percent = 100 * speed / limit
+    case = replace(case, seconds=seconds, tokens_per_second=speed)
+    return replace(case, limit=limit, percent_of_limit=percent)
+
+
+def _prefix(model: XLSTM, tokenizer: Tokenizer, plan: plans.Engine) -> Iterator[Result]:
+    """The prefix is cached from the second request on, which shows where requests differ."""
+    state_dtype, cache_bytes = to_dtype(plan.state_dtype), int(plan.cache_gb * 1e9)
+    engine = Engine(model, tokenizer, slots=8, state_dtype=state_dtype, cache_bytes=cache_bytes)
+    prefix, other = random_prompts(plan.config.vocab_size, 2, plan.prefix_tokens)
+    engine.warm_up()
+    drive(engine, [Request(other, _greedy(8))], 1)  # not counted
+    firsts = []
+    for question in random_prompts(plan.config.vocab_size, _QUESTIONS, _QUESTION_TOKENS):
+        ((added, first, *_),) = drive(engine, [Request(prefix + question, _greedy(8))], 1)
+        firsts.append(first - added)
+    engine.close()
+    nothing_cached, second, *later = firsts
+    rows = {
+        "nothing cached": nothing_cached,
+        "second request": second,
+        "later requests, median": median(later),
+        "later requests, slowest": max(later),
+    }
+    for work, seconds in rows.items():
+        yield Result("prefix", work=work, length=plan.prefix_tokens, seconds=seconds)

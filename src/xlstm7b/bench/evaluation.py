@@ -1,161 +1,137 @@
-"""`python -m xlstm7b.bench.evaluation`: what evaluating costs, with random weights.
+"""`xlstm7b bench evaluation`: time and memory of evaluating a model.
 
-Two parts. `grouping`: questions with four answers after the same five shots, scored with what they
-share read once and with every request read whole. `prompts`: prompts from 4096 to 131072 tokens
-read by `Generator`, and a few tokens generated, as RULER does: peak memory and time per token.
+Two parts. `grouping`: questions with four answers after the same five examples, scored once with
+shared prefixes read once, and once with every request read whole. `prompts`: prompts of 4096 to
+131,072 tokens, read by `Generator` as in RULER. Memory and time per token should stay the same.
 """
 
 import random
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 from statistics import median
 
-from xlstm7b.bench.generation_ours import model_asked_for, model_options, prompts, release
-from xlstm7b.evaluate.results import write_json
-from xlstm7b.evaluate.scoring import Continuation, Scorer
-from xlstm7b.generate.generator import Generator
-from xlstm7b.generate.requests import Request
-from xlstm7b.generate.sampling import SamplingSettings
-from xlstm7b.generate.texts import peak_memory
+import torch
+
+from xlstm7b.bench.cases import Column, Part, Result
+from xlstm7b.bench.measure import (
+    GREEDY,
+    make_generator,
+    random_model,
+    random_prompts,
+    release,
+)
+from xlstm7b.bench.plans import Evaluation
+from xlstm7b.evaluate.scoring import Continuation, Score, Scorer
+from xlstm7b.generate.engine import peak_memory
 from xlstm7b.model import XLSTM
-from xlstm7b.tokenizer import ByteTokenizer
 
-_SHOTS, _SHOT_TOKENS = 5, 120
+_EXAMPLES, _EXAMPLE_TOKENS = 5, 120
 _QUESTION_TOKENS, _OPTIONS, _OPTION_TOKENS = 90, 4, (1, 12)
-_GENERATED = 4
-_REPEATS = 3
+_GENERATED, _REPEATS = 4, 3
+
+_GROUPING = (
+    "batch",
+    Column("tokens read", "tokens"),
+    "s",
+    Column("tokens, ×", "tokens_ratio", digits=1),
+    Column("time, ×", "time_ratio", digits=1),
+    Column("log p differs", "largest_difference", digits=7),
+)
+_PROMPTS = (
+    "batch",
+    "tokens",
+    "ms",
+    Column("µs per token", "seconds_per_token", 1e6, 3),
+    Column("of shortest, ×", "of_shortest", digits=3),
+    Column("GB", "memory", 1e-9, 3),
+)
+PARTS = {
+    "grouping": Part("questions with four answers after the same five examples", _GROUPING),
+    "prompts": Part("from a prompt to its first token", _PROMPTS, plot=("tokens", "GB")),
+}
 
 
-@dataclass(frozen=True)
-class Grouping:
-    grouped: bool
-    rows: int
-    tokens: int
-    seconds: float
+def results(plan: Evaluation) -> Iterator[Result]:
+    model = random_model(plan)
+    yield from _grouping(model, plan)
+    yield from _prompts(model, plan)
 
 
-@dataclass(frozen=True)
-class Prompts:
-    length: int
-    seconds: float  # until the first token
-    microseconds_per_token: float
-    peak_memory: int
-
-
-def questions(vocab_size: int, count: int) -> list[Continuation]:
-    """Random ids in the shape of a five-shot task with four answers."""
+def random_questions(vocab_size: int, count: int) -> list[Continuation]:
+    """Random token ids in the shape of a five-shot task with four answers."""
     draw = random.Random(0)
 
     def drawn(length: int) -> list[int]:
         return [draw.randrange(2, vocab_size) for _ in range(length)]
 
-    shots = drawn(_SHOTS * _SHOT_TOKENS)
+    examples = drawn(_EXAMPLES * _EXAMPLE_TOKENS)
     requests = []
     for _ in range(count):
-        context = shots + drawn(draw.randrange(_QUESTION_TOKENS // 2, 2 * _QUESTION_TOKENS))
+        context = examples + drawn(draw.randrange(_QUESTION_TOKENS // 2, 2 * _QUESTION_TOKENS))
         options = [drawn(draw.randint(*_OPTION_TOKENS)) for _ in range(_OPTIONS)]
         requests += [Continuation(context, option) for option in options]
     return requests
 
 
-def measure_grouping(
-    model: XLSTM, requests: list[Continuation], rows: int | None
-) -> tuple[list[Grouping], float, float]:
-    """Both ways; how much a log-probability differs between them, and by rounding alone.
+def _grouping(model: XLSTM, plan: Evaluation) -> Iterator[Result]:
+    """Scores with and without grouping, and the largest difference of a log-probability.
 
-    The latter is at most so much between two sizes of batches without grouping.
+    For comparison: the difference that rounding makes between two batch sizes without grouping.
     """
-    lines, scores = [], []
-    for grouped in (True, False):
-        Scorer(model, batch_size=rows, grouping=grouped).score(requests)  # compiles
-        scorer = Scorer(model, batch_size=rows, grouping=grouped)
+    requests = random_questions(model.config.vocab_size, plan.questions)
+
+    def scored(rows: int | None, grouping: bool) -> tuple[Result, list[Score]]:
+        Scorer(model, batch_size=rows, grouping=grouping).score(requests)  # compiles kernels
+        scorer = Scorer(model, batch_size=rows, grouping=grouping)
         began = time.perf_counter()
-        scores.append(scorer.score(requests))  # its results are on the host: nothing is under way
-        elapsed = time.perf_counter() - began
-        lines.append(Grouping(grouped, scorer.batch_size, scorer.tokens_processed, elapsed))
-        release(scorer.device.type)
-    one_by_one = scores[-1]
-    fewer = max(1, scorer.batch_size // 3)
-    scores.append(Scorer(model, batch_size=fewer, grouping=False).score(requests))
-    grouped_off, rounding = (
-        max(abs(a.logprob - b.logprob) for a, b in zip(one_by_one, other, strict=True))
-        for other in (scores[0], scores[-1])
-    )
-    return lines, grouped_off, rounding
+        scores = scorer.score(requests)
+        case = Result("grouping", batch=scorer.batch_size, seconds=time.perf_counter() - began)
+        release(plan.device)
+        return replace(case, figures={"tokens": scorer.tokens_processed}), scores
+
+    def difference(some: list[Score], others: list[Score]) -> float:
+        return max(abs(a.logprob - b.logprob) for a, b in zip(some, others, strict=True))
+
+    grouped, grouped_scores = scored(plan.batch_size, grouping=True)
+    single, single_scores = scored(plan.batch_size, grouping=False)
+    fewer_rows = max(1, single.batch // 3)
+    rounded = Scorer(model, batch_size=fewer_rows, grouping=False).score(requests)
+    release(plan.device)
+    assert grouped.seconds is not None
+    assert single.seconds is not None
+    off = {"largest_difference": difference(grouped_scores, single_scores)}
+    yield replace(grouped, work="shared prefixes once", figures=grouped.figures | off)
+    more = {
+        "tokens_ratio": single.figures["tokens"] / grouped.figures["tokens"],
+        "time_ratio": single.seconds / grouped.seconds,
+        "largest_difference": difference(rounded, single_scores),
+    }
+    yield replace(single, work="every request whole", figures=single.figures | more)
 
 
-def measure_prompts(model: XLSTM, lengths: list[int], rows: int) -> list[Prompts]:
-    """Each length by itself: its memory is what was in use at most while it ran.
+def _prompts(model: XLSTM, plan: Evaluation) -> Iterator[Result]:
+    """Generates from prompts of each length. The memory is the peak of that length alone."""
+    generator = make_generator(model, plan, plan.rows)
 
-    A length counts id 0, which stands before all prompts.
-    """
-    generator = Generator(model, ByteTokenizer(), batch_size=rows)
-    settings = SamplingSettings(max_new_tokens=_GENERATED, temperature=0, eos_token_id=())
-    device = generator.model.device
+    def generate(length: int) -> float:
+        prompts = random_prompts(plan.config.vocab_size, plan.rows, length)
+        completion = generator.generate(prompts, max_new_tokens=_GENERATED, **GREEDY)[0]
+        return completion.prompt_tokens / completion.prompt_tokens_per_second
 
-    def asked(length: int) -> list[Request]:
-        drawn = prompts(model.config.vocab_size, rows, length - 1)
-        return [Request(ids, settings) for ids in drawn]
-
-    generator.run(asked(min(lengths)))  # what is set up once takes memory
-    lines = []
-    for length in lengths:
-        release(device.type)
-        requests, times = asked(length), []
-        for _ in range(1 + _REPEATS):  # the first compiles, and captures
-            completions = generator.run(requests)
-            speed = completions[0].prompt_tokens_per_second
-            times.append(completions[0].prompt_tokens / speed)
-        elapsed = median(times[1:])
-        per_token = elapsed / (rows * completions[0].prompt_tokens) * 1e6
-        lines.append(Prompts(length, elapsed, per_token, peak_memory(device)))
-    return lines
-
-
-def main() -> None:
-    parser = model_options(__doc__.splitlines()[0])
-    parser.add_argument("--questions", type=int, default=100, help="of four answers each")
-    parser.add_argument("--batch-size", type=int, help="rows of the first part; by free memory")
-    parser.add_argument("--lengths", default="4096,8192,16384,32768,65536,131072")
-    parser.add_argument("--rows", type=int, default=1, help="prompts at once in the second part")
-    given = parser.parse_args()
-    lengths = [int(length) for length in given.lengths.split(",")]
-    model, about = model_asked_for(given)
-
-    requests = questions(model.config.vocab_size, given.questions)
-    groupings, difference, rounding = measure_grouping(model, requests, given.batch_size)
-    print(f"\n{_SHOTS} shots, {given.questions} questions, {len(requests)} requests")
-    for line in groupings:
-        name = "grouped" if line.grouped else "one by one"
-        print(f"{name:12}{line.tokens:>12,} tokens{line.seconds:>10.2f} s{line.rows:>6} rows")
-    one, other = groupings
-    fewer, faster = other.tokens / one.tokens, other.seconds / one.seconds
-    print(f"{fewer:.1f} times fewer tokens, {faster:.1f} times faster")
-    print(f"log-probabilities differ by {difference:.3g} at most", end=", ")
-    print(f"and by {rounding:.3g} between batches of other sizes", flush=True)
-
-    print(f"\n{given.rows} prompts at once, {_GENERATED} tokens generated")
-    print(f"{'prompt':>8}{'to first token':>18}{'µs a token':>14}{'peak memory':>16}")
-    measured = measure_prompts(model, lengths, given.rows)
-    for result in measured:
-        first, per_token = f"{result.seconds * 1e3:.1f} ms", f"{result.microseconds_per_token:.3f}"
-        memory = f"{result.peak_memory / 1e9:.3f} GB"
-        print(f"{result.length:>8}{first:>18}{per_token:>14}{memory:>16}")
-    each = [result.microseconds_per_token for result in measured]
-    peaks = [result.peak_memory for result in measured]
-    spread, growth = (100 * (max(values) / min(values) - 1) for values in (each, peaks))
-    print(f"time per token varies by {spread:.1f}%, memory by {growth:.2f}%")
-    if given.json is not None:
-        results = {
-            "machine": about,
-            "settings": {k: str(v) for k, v in vars(given).items() if k != "json"},
-            "grouping": [asdict(line) for line in groupings],
-            "largest_difference": difference,
-            "largest_difference_by_rounding": rounding,
-            "prompts": [asdict(result) for result in measured],
-        }
-        write_json(given.json, results)
-
-
-if __name__ == "__main__":
-    main()
+    generate(min(plan.lengths))  # allocates what is allocated only once
+    shortest = None
+    for length in plan.lengths:
+        release(plan.device)
+        times = [generate(length) for _ in range(1 + _REPEATS)]  # the first one compiles kernels
+        seconds = median(times[1:])
+        per_token = seconds / (plan.rows * length)
+        shortest = shortest or per_token
+        yield Result(
+            "prompts",
+            batch=plan.rows,
+            length=length,
+            seconds=seconds,
+            memory=peak_memory(torch.device(plan.device)),
+            figures={"seconds_per_token": per_token, "of_shortest": per_token / shortest},
+        )

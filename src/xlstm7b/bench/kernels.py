@@ -1,93 +1,83 @@
-"""`python -m xlstm7b.bench.kernels`: the cell's kernels on this GPU, checked, then timed.
+"""`xlstm7b bench kernels`: checks the cell's Triton kernels against float64, then times them.
 
-A constant number of tokens is read as many short or few long sequences, forward and forward +
-backward, in bf16; then single steps over rotating states in a CUDA graph. Beside each time stand
-FLOP/s, bytes/s and the share of the floor: what no chunkwise kernel on this chip can be faster than
-(`accounting.cell_floor`, over the measured peaks of the chip). `--peers` runs other libraries that
-can be imported, each in a process of its own. Needs torch and Triton alone.
+A constant number of tokens goes through the cell as many short or few long sequences, forward and
+forward + backward, in bf16. Single steps run over rotating states in a CUDA graph. The limit is the
+least time that any chunkwise kernel needs (`accounting.cell_floor`) at the GPU's measured peaks.
+
+Peers: `mlstm_kernels` does the same work. FLA's simple_gla (`fla`) is the same recurrence without
+input gate, normaliser and stabiliser. `sdpa` is PyTorch's causal attention at the same width.
 """
 
-import argparse
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from datetime import date
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
+import torch.nn.functional as F
+import triton  # noqa: F401 (fails here, not in the middle of the work)
 from torch import Tensor
 
 from xlstm7b.accounting import cell_floor, state_bytes
+from xlstm7b.bench.cases import Column, Part, Result
+from xlstm7b.bench.measure import capture, find_peaks, measure
+from xlstm7b.bench.peers import in_process
+from xlstm7b.bench.plans import Kernels
 from xlstm7b.config import ModelConfig
 from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
 from xlstm7b.mlstm.chunkwise import chunkwise_sequence
-from xlstm7b.mlstm.triton.launch import plan
+from xlstm7b.mlstm.triton.launch_params import plan as launch_plan
 
-LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
-BATCHES = (1, 8, 64)
-STATES_IN_TURN = 32  # more than the second-level cache holds, as in a model of 32 blocks
-PEERS = ("mlstm_kernels", "fla", "sdpa")
+STATES_IN_TURN = 32  # more than the L2 cache holds, as in a model of 32 blocks
+LARGEST_ERROR = 2e-2
+_GPU_MILLISECONDS = 200  # of one timing
+_SDPA_HEAD_DIM = 128
 
-
-@dataclass(frozen=True)
-class Peaks:
-    """What the chip was measured to do: a bf16 product, and a copy, read plus written."""
-
-    flops: float
-    bytes_per_second: float
-
-
-@dataclass(frozen=True)
-class Result:
-    """One timing."""
-
-    name: str  # ours, or the peer's
-    work: str  # forward, forward + backward, step
-    size: str
-    batch: int
-    length: int
-    milliseconds: float | None  # None: it failed, and `error` says how
-    tflops: float | None = None
-    gigabytes_per_second: float | None = None
-    percent_of_floor: float | None = None
-    error: str | None = None
+_MS, _LIMIT = Column("ms", "seconds", 1e3, 4), Column("limit, ms", "limit", 1e3, 4)
+_COLUMNS = ("batch", "tokens", _MS, _LIMIT, "% of limit", "GB/s", "TFLOP/s", "speed of ours, ×")
+PARTS = {
+    "sequence": Part("the cell over whole sequences, bf16", _COLUMNS, plot=("tokens", "ms")),
+    "step": Part("one step of the cell, float32 state", _COLUMNS),
+}
 
 
-def inputs(batch: int, length: int, config: ModelConfig) -> list[Tensor]:
-    """bf16 q, k, v and float32 gates, as a trained model has them."""
-    shape = batch, length, config.num_heads
+def results(plan: Kernels) -> Iterator[Result]:
+    peaks = find_peaks("cuda", torch.bfloat16, plan.peak_tflops, plan.peak_tbs)
+    for size in plan.sizes:
+        errors = check_kernels(ModelConfig.named(size))
+        print(f"{size}: relative errors", *(f"{name} {e:.1e}" for name, e in errors.items()))
+        if not max(errors.values()) < LARGEST_ERROR:
+            raise ValueError(f"the kernels give wrong results on this GPU: {errors}")
+        for case in cases(plan, size):
+            yield with_limit(case, time_ours(case), peaks)
+            for peer in plan.peers:
+                theirs = replace(case, name=peer)
+                yield from in_process(theirs, time_peer, plan.timeout, case=theirs.to_dict())
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, device="cuda")
 
-    q, k, v = (
-        normal(*shape, d).bfloat16().requires_grad_()
-        for d in (config.d_qk, config.d_qk, config.d_hv)
-    )
-    return [q, k, v, (normal(*shape) - 6).requires_grad_(), (normal(*shape) + 4).requires_grad_()]
+def cases(plan: Kernels, size: str) -> Iterator[Result]:
+    for length in plan.lengths:
+        for work in ("forward", "forward + backward"):
+            yield Result("sequence", "ours", work, size, plan.tokens // length, length)
+    for batch in plan.batches:
+        yield Result("step", size=size, batch=batch, length=1)
 
 
-def check(config: ModelConfig) -> dict[str, float]:
-    """Relative errors of h and of each gradient against float64, on fresh random inputs."""
-    parts = inputs(1, 1000, config)
+def check_kernels(config: ModelConfig, batch: int = 1, length: int = 1000) -> dict[str, float]:
+    """Relative errors of h and of each gradient against float64, on random inputs."""
+    parts = random_inputs(batch, length, config)
     weight = torch.randn_like(parts[2])
 
-    def run(form: Callable[..., tuple[Tensor, MLSTMState]], dtype: torch.dtype) -> list[Tensor]:
+    def outcome(form: Callable[..., tuple[Tensor, MLSTMState]], dtype: torch.dtype) -> list[Tensor]:
         leaves = [
             p.detach().to(torch.promote_types(p.dtype, dtype)).requires_grad_() for p in parts
         ]
         batch, _, heads, d_qk = leaves[0].shape
-        state = MLSTMState.zeros(
-            batch, heads, d_qk, leaves[2].shape[-1], dtype=leaves[3].dtype, device=leaves[0].device
-        )
+        d_hv, device = leaves[2].shape[-1], leaves[0].device
+        state = MLSTMState.zeros(batch, heads, d_qk, d_hv, dtype=leaves[3].dtype, device=device)
         h, _ = form(*leaves, state=state)
         return [h.detach(), *torch.autograd.grad((h * weight).sum(), leaves)]
 
-    got, want = run(mlstm_sequence, torch.bfloat16), run(chunkwise_sequence, torch.float64)
+    got, want = outcome(mlstm_sequence, torch.bfloat16), outcome(chunkwise_sequence, torch.float64)
     names = ("h", "dq", "dk", "dv", "di", "df")
     return {
         name: float((a.double() - b).norm() / b.norm())
@@ -95,205 +85,129 @@ def check(config: ModelConfig) -> dict[str, float]:
     }
 
 
-def sequence_calls(batch: int, length: int, config: ModelConfig) -> dict[str, Callable[[], object]]:
-    """Forward as inference runs it, and forward + backward as training does."""
-    parts = inputs(batch, length, config)
-    dh = torch.randn_like(parts[2])
+def random_inputs(batch: int, length: int, config: ModelConfig) -> list[Tensor]:
+    """bf16 q, k, v and float32 gates like those of a trained model."""
+    shape = batch, length, config.num_heads
 
-    def forward() -> object:
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda")
+
+    widths = (config.d_qk, config.d_qk, config.d_hv)
+    q, k, v = (normal(*shape, width).bfloat16().requires_grad_() for width in widths)
+    return [q, k, v, (normal(*shape) - 6).requires_grad_(), (normal(*shape) + 4).requires_grad_()]
+
+
+def time_ours(case: Result) -> float:
+    config = ModelConfig.named(case.size)
+    if case.part == "step":
+        return time_steps(our_step(case.batch, config))
+    parts = random_inputs(case.batch, case.length, config)
+    return _time_sequence(case.work, lambda: mlstm_sequence(*parts)[0], parts)
+
+
+def _time_sequence(work: str, call: Callable[[], Tensor], inputs: list[Tensor]) -> float:
+    """Forward as inference runs it, or forward + backward as training does."""
+    if work == "forward":
         with torch.no_grad():
-            return mlstm_sequence(*parts)
+            return measure(call, "cuda", gpu_milliseconds=_GPU_MILLISECONDS)
+    gradient = torch.randn_like(call())
 
     def both() -> object:
-        h, _ = mlstm_sequence(*parts)
-        return torch.autograd.grad(h, parts, dh)
+        return torch.autograd.grad(call(), inputs, gradient)
 
-    return {"forward": forward, "forward + backward": both}
-
-
-def median_milliseconds(call: Callable[[], object]) -> float:
-    time: float = triton.testing.do_bench(call, warmup=50, rep=200, return_mode="median")
-    return time
+    return measure(both, "cuda", gpu_milliseconds=_GPU_MILLISECONDS)
 
 
-def time_sequences(size: str, tokens: int, lengths: list[int], peaks: Peaks) -> Iterator[Result]:
-    config = ModelConfig.named(size)
-    heads, d_qk, d_hv = config.num_heads, config.d_qk, config.d_hv
-    for length in lengths:
-        batch = tokens // length
-        chunk = plan(d_qk, d_hv, torch.bfloat16).chunk
-        floors = cell_floor(tokens, chunk, heads, d_qk, d_hv, causal=0.5)
-        for work, call in sequence_calls(batch, length, config).items():
-            directions = ("forward",) if work == "forward" else ("forward", "backward")
-            flops = sum(floors[direction]["flops"] for direction in directions)
-            moved = sum(floors[direction]["bytes"] for direction in directions)
-            time = median_milliseconds(call)
-            floor = sum(
-                max(floors[d]["flops"] / peaks.flops, floors[d]["bytes"] / peaks.bytes_per_second)
-                for d in directions
-            )
-            yield Result(
-                "ours", work, size, batch, length, time, flops / time / 1e9, moved / time / 1e6,
-                100e3 * floor / time,
-            )  # fmt: skip
-
-
-def step_milliseconds(step: Callable[[int], object]) -> float:
-    """One step's time in a graph of `STATES_IN_TURN`, each on a state of its own."""
-    for index in range(STATES_IN_TURN):
-        step(index)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(STATES_IN_TURN):
-            step(index)
-    return median_milliseconds(graph.replay) / STATES_IN_TURN
+def time_steps(step: Callable[[int], object]) -> float:
+    """Seconds of `step(index)` in a CUDA graph of `STATES_IN_TURN` steps, each on its own state."""
+    replay = capture(lambda: [step(index) for index in range(STATES_IN_TURN)])
+    return measure(replay, "cuda", gpu_milliseconds=_GPU_MILLISECONDS) / STATES_IN_TURN
 
 
 def our_step(batch: int, config: ModelConfig) -> Callable[[int], object]:
-    """A step with headwise norm and output gate on one of the float32 states, in place."""
-    heads, d_qk, d_hv = config.num_heads, config.d_qk, config.d_hv
-    device = torch.device("cuda")
-    q, k, v, i, f = (part.detach()[:, 0] for part in inputs(batch, 1, config))
-    gate = torch.randn_like(v)
-    weight = torch.ones(heads * d_hv, device=device, dtype=torch.bfloat16)
-    states = [
-        MLSTMState.zeros(batch, heads, d_qk, d_hv, device=device) for _ in range(STATES_IN_TURN)
-    ]
+    """A step with headwise norm and output gate that updates a float32 state in place."""
+    q, k, v, i, f = (part.detach()[:, 0] for part in random_inputs(batch, 1, config))
+    gate, norm_weight = torch.randn_like(v), torch.ones(config.v_dim, device=v.device).bfloat16()
+    shape = batch, config.num_heads, config.d_qk, config.d_hv
+    states = [MLSTMState.zeros(*shape, device=v.device) for _ in range(STATES_IN_TURN)]
     return lambda index: mlstm_step(
-        q, k, v, i, f, states[index], gate=gate, norm_weight=weight, inplace=True
+        q, k, v, i, f, states[index], gate=gate, norm_weight=norm_weight, inplace=True
     )
 
 
-def time_steps(size: str, batches: list[int], peaks: Peaks) -> Iterator[Result]:
-    config = ModelConfig.named(size)
-    for batch in batches:
-        time = step_milliseconds(our_step(batch, config))
-        moved = 2 * batch * state_bytes(config)["total"] / config.num_blocks
-        floor = moved / peaks.bytes_per_second
-        yield Result(
-            "ours", "step", size, batch, 1, time, None, moved / time / 1e6, 100e3 * floor / time
-        )
+def with_limit(case: Result, seconds: float, peaks: tuple[float, float]) -> Result:
+    """The case with its time, the limit of that time, FLOP/s and bytes/s."""
+    config = ModelConfig.named(case.size)
+    if case.part == "step":
+        moved = 2 * case.batch * state_bytes(config)["total"] / config.num_blocks
+        works = [{"flops": 0.0, "bytes": moved}]
+    else:
+        heads = config.num_heads, config.d_qk, config.d_hv
+        chunk = launch_plan(config.d_qk, config.d_hv, torch.bfloat16).chunk
+        floors = cell_floor(case.batch * case.length, chunk, *heads, causal=0.5)
+        works = [floors[direction] for direction in case.work.split(" + ")]  # type: ignore[misc]
+    limit = sum(max(work["flops"] / peaks[0], work["bytes"] / peaks[1]) for work in works)
+    return replace(
+        case,
+        seconds=seconds,
+        flops_per_second=sum(work["flops"] for work in works) / seconds or None,
+        bytes_per_second=sum(work["bytes"] for work in works) / seconds,
+        limit=limit,
+        percent_of_limit=100 * limit / seconds,
+    )
 
 
-def time_peer(peer: str, result: Result) -> Result:
-    """The same work in another library, in a process that may crash."""
-    arguments = [result.work, result.size, str(result.batch), str(result.length)]
-    done = subprocess.run(
-        [sys.executable, "-m", "xlstm7b.bench.kernel_peers", peer, *arguments],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    try:
-        time, error = float(done.stdout.split()[-1]), None
-    except (ValueError, IndexError):
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        time, error = None, lines[-1][:200]
-    return Result(peer, result.work, result.size, result.batch, result.length, time, error=error)
+# Peers
 
 
-def line(result: Result) -> str:
-    shape = f"{result.batch} × {result.length}"
-    head = f"{result.size:6}{result.work:20}{shape:>12}  {result.name:14}"
-    if result.milliseconds is None:
-        return f"{head} failed: {result.error}"
-    cells = [f"{result.milliseconds:9.4f} ms"]
-    if result.tflops is not None:
-        cells.append(f"{result.tflops:7.0f} TFLOP/s")
-    if result.gigabytes_per_second is not None:
-        cells.append(f"{result.gigabytes_per_second:7.0f} GB/s")
-    if result.percent_of_floor is not None:
-        cells.append(f"{result.percent_of_floor:5.0f}% of the floor's speed")
-    return head + "".join(cells)
+def time_peer(case: dict[str, Any]) -> Iterator[Result]:
+    """Times one case in another library. Runs in its own process: the compiler may crash."""
+    blank = Result.from_dict(case)
+    config = ModelConfig.named(blank.size)
+    if blank.part == "step":
+        if blank.name != "mlstm_kernels":
+            raise RuntimeError(f"{blank.name} has no single step to compare")
+        yield replace(blank, seconds=time_steps(_mlstm_kernels_step(blank.batch, config)))
+        return
+    call, inputs = _peer_call(blank.name, blank.batch, blank.length, config)
+    yield replace(blank, seconds=_time_sequence(blank.work, call, inputs))
 
 
-def machine() -> dict[str, str]:
-    return {
-        "date": date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-    }
+def _peer_call(
+    peer: str, batch: int, length: int, config: ModelConfig
+) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    """A peer's forward call and its differentiable inputs."""
+    q, k, v, i, f = random_inputs(batch, length, config)
+    if peer == "mlstm_kernels":
+        from mlstm_kernels.torch.chunkwise import mlstm_chunkwise__limit_chunk
+
+        parts = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v, i, f)]
+        options: dict[str, Any] = {"chunk_size": 64, "autocast_kernel_dtype": torch.bfloat16}
+        return (lambda: mlstm_chunkwise__limit_chunk(*parts, **options)), parts
+    if peer == "fla":
+        from fla.ops.simple_gla import chunk_simple_gla
+
+        decay = F.logsigmoid(f).detach().requires_grad_()
+        return (lambda: chunk_simple_gla(q, k, v, decay)[0]), [q, k, v, decay]
+    shape = batch, config.v_dim // _SDPA_HEAD_DIM, length, _SDPA_HEAD_DIM
+    q, k, v = (torch.randn(shape, device="cuda").bfloat16().requires_grad_() for _ in "qkv")
+    return (lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)), [q, k, v]
 
 
-def plot(results: list[Result], path: Path) -> None:
-    """Milliseconds over sequence length, one line a library and kind of work."""
-    import matplotlib as mpl
+def _mlstm_kernels_step(batch: int, config: ModelConfig) -> Callable[[int], object]:
+    """The step of mlstm_kernels, which has no norm and no output gate."""
+    from mlstm_kernels.torch.recurrent.triton_step import mlstm_recurrent_step__triton_fw
 
-    mpl.use("Agg")
-    from matplotlib import pyplot
+    q, k, v, i, f = (part.detach()[:, 0] for part in random_inputs(batch, 1, config))
+    shape = batch, config.num_heads, config.d_qk, config.d_hv
+    states = [
+        [torch.zeros(part, device="cuda") for part in (shape, shape[:3], (*shape[:2], 1))]
+        for _ in range(STATES_IN_TURN)
+    ]
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for result in results:
-        if result.work != "step" and result.milliseconds is not None:
-            label = f"{result.name}, {result.work}, {result.size}"
-            lines.setdefault(label, []).append((result.length, result.milliseconds))
-    for label, points in lines.items():
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
-    lengths = sorted({length for points in lines.values() for length, _ in points})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [str(length) for length in lengths])
-    axes.set(xlabel="sequence length", ylabel="milliseconds", ylim=(0, None))
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
+    def step(index: int) -> object:
+        C, n, m = states[index]
+        gates = i[..., None], f[..., None]
+        return mlstm_recurrent_step__triton_fw(C, n, m, q, k, v, *gates, C, n, m)
 
-
-def run(
-    sizes: list[str], tokens: int, lengths: list[int], batches: list[int], peaks: Peaks,
-    peers: list[str],
-) -> list[Result]:  # fmt: skip
-    """Checks, then times and prints every line as it is known."""
-    if not torch.cuda.is_available():
-        raise ValueError("the kernels are timed on a CUDA GPU, and there is none here")
-    for length in lengths:
-        if not 1 <= length <= tokens or tokens % length:
-            raise ValueError(f"sequences of {length} do not divide {tokens} tokens")
-    results: list[Result] = []
-    print(", ".join(machine().values()))
-    for size in sizes:
-        errors = check(ModelConfig.named(size))
-        print(f"{size:6}relative errors:", *(f"{name} {e:.1e}" for name, e in errors.items()))
-        if not max(errors.values()) < 2e-2:
-            raise ValueError(f"the kernels are wrong here: {errors}")
-        timings = [time_sequences(size, tokens, lengths, peaks), time_steps(size, batches, peaks)]
-        for result in (result for timing in timings for result in timing):
-            for each in [result, *(time_peer(peer, result) for peer in peers)]:
-                print(line(each), flush=True)
-                results.append(each)
-    return results
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", nargs="+", default=["7b", "1.4b", "160m"])
-    parser.add_argument("--tokens", type=int, default=65536)
-    parser.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS))
-    parser.add_argument("--batches", type=int, nargs="*", default=list(BATCHES), help="of steps")
-    parser.add_argument("--peak-tflops", type=float, default=768, help="bf16 (an H200's)")
-    parser.add_argument("--peak-tbs", type=float, default=4.2, help="copy, TB/s (an H200's)")
-    parser.add_argument("--peers", nargs="*", default=[], choices=PEERS, help="libraries to time")
-    parser.add_argument("--json", type=Path, help="write the results there")
-    parser.add_argument("--plot", type=Path, help="draw them there, as PNG")
-    arguments = parser.parse_args()
-    peaks = Peaks(arguments.peak_tflops * 1e12, arguments.peak_tbs * 1e12)
-    try:
-        results = run(
-            arguments.sizes, arguments.tokens, arguments.lengths, arguments.batches, peaks,
-            arguments.peers,
-        )  # fmt: skip
-    except ValueError as error:
-        parser.error(str(error))
-    write(results, arguments.json, arguments.plot)
-
-
-def write(results: list[Result], json_path: Path | None, plot_path: Path | None) -> None:
-    """The results as JSON with the machine they are from, and as a plot."""
-    if json_path:
-        document: dict[str, Any] = {**machine(), "results": [asdict(r) for r in results]}
-        json_path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    if plot_path:
-        plot(results, plot_path)
-
-
-if __name__ == "__main__":
-    main()
+    return step

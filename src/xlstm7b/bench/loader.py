@@ -1,14 +1,32 @@
-"""`xlstm7b bench loader FOLDER…`: how fast training's batches come from prepared shards."""
+"""`xlstm7b bench loader FOLDER…`: how fast training batches come from prepared shards."""
 
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product, starmap
 
+from xlstm7b.bench import plans
+from xlstm7b.bench.cases import Part, Result
+from xlstm7b.data import Packing
 from xlstm7b.data.loader import Loader
-from xlstm7b.data.pack import Packing
 from xlstm7b.data.shards import ShardFolder, open_folder
 
-PACKINGS: tuple[Packing, ...] = ("stream", "best_fit")
+PACKINGS: tuple[Packing, ...] = ("windows", "best-fit")
+PARTS = {
+    "loader": Part("batches for training", ("tokens", "batch", "tok/s"), plot=("tokens", "tok/s"))
+}
+
+
+def results(plan: plans.Loader) -> Iterator[Result]:
+    """One row for each packing, context length and batch size."""
+    folders = [open_folder(folder) for folder in plan.folders]
+
+    def row(packing: Packing, length: int, batch: int) -> Result:
+        speed = tokens_per_second(folders, length, batch, packing, plan.seconds)
+        case = Result("loader", packing, batch=batch, length=length)
+        return replace(case, tokens_per_second=speed)
+
+    return starmap(row, product(PACKINGS, plan.lengths, plan.batches))
 
 
 def tokens_per_second(
@@ -18,7 +36,7 @@ def tokens_per_second(
     packing: Packing,
     seconds: float,
 ) -> float:
-    """Over so long a time, the first batch not counted; the folders are mixed evenly."""
+    """The speed over `seconds`, without the first batch. The folders are mixed evenly."""
     loader = Loader(
         {str(folder.path): (folder, 1.0) for folder in folders},
         context_length=context_length,
@@ -32,16 +50,3 @@ def tokens_per_second(
         batches += 1
     loader.close()
     return batches * batch * context_length / passed
-
-
-def run(
-    folders: Sequence[Path], lengths: Sequence[int], batches: Sequence[int], seconds: float
-) -> None:
-    """Prints a line for each packing, context length and batch size."""
-    opened = [open_folder(folder) for folder in folders]
-    print(f"{'packing':12}{'context':>10}{'batch':>8}{'tok/s':>14}")
-    for packing in PACKINGS:
-        for length in lengths:
-            for batch in batches:
-                speed = tokens_per_second(opened, length, batch, packing, seconds)
-                print(f"{packing:12}{length:10}{batch:8}{speed:14,.0f}", flush=True)

@@ -1,216 +1,255 @@
-"""`python -m xlstm7b.bench.tune`: measures launch parameters of the Triton kernels on this GPU.
+"""`xlstm7b bench tune`: searches for the fastest launch parameters of the Triton kernels.
 
-Every kernel of the chunkwise form runs alone under each candidate of `candidates()`, is compared
-with float32, and timed if it is right; compilation is spread over processes, timing is not. The
-fastest go, by hand, into `mlstm/triton/launch.py`.
+Each kernel runs with every candidate tile. Candidates are compiled and checked in parallel
+processes; those with correct results are timed one after another. The fastest are printed. Enter
+them by hand in `mlstm/triton/launch_params.py` (the cell) or `generate/kernels/` (the products).
+
+Kernels: those of the chunkwise cell, timed as part of the whole cell (states and h forward, the
+others forward + backward); `step`, the single step; `products`, the matrix products of decoding.
 """
 
-import argparse
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cache, partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+from unittest.mock import patch
 
 import torch
-import triton
+import torch.nn.functional as F
 from torch import Tensor
 
-from xlstm7b.bench.kernels import STATES_IN_TURN, step_milliseconds
-from xlstm7b.mlstm import MLSTMState
-from xlstm7b.mlstm.triton import sequence
-from xlstm7b.mlstm.triton.launch import Tile, padded
-from xlstm7b.mlstm.triton.step import launch_step
+from xlstm7b.bench.cases import Part, Result
+from xlstm7b.bench.kernels import check_kernels, our_step, time_ours, time_steps
+from xlstm7b.bench.measure import capture, find_peaks, measure
+from xlstm7b.bench.plans import CELL_KERNELS, Tune
+from xlstm7b.config import ModelConfig
+from xlstm7b.generate.kernels.few_rows import RowsTile, multiply_rows
+from xlstm7b.generate.kernels.one_row import RowTile, multiply_row
+from xlstm7b.mlstm.triton import launch_params, sequence, step
 
-_PLAIN = Tile(32, 32, 64, 4, 2)
-_TOLERANCE = 5e-3
-KERNELS = ("states", "state_gradients", "h", "dv", "dq", "dk")
+_CELL_TOLERANCE, _PRODUCT_TOLERANCE = 5e-3, 1e-2
+_BYTES_IN_TURN = 1 << 29  # ten times the L2 cache of an H200
+
+PARTS = {
+    "cell": Part(
+        "the chunkwise cell with one tile changed", ("batch", "tokens", "µs"), plot=("tokens", "µs")
+    ),
+    "step": Part("one step of the cell", ("batch", "µs"), plot=("batch", "µs")),
+    "products": Part(
+        "products of decoding", ("batch", "µs", "limit, µs", "% of limit"), plot=("batch", "µs")
+    ),
+}
 
 
-class Shape(NamedTuple):
-    """What is measured: bf16 inputs at the gates of a trained model."""
+def results(plan: Tune) -> Iterator[Result]:
+    for chunk, kernel in product(plan.chunks, CELL_KERNELS):
+        if kernel in plan.kernels:
+            yield from _tune_cell(plan, kernel, chunk)
+    for batch in plan.batches:
+        if "step" in plan.kernels:
+            yield from _tune_step(plan, batch)
+    for batch in plan.batches:
+        if "products" in plan.kernels:
+            yield from _tune_products(plan, batch)
 
-    batch: int
-    length: int
-    heads: int
-    d_qk: int
-    d_hv: int
+
+_Job = TypeVar("_Job")
 
 
-class Task(NamedTuple):
-    """One kernel under one set of parameters."""
+def _right(
+    plan: Tune, jobs: Sequence[_Job], error: Callable[[_Job], float], tolerance: float
+) -> list[_Job]:
+    """The jobs that run and whose error is within the tolerance, checked in other processes.
 
+    Compiled kernels stay in Triton's cache. A kernel that compiles may still give wrong results.
+    """
+    with multiprocessing.get_context("spawn").Pool(plan.processes) as pool:
+        errors = pool.map(error, jobs, chunksize=4)
+    right = [job for job, wrong in zip(jobs, errors, strict=True) if wrong < tolerance]
+    failed = errors.count(float("inf"))
+    print(f"{len(right)} of {len(jobs)} candidates are correct, {failed} do not run", flush=True)
+    return right
+
+
+def _fastest(plan: Tune, case: Result, times: dict[Any, float]) -> Iterator[Result]:
+    for tile in sorted(times, key=times.__getitem__)[: plan.show]:
+        percent = None if case.limit is None else 100 * case.limit / times[tile]
+        yield replace(case, name=str(tile), seconds=times[tile], percent_of_limit=percent)
+
+
+# The cell
+
+
+class CellJob(NamedTuple):
+    size: str
     kernel: str
     chunk: int
-    tile: Tile
+    tile: launch_params.Tile
+
+    def applied(self) -> AbstractContextManager[Any]:
+        """The cell's launch parameters, with this tile and chunk."""
+        config = ModelConfig.named(self.size)
+        usual = launch_params.plan(config.d_qk, config.d_hv, torch.bfloat16)
+        changed = replace(usual, chunk=self.chunk, **{self.kernel: self.tile})
+        return patch.object(sequence, "plan", lambda *_: changed)
 
 
-def candidates(shape: Shape, chunks: list[int], kernels: list[str]) -> Iterator[Task]:
-    """All that are worth compiling; those that don't fit the chip fail and are left out."""
-    for chunk, kernel in product(chunks, kernels):
-        if kernel.startswith("state"):
-            blocks = product((32, 64, 128), (64, 128), (64, 128, 256))
-        else:
-            blocks = product((64, 128), (32, 64), (128, 256))
-        for (t, d_in, d_out), warps, stages in product(blocks, (4, 8), (2, 3, 4)):
-            inner, outer = shape.d_qk, shape.d_hv
-            if kernel in ("dq", "dk"):
-                inner, outer = outer, inner
-            kept = (d_in if kernel.startswith("state") else t) * d_out
-            too_small = kept < 64 * 64 * (warps // 4)
-            too_large = kept > 64 * 256 * (warps // 4)
-            fits = t <= chunk and d_in <= padded(inner) and d_out <= padded(outer)
-            if fits and not (too_small or too_large):
-                yield Task(kernel, chunk, Tile(t, d_in, d_out, warps, stages))
+def _tune_cell(plan: Tune, kernel: str, chunk: int) -> Iterator[Result]:
+    config = ModelConfig.named(plan.size)
+    jobs = [CellJob(plan.size, kernel, chunk, tile) for tile in cell_tiles(config, kernel, chunk)]
+    work = "forward" if kernel in ("states", "h") else "forward + backward"
+    case = Result("sequence", "ours", work, plan.size, plan.batch, plan.length)
+    times = {}
+    for job in _right(plan, jobs, cell_error, _CELL_TOLERANCE):
+        with job.applied():
+            times[job.tile] = time_ours(case)
+    yield from _fastest(plan, replace(case, part="cell", work=f"{kernel}, chunk {chunk}"), times)
 
 
-@cache
-def _launches(
-    shape: Shape, chunk: int, dtype: torch.dtype
-) -> dict[str, Callable[[Tile], list[Tensor]]]:
-    """Each kernel on the same inputs, as a function of its tile."""
-    batch, length, heads, d_qk, d_hv = shape
-    torch.manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, device="cuda")
-
-    q, k = (normal(batch, length, heads, d_qk).bfloat16().to(dtype) for _ in range(2))
-    v, dh = (normal(batch, length, heads, d_hv).bfloat16().to(dtype) for _ in range(2))
-    i, f = normal(batch, length, heads) - 3, normal(batch, length, heads) + 4
-    first = normal(batch, heads, d_qk, d_hv), normal(batch, heads, d_qk)
-    weights, _ = sequence._weights(i, f, torch.zeros_like(first[1][..., 0]), None, chunk)
-    weight = weights.to_state
-    states, _ = sequence._scan(k, v, weight, weight, weights.decay, first, _PLAIN, chunk)
-    inverse, slope = torch.rand_like(weights.b), normal(*weights.b.shape)
-
-    def scan(x: Tensor, y: Tensor, tile: Tile, *, reverse: bool) -> list[Tensor]:
-        borders, last = sequence._scan(
-            x, y, weight, weights.from_state, weights.decay, first, tile, chunk, reverse=reverse
-        )
-        return [*borders, *last]
-
-    def tiles(x: Tensor, other: Tensor, z: Tensor, own: Tensor, tile: Tile, **kind: bool) -> Any:
-        out, results = sequence._tiles(
-            x, other, z, states, weights, i, tile, chunk, d_qk**-0.5, 1e-6,
-            row_weight=weights.from_state, vector_weight=weights.from_state,
-            inverse=inverse, slope=slope, own=own, **kind,
-        )  # fmt: skip
-        return [out] if kind == {"query_rows": False, "of_scores": False} else [out, results.sum(0)]
-
-    return {
-        "states": lambda tile: scan(k, v, tile, reverse=False),
-        "state_gradients": lambda tile: scan(q, dh, tile, reverse=True),
-        "h": lambda tile: tiles(q, k, v, q, tile, query_rows=True, of_scores=False),
-        "dv": lambda tile: tiles(k, q, dh, v, tile, query_rows=False, of_scores=False),
-        "dq": lambda tile: tiles(dh, v, k, q, tile, query_rows=True, of_scores=True),
-        "dk": lambda tile: tiles(v, dh, q, k, tile, query_rows=False, of_scores=True),
-    }
+def cell_tiles(config: ModelConfig, kernel: str, chunk: int) -> Iterator[launch_params.Tile]:
+    """All tiles that are worth compiling. Some do not fit the GPU: they fail and are left out."""
+    of_states = kernel.startswith("state")
+    blocks = product((64, 128), (32, 64), (128, 256))
+    if of_states:
+        blocks = product((32, 64, 128), (64, 128), (64, 128, 256))
+    inner, outer = launch_params.padded(config.d_qk), launch_params.padded(config.d_hv)
+    if kernel in ("dq", "dk"):
+        inner, outer = outer, inner
+    for (t, d_in, d_out), warps, stages in product(blocks, (4, 8), (2, 3, 4)):
+        kept = (d_in if of_states else t) * d_out
+        is_sensible = 64 * 64 * (warps // 4) <= kept <= 64 * 256 * (warps // 4)
+        if is_sensible and t <= chunk and d_in <= inner and d_out <= outer:
+            yield launch_params.Tile(t, d_in, d_out, warps, stages)
 
 
-@cache
-def _exact(shape: Shape, chunk: int, kernel: str) -> list[Tensor]:
-    return _launches(shape, chunk, torch.float32)[kernel](_PLAIN)
-
-
-def largest_error(job: tuple[Shape, Task]) -> float:
-    """A task's worst relative error against float32, in a worker; 1 if two runs differ, ∞ if none.
-
-    The compiled binary is left in Triton's cache. Not every candidate that compiles is right.
-    """
-    shape, task = job
+def cell_error(job: CellJob) -> float:
+    """The largest relative error of the whole cell against float64, ∞ if it does not run."""
     try:
-        launch = _launches(shape, task.chunk, torch.bfloat16)[task.kernel]
-        got = launch(task.tile)
-        if not all(map(torch.equal, got, launch(task.tile))):  # a race
-            return 1.0
-        pairs = zip(got, _exact(shape, task.chunk, task.kernel), strict=True)
-        return max(float((a.float() - b).norm() / b.norm()) for a, b in pairs)
-    except Exception:  # too much shared memory, or the compiler gives up: no candidate
+        with job.applied():
+            # Twice, to find races. Triton uses the same kernels for these and larger lengths.
+            errors = [check_kernels(ModelConfig.named(job.size), 2, 2048) for _ in range(2)]
+        return max(max(error.values()) for error in errors)
+    except Exception:  # too much shared memory, or the compiler gives up
         return float("inf")
 
 
-def milliseconds(shape: Shape, task: Task) -> float:
-    launch = _launches(shape, task.chunk, torch.bfloat16)[task.kernel]
-    time: float = triton.testing.do_bench(
-        lambda: launch(task.tile), warmup=5, rep=20, return_mode="median"
-    )
-    return time
+def _tune_step(plan: Tune, batch: int) -> Iterator[Result]:
+    config, times = ModelConfig.named(plan.size), {}
+    for d_in, d_out, warps in product((32, 64, 128, 256), (16, 32, 64, 128), (2, 4, 8)):
+        if d_in <= launch_params.padded(config.d_qk) and 8 <= d_in * d_out / (32 * warps) <= 64:
+            tile = launch_params.Tile(1, d_in, d_out, warps, 1)
+            with patch.object(step, "step_tile", lambda *_, tile=tile: tile):
+                times[tile] = time_steps(our_step(batch, config))
+    yield from _fastest(plan, Result("step", size=plan.size, batch=batch), times)
 
 
-def tune_step(shape: Shape, show: int) -> None:
-    """The single step with norm and gate, over rotating states in a CUDA graph."""
-    heads, d_qk, d_hv = shape.heads, shape.d_qk, shape.d_hv
-    for batch in (1, 8, 64):
-        q, k, v, gate = (
-            torch.randn(batch, heads, d, device="cuda").bfloat16() for d in (d_qk, d_qk, d_hv, d_hv)
-        )
-        i, f = torch.randn(2, batch, heads, device="cuda")
-        weight = torch.ones(heads * d_hv, device="cuda").bfloat16()
-        states = [
-            MLSTMState.zeros(batch, heads, d_qk, d_hv, device=torch.device("cuda"))
-            for _ in range(STATES_IN_TURN)
-        ]
-        timed = []
-        for d_in, d_out, warps in product((32, 64, 128, 256), (16, 32, 64, 128), (2, 4, 8)):
-            tile = Tile(1, d_in, d_out, warps, 1)
-            if d_in <= padded(d_qk) and 8 <= d_in * d_out / (32 * warps) <= 64:
-                launch = partial(_step, q, k, v, i, f, gate, weight, states, tile)
-                timed.append((1000 * step_milliseconds(launch), tile))
-        for time, tile in sorted(timed)[:show]:
-            print(f"step, batch {batch:3} {time:8.2f} µs  {tile}", flush=True)
+# Products of few rows
 
 
-def _step(
-    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, gate: Tensor, weight: Tensor,
-    states: list[MLSTMState], tile: Tile, index: int,
-) -> Tensor:  # fmt: skip
-    return launch_step(q, k, v, i, f, *states[index], gate, weight, 1e-6, 1e-6, tile)
+class Product(NamedTuple):
+    """A matrix product: weights [rows, columns], and the operations fused with it."""
+
+    name: str
+    rows: int
+    columns: int
+    swiglu: bool = False
+    norm: bool = False
+    residual: bool = False
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (
-        ("batch", 8),
-        ("length", 8192),
-        ("heads", 8),
-        ("d-qk", 256),
-        ("d-hv", 512),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--chunks", type=int, nargs="+", default=[64, 128, 256])
-    parser.add_argument("--kernels", nargs="*", default=list(KERNELS), choices=KERNELS)
-    parser.add_argument("--step", action="store_true", help="measure the single step as well")
-    parser.add_argument("--processes", type=int, default=14)
-    parser.add_argument("--show", type=int, default=4, help="how many of the fastest to print")
-    arguments = parser.parse_args()
-    shape = Shape(*(getattr(arguments, name) for name in Shape._fields))
-    if arguments.step:
-        tune_step(shape, arguments.show)
-    tasks = list(candidates(shape, arguments.chunks, arguments.kernels))
-    # Small enough for every worker, and alike in what Triton specialises on.
-    small = shape._replace(batch=2, length=4096)
-    with multiprocessing.get_context("spawn").Pool(arguments.processes) as pool:
-        errors = pool.map(largest_error, [(small, task) for task in tasks], chunksize=4)
-    right = {task for task, error in zip(tasks, errors, strict=True) if error < _TOLERANCE}
-    wrong = [
-        (error, task) for task, error in zip(tasks, errors, strict=True) if error >= _TOLERANCE
+class ProductJob(NamedTuple):
+    product: Product
+    batch: int
+    tile: RowTile | RowsTile
+
+
+def products(config: ModelConfig) -> list[Product]:
+    d, up = config.embedding_dim, config.ffn_dim
+    return [
+        Product("q, k, v, gate", 2 * (config.qk_dim + config.v_dim), d, norm=True),
+        Product("out", d, config.v_dim, residual=True),
+        Product("up", 2 * up, d, swiglu=True, norm=True),
+        Product("down", d, up, residual=True),
+        Product("head", config.vocab_size, d, norm=True),
     ]
-    print(f"{shape}: {len(right)} of {len(tasks)} candidates run and are right", flush=True)
-    for error, task in wrong:
-        if error < float("inf"):
-            print(f"wrong by {error:.1e}: {task}", flush=True)
-    for chunk, kernel in product(arguments.chunks, arguments.kernels):
-        usable = [task for task in right if (task.chunk, task.kernel) == (chunk, kernel)]
-        timed = sorted((milliseconds(shape, task), task) for task in usable)
-        for time, task in timed[: arguments.show]:
-            t = task.tile
-            print(
-                f"{kernel:16} chunk {chunk:4}  {time:7.3f} ms  "
-                f"Tile({t.t}, {t.d_in}, {t.d_out}, {t.warps}, {t.stages})",
-                flush=True,
-            )
 
 
-if __name__ == "__main__":
-    main()
+def _tune_products(plan: Tune, batch: int) -> Iterator[Result]:
+    bandwidth = find_peaks("cuda", torch.bfloat16, 1.0, plan.peak_tbs)[1]
+    all_products, tiles = products(ModelConfig.named(plan.size)), list(product_tiles(batch))
+    jobs = [ProductJob(each, batch, tile) for each in all_products for tile in tiles]
+    right = _right(plan, jobs, product_error, _PRODUCT_TOLERANCE)
+    for each in all_products:
+        x, _, norm = _product_inputs(each, batch)
+        residual = x.new_zeros(batch, each.rows) if each.residual else None
+        case = Result("products", work=each.name, batch=batch)
+        case = replace(case, limit=2 * each.rows * each.columns / bandwidth)
+        yield from _fastest(plan, case, {"F.linear": _time_chain(partial(F.linear, x), each)})
+        own = (job for job in right if job.product == each)
+        times = {
+            job.tile: _time_chain(partial(_multiply, job, x, norm, residual), each) for job in own
+        }
+        yield from _fastest(plan, case, times)
+
+
+def product_tiles(batch: int) -> Iterator[RowTile | RowsTile]:
+    """All tiles that are worth compiling: 16 to 64 weights for each thread at a time."""
+    if batch == 1:
+        for rows, columns, warps, programs in product(
+            (1, 2, 4, 8), (1024, 2048, 4096), (4, 8, 16), (1, 2, 3, 4, 6, 8)
+        ):
+            threads = 32 * warps
+            if 16 <= rows * columns / threads <= 64 and 256 <= threads * programs <= 1024:
+                yield RowTile(rows, columns, warps, programs)
+        return
+    blocks: Iterable[tuple[int, int, int]] = product((64, 128), (64, 128), (4, 8))
+    if batch <= 16:
+        blocks = product((16, 32), (128, 256), (1, 2, 4))
+    for (rows, columns, warps), stages in product(blocks, (3, 4, 5)):
+        if rows * max(batch, 16) >= 16 * 16 * warps:
+            yield RowsTile(rows, columns, warps, stages)
+
+
+def product_error(job: ProductJob) -> float:
+    """The relative error against PyTorch in float32, ∞ if it does not run."""
+    each = job.product
+    try:
+        x, W, norm = _product_inputs(each, job.batch)
+        read = F.rms_norm(x, x.shape[-1:], norm, 1e-6) if each.norm and len(x) == 1 else x
+        want = read.float() @ W.float().mT
+        if each.swiglu:
+            gate, up = want.chunk(2, -1)
+            want = F.silu(gate) * up
+        residual = torch.zeros_like(want, dtype=x.dtype) if each.residual else None
+        got = _multiply(job, x, norm, residual, W)
+        return float((got.float() - want).norm() / want.norm())
+    except Exception:  # too much shared memory, or the compiler gives up
+        return float("inf")
+
+
+@cache
+def _product_inputs(each: Product, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(batch, each.columns, device="cuda").bfloat16()
+    W = torch.randn(each.rows, each.columns, device="cuda").bfloat16() / each.columns**0.5
+    return x, W, torch.rand(each.columns, device="cuda").bfloat16()
+
+
+def _multiply(
+    job: ProductJob, x: Tensor, norm: Tensor, residual: Tensor | None, W: Tensor
+) -> Tensor:
+    options: dict[str, Any] = {"swiglu": job.product.swiglu, "residual": residual, "tile": job.tile}
+    if isinstance(job.tile, RowTile):
+        return multiply_row(x, W, norm=norm if job.product.norm else None, eps=1e-6, **options)[0]
+    return multiply_rows(x, W, **options)[0]
+
+
+def _time_chain(multiply: Callable[[Tensor], object], each: Product) -> float:
+    """One product in a CUDA graph that goes over more weights than the L2 cache holds."""
+    copies = max(8, _BYTES_IN_TURN // (2 * each.rows * each.columns))
+    chain = [torch.randn(each.rows, each.columns, device="cuda").bfloat16() for _ in range(copies)]
+    replay = capture(lambda: [multiply(W) for W in chain])
+    return measure(replay, "cuda", gpu_milliseconds=20) / copies

@@ -1,4 +1,4 @@
-"""`xlstm7b …`: the command line. Every command imports what it needs when it runs."""
+"""The command line. Commands import what they need when they run, so that --help is fast."""
 
 import sys
 
@@ -32,20 +32,22 @@ app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:
-    """Runs the command line; a user's mistake is one sentence and exit code 2."""
+    """Runs the command line. A user's mistake prints one sentence and exits with code 2."""
     try:
         app()
-    except BrokenPipeError:  # whoever read our output has gone, as `head` does
+    except BrokenPipeError:  # the reader of our output, such as `head`, has exited
         sys.stderr.close()
         sys.exit(1)
     except (ValueError, OSError) as error:
-        print(f"xlstm7b: {error}", file=sys.stderr)
-        sys.exit(2)
-    except FloatingPointError as error:  # a run that must not go on, by nobody's mistake
-        print(f"xlstm7b: {error}", file=sys.stderr)
-        sys.exit(1)
+        _fail(str(error), 2)
+    except FloatingPointError as error:  # a model or a run that diverged: not the user's mistake
+        _fail(str(error), 1)
     except ModuleNotFoundError as error:
-        needed = f"this needs {error.name}, which is not installed here"
-        told = needed if error.name else " ".join(str(error).split())  # by a package's own check
-        print(f"xlstm7b: {told}", file=sys.stderr)
-        sys.exit(2)
+        # A package's own check gives no name, but a message of several lines.
+        missing = f"this command needs the package {error.name}, which is not installed"
+        _fail(missing if error.name else " ".join(str(error).split()), 2)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"xlstm7b: {message}", file=sys.stderr)
+    sys.exit(code)

@@ -1,138 +1,175 @@
-"""`xlstm7b generate MODEL --jsonl IN --output OUT`: many prompts from one file into another."""
+"""`xlstm7b generate MODEL --jsonl IN --output OUT`: complete every line of a file."""
 
 import json
-import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xlstm7b.cli.options import ANY_VOCABULARY, count_progress, to_target
+from xlstm7b.cli.options import count_progress, to_target
+from xlstm7b.generate.params import SamplingParams
 
 if TYPE_CHECKING:
     from xlstm7b.cli.loading import OpenedModel
     from xlstm7b.generate import Completion, Request
 
-_WHOLE = ("max_new_tokens", "min_new_tokens", "top_k", "seed", "logprobs")
-_REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-         "frequency_penalty")  # fmt: skip
-_NULLABLE = ("seed", "logprobs", "eos_token_id", "do_sample")
-_OUTCOMES = ("text", "finish_reason", "prompt_tokens", "completion_tokens", "token_ids",
-             "top_logprobs")  # fmt: skip
+_RESULT_FIELDS = (
+    "text",
+    "finish_reason",
+    "prompt_tokens",
+    "completion_tokens",
+    "token_ids",
+    "top_logprobs",
+)
 
 
-class Job(NamedTuple):
-    """One line of the input: all its fields, and what they ask for."""
+class Line(NamedTuple):
+    """One line of the input: file and line number, its JSON fields, and the request they make."""
 
-    where: str
+    source: str
     fields: dict[str, Any]
     request: "Request"
 
 
-def read_jobs(source: str, settings: dict[str, Any], stops: tuple[str, ...]) -> list[Job]:
-    """The lines of a file, or of stdin for `-`. What a line does not set is as in `settings`."""
-    name = "stdin" if source == "-" else source
-    content = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
-    jobs = []
+def read_lines(path: str, defaults: SamplingParams) -> list[Line]:
+    """Reads a JSONL file, or stdin for `-`. Lines can override the default sampling parameters."""
+    name = "stdin" if path == "-" else path
+    content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    lines = []
     for number, line in enumerate(content.split(b"\n"), 1):
         if line.strip():
-            where = f"{name}, line {number}"
-            with _located(where):
+            source = f"{name}, line {number}"
+            with _naming(source):
                 fields = _read_object(line)
-                jobs.append(Job(where, fields, _to_request(fields, settings, stops)))
-    if not jobs:
+                lines.append(Line(source, fields, _to_request(fields, defaults)))
+    if not lines:
         raise ValueError(f"{name} holds no prompts")
-    return jobs
+    return lines
 
 
-def encoded(jobs: list[Job], opened: "OpenedModel") -> "list[Request]":
-    """The jobs' requests with prompts as ids, checked against the model."""
-    from xlstm7b.generate.decoder import check_tokens, with_first_token
-
-    requests = []
-    for job in jobs:
-        with _located(job.where):
-            prompt = job.request.prompt
-            ids = opened.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-            check_tokens(opened.config, ids)
-            with_first_token(opened.config, ids)
-            job.request.settings.check(opened.config.vocab_size)
-            requests.append(replace(job.request, prompt=ids))
-    return requests
-
-
-def to_output(output: str) -> Path | None:
-    """The file to write, None for `-`; what an interrupted run left beside it is not replaced."""
+def check_output(output: str) -> Path | None:
+    """The file to write, None for `-`. `ValueError` if it cannot be written."""
     if output == "-":
         return None
     target = to_target(Path(output))
     if _partial(target).exists():
-        raise ValueError(f"{_partial(target)} holds what an earlier run finished: move it first")
+        raise ValueError(
+            f"{_partial(target)} holds the results of an interrupted run: move it away first"
+        )
     return target
 
 
-def write_completions(
-    opened: "OpenedModel", jobs: list[Job], target: Path | None, *, token_ids: bool, verbose: bool
+def complete_lines(
+    opened: "OpenedModel", lines: list[Line], target: Path | None, *, token_ids: bool, verbose: bool
 ) -> None:
-    """Completes all jobs; each job's line is its fields and what came of it."""
-    requests = encoded(jobs, opened)
+    """Generates for all lines and writes each with its result. `target` None is stdout."""
+    for line in lines:
+        with _naming(line.source):
+            line.request.prepare(opened.config, opened.tokenizer)
     generator = opened.load()
     start = time.perf_counter()
     shown = target is not None or not sys.stdout.isatty()
     with (
-        count_progress("generating", len(jobs), shown) as advance,
-        in_order() if target is None else _to_file(target, len(jobs)) as write,
+        count_progress("generating", len(lines), shown) as advance,
+        in_order() if target is None else _to_file(target, len(lines)) as write,
     ):
 
         def done(index: int, completion: "Completion") -> None:
-            fields = jobs[index].fields | _outcome(completion, token_ids)
+            fields = lines[index].fields | _result(completion, token_ids)
             write(index, json.dumps(fields, ensure_ascii=False) + "\n")
             advance()
 
-        completions = generator.run(requests, done=done)
+        completions = generator.run([line.request for line in lines], done=done)
     if verbose:
         _print_totals(completions, time.perf_counter() - start)
 
 
+def _read_object(line: bytes) -> dict[str, Any]:
+    fields = json.loads(line.decode("utf-8-sig"))
+    if not isinstance(fields, dict):
+        raise ValueError('a line must be a JSON object such as {"prompt": "…"}')
+    json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair cannot be written back
+    return fields
+
+
+def _to_request(fields: dict[str, Any], defaults: SamplingParams) -> "Request":
+    from xlstm7b.generate import Request
+
+    if "prompt" not in fields:
+        raise ValueError('"prompt" is missing')
+    prompt, do_sample = fields["prompt"], fields.get("do_sample")
+    if not isinstance(prompt, str) and not (
+        isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    ):
+        raise ValueError("the prompt must be a string or a list of ids")
+    if do_sample is not None and not isinstance(do_sample, bool):
+        raise ValueError(f"do_sample must be true or false, not {do_sample}")
+    if "num_return_sequences" in fields:
+        raise ValueError("a line has one output: repeat the line instead of num_return_sequences")
+    for name in _RESULT_FIELDS:
+        if name in fields:
+            raise ValueError(f"{name!r} is a field of the result: rename it in the input")
+    names = ("do_sample", *vars(defaults))
+    own = {name: value for name, value in fields.items() if name in names}
+    if isinstance(own.get("logit_bias"), dict):  # JSON has strings for keys
+        own["logit_bias"] = {
+            int(token) if token.isdecimal() else token: bias
+            for token, bias in own["logit_bias"].items()
+        }
+    if do_sample is False:  # the default temperature would contradict it
+        own.setdefault("temperature", 0.0)
+    params = SamplingParams.from_options(**(vars(defaults) | own))
+    params.check()
+    return Request(prompt, params)
+
+
+@contextmanager
+def _naming(source: str) -> Iterator[None]:
+    """Puts file and line number in front of an error."""
+    try:
+        yield
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def _result(completion: "Completion", token_ids: bool) -> dict[str, Any]:
+    result = {
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "prompt_tokens": completion.prompt_tokens,
+        "completion_tokens": len(completion.token_ids),
+        "token_ids": completion.token_ids if token_ids else None,
+        "logprobs": completion.logprobs,
+        "top_logprobs": completion.top_logprobs,
+    }
+    return {name: value for name, value in result.items() if value is not None}
+
+
 def _print_totals(completions: "list[Completion]", seconds: float) -> None:
-    read = sum(completion.prompt_tokens for completion in completions)
-    written = sum(len(completion.token_ids) for completion in completions)
+    prompt_tokens = sum(completion.prompt_tokens for completion in completions)
+    tokens = sum(len(completion.token_ids) for completion in completions)
     for line in (
-        f"prompts      {len(completions):>8,}, {read:,} tokens",
-        f"generated    {written:>8,} tokens {written / seconds:>12,.1f} tok/s, prompts included",
+        f"prompts      {len(completions):>8,}, {prompt_tokens:,} tokens",
+        f"generated    {tokens:>8,} tokens {tokens / seconds:>12,.1f} tok/s, prompts included",
         f"peak memory  {max(c.peak_memory for c in completions) / 1e9:>8,.2f} GB",
     ):
         print(line, file=sys.stderr)
 
 
-def _outcome(completion: "Completion", token_ids: bool) -> dict[str, Any]:
-    outcome: dict[str, Any] = {
-        "text": completion.text,
-        "finish_reason": completion.finish_reason,
-        "prompt_tokens": completion.prompt_tokens,
-        "completion_tokens": len(completion.token_ids),
-    }
-    if token_ids:
-        outcome["token_ids"] = completion.token_ids
-    if completion.logprobs is not None:
-        outcome["logprobs"] = completion.logprobs
-    if completion.top_logprobs is not None:
-        outcome["top_logprobs"] = completion.top_logprobs
-    return outcome
-
-
 @contextmanager
 def in_order() -> Iterator[Callable[[int, str], None]]:
-    """Prints in order, each as soon as those before it are there; in the end all that are left."""
+    """Yields `write(index, text)`: prints texts in order, each as soon as all before it are there.
+
+    Texts that still wait for an earlier one at the end are printed then.
+    """
     waiting: dict[int, str] = {}
     first = 0
 
-    def write(index: int, line: str) -> None:
+    def write(index: int, text: str) -> None:
         nonlocal first
-        waiting[index] = line
+        waiting[index] = text
         while first in waiting:
             print(waiting.pop(first), end="", flush=True)
             first += 1
@@ -140,18 +177,20 @@ def in_order() -> Iterator[Callable[[int, str], None]]:
     try:
         yield write
     finally:
-        for _, line in sorted(waiting.items()):
-            print(line, end="")
+        for _, text in sorted(waiting.items()):
+            print(text, end="")
 
 
 @contextmanager
 def _to_file(target: Path, count: int) -> Iterator[Callable[[int, str], None]]:
-    """Lines into a partial file as they come, and in order into the target when all are there.
+    """Yields `write(index, line)`: lines go to a partial file at once, to the target at the end.
 
-    Whatever ends us before, the partial file has all that was finished.
+    The target has them in order. If the run ends early, the partial file keeps finished lines.
     """
+    from xlstm7b.files import write_aside
+
     lines: dict[int, str] = {}
-    partial, aside = _partial(target), target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    partial = _partial(target)
     file = partial.open("x", encoding="utf-8")
 
     def write(index: int, line: str) -> None:
@@ -162,100 +201,17 @@ def _to_file(target: Path, count: int) -> Iterator[Callable[[int, str], None]]:
     try:
         with file:
             yield write
-        aside.write_text("".join(line for _, line in sorted(lines.items())), encoding="utf-8")
-        aside.replace(target)
+        with write_aside(target) as aside:
+            aside.write_text("".join(line for _, line in sorted(lines.items())), encoding="utf-8")
     except BaseException:
         if lines:
-            share = f"{len(lines)} of {count} texts"
-            print(f"xlstm7b: {partial} holds what was finished, {share}", file=sys.stderr)
+            kept = f"{partial} holds the {len(lines)} of {count} lines that were finished"
+            print(f"xlstm7b: {kept}", file=sys.stderr)
         else:
             partial.unlink()
         raise
-    finally:
-        aside.unlink(missing_ok=True)
     partial.unlink()
 
 
 def _partial(target: Path) -> Path:
     return target.with_name(f"{target.name}.partial")
-
-
-@contextmanager
-def _located(where: str) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{where}: {error}") from error
-
-
-def _read_object(line: bytes) -> dict[str, Any]:
-    fields = json.loads(line.decode("utf-8-sig"))
-    if not isinstance(fields, dict):
-        raise ValueError('not an object, as in {"prompt": "…"}')
-    json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair cannot be written back
-    return fields
-
-
-def _to_request(
-    fields: dict[str, Any], settings: dict[str, Any], stops: tuple[str, ...]
-) -> "Request":
-    from dataclasses import fields as fields_of
-
-    from xlstm7b.generate import SamplingSettings
-    from xlstm7b.generate.requests import common_requests
-
-    if "prompt" not in fields:
-        raise ValueError('there is no "prompt"')
-    prompt, own_stops = fields["prompt"], fields.get("stop_strings", stops)
-    if not isinstance(prompt, str) and not _is_list_of(prompt, int):
-        raise ValueError("the prompt must be a text or a list of ids")
-    if isinstance(own_stops, str):
-        own_stops = [own_stops]
-    if own_stops is not stops and not (_is_list_of(own_stops, str) and all(own_stops)):
-        raise ValueError("stop_strings must be a text or a list of texts, none of them empty")
-    if "num_return_sequences" in fields:
-        raise ValueError("a line has one text: for more, repeat it instead of num_return_sequences")
-    for name in _OUTCOMES:
-        if name in fields:
-            raise ValueError(f"{name!r} is a field of the result: give this one another name")
-    known = ["do_sample", *(field.name for field in fields_of(SamplingSettings))]
-    own = {name: _setting(name, value) for name, value in fields.items() if name in known}
-    if own.get("do_sample") is False:
-        own.setdefault("temperature", 0.0)
-    [request] = common_requests([prompt], own_stops, settings | own)
-    request.settings.check(ANY_VOCABULARY)
-    return request
-
-
-def _setting(name: str, value: Any) -> Any:
-    """A sampling setting from its JSON value, of the type that it should be of."""
-    if value is None and name in _NULLABLE:
-        return None
-    if name == "logit_bias" and isinstance(value, dict):
-        if all(_is_number(bias) and token.isdecimal() for token, bias in value.items()):
-            return {int(token): float(bias) for token, bias in value.items()}
-    elif name in _REAL and _is_number(value):
-        return float(value)
-    elif name in (*_WHOLE, "eos_token_id") and _is_number(value, int):
-        return value
-    elif name == "eos_token_id" and _is_list_of(value, int):
-        return tuple(value)
-    elif name == "do_sample" and isinstance(value, bool):
-        return value
-    wanted = {
-        "logit_bias": "numbers by token",
-        "eos_token_id": "an id or a list of ids",
-        "do_sample": "true or false",
-    }
-    kind = wanted.get(name, "a whole number" if name in _WHOLE else "a number")
-    raise ValueError(f"{name} must be {kind}, not {json.dumps(value)}")
-
-
-def _is_number(value: Any, kind: type = float) -> bool:
-    return isinstance(value, (int, kind)) and not isinstance(value, bool)
-
-
-def _is_list_of(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(item, kind) and not isinstance(item, bool) for item in value
-    )

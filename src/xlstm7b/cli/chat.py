@@ -6,93 +6,71 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from xlstm7b.cli import options
-from xlstm7b.cli.loading import open_model, stopping_on_interrupt
-from xlstm7b.cli.options import check_stops, checked_settings, to_target
+from xlstm7b.cli.loading import open_model
+from xlstm7b.cli.options import option, sampling_options, stop_on_interrupt, to_target
+from xlstm7b.generate.params import SamplingParams
 
 if TYPE_CHECKING:
     from xlstm7b.generate.chat import Chat
 
 _HELP = """\
-/save PATH  save the conversation's state
-/load PATH  go on from a saved state, of a conversation or of `xlstm7b generate --save-state`
-/undo       go back to before the last exchange
-/clear      start anew
-/stats      tokens read, size of the state, speeds of the last answer
-/help       this list
-/exit       leave, as Ctrl-D does; Ctrl-C ends an answer"""
+/save PATH  save the state of the conversation
+/load PATH  continue from a saved state, of a conversation or of `xlstm7b generate --save-state`
+/undo       undo the last exchange
+/clear      start a new conversation
+/stats      print tokens read, size of the state, speeds of the last answer
+/help       print this list
+/exit       quit, as Ctrl-D does; Ctrl-C ends an answer"""
 
 
+@sampling_options(
+    max_new_tokens=1024, temperature=0.8, top_p=0.95, without=("eos_token_id", "logprobs")
+)
 def chat(
     model: options.Model,
     system: Annotated[
-        str | None, typer.Option(help="What the model is told before the conversation.")
+        str | None, option("System message at the start of the conversation.")
     ] = None,
-    max_new_tokens: options.MaxNewTokens = 1024,
-    min_new_tokens: options.MinNewTokens = 0,
-    temperature: options.Temperature = 0.8,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 0.95,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    presence_penalty: options.PresencePenalty = 0.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
+    *,
+    params: SamplingParams,
     tokenizer: options.TokenizerPath = None,
     dtype: options.DType = None,
     device: options.Device = None,
     state_dtype: options.StateDType = "float32",
 ) -> None:
-    """Talk with a model, turn by turn; /help lists what else there is to type.
+    """Talk with a model. Type /help for commands.
 
-    The model's state is carried from turn to turn: a long conversation costs no more per word.
+    The state is kept from turn to turn, so a turn costs the same in a long conversation.
 
-    Turns are written by the model's chat template if it has one, else as User: and Assistant:.
+    Messages are formatted by the model's chat template, or as User: and Assistant: if it has none.
     """
-    settings = checked_settings(
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=min_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-    )
-    stops = check_stops(stop)
-    opened = open_model(
-        model, tokenizer=tokenizer, dtype=dtype, device=device, state_dtype=state_dtype
-    )
-    turns = opened.turns(system)
+    opened = open_model(model, tokenizer, dtype, device, state_dtype)
+    chat_format = opened.chat_format(system)
     from xlstm7b.generate.chat import Chat
 
-    conversation = Chat(opened.load(), turns, system=system, stop_strings=stops, **settings)
+    conversation = Chat(opened.load(), chat_format, system=system, **vars(params))
     for line in _lines():
         if line == "/exit":
             break
         try:
             if line.startswith("/"):
-                _obey(conversation, line)
+                _run_command(conversation, line)
             else:
                 _answer(conversation, line)
         except BrokenPipeError:  # nobody reads the answers any more
             raise
         except (ValueError, OSError) as error:
-            _tell(str(error))
+            _notify(str(error))
 
 
 def _lines() -> Iterator[str]:
-    """What the user types, until Ctrl-C or Ctrl-D, or what is piped in; no empty lines."""
+    """Lines from the terminal or from stdin, stripped, without empty ones, until Ctrl-C or EOF."""
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
         with suppress(ImportError):
             import readline  # noqa: F401 (gives input() its editing keys)
-        _tell("/help lists commands, Ctrl-D leaves")
+        _notify("/help lists commands, Ctrl-D quits")
     with suppress(KeyboardInterrupt, EOFError):
         while True:
             line = input("> ") if interactive else sys.stdin.readline()
@@ -101,25 +79,25 @@ def _lines() -> Iterator[str]:
             if line.strip():
                 yield line.strip()
     if interactive:
-        print()  # the shell's prompt goes on a line of its own
+        print()  # so that the shell's prompt starts on a line of its own
 
 
 def _answer(conversation: "Chat", text: str) -> None:
-    """Prints an answer as it grows. Ctrl-C ends it; a second one drops it."""
-    begun = False
+    """Prints an answer while it is generated. Ctrl-C ends it, a second Ctrl-C discards it."""
+    started = False
     try:
-        with stopping_on_interrupt() as pressed:
-            for piece in conversation.say(text, should_stop=pressed):
-                shown = piece.text if begun else piece.text.lstrip()
-                begun = begun or shown != ""
+        with stop_on_interrupt() as interrupted:
+            for output in conversation.say(text, should_stop=interrupted):
+                shown = output.text if started else output.text.lstrip()
+                started = started or shown != ""
                 print(shown, end="", flush=True)
             print(flush=True)
     except KeyboardInterrupt:
         print(flush=True)
-        _tell("the answer is dropped, and what it was to")
+        _notify("Discarded the answer and the message before it.")
 
 
-def _obey(conversation: "Chat", line: str) -> None:
+def _run_command(conversation: "Chat", line: str) -> None:
     name, _, argument = line[1:].partition(" ")
     path = Path(argument.strip()).expanduser()
     if name in ("save", "load") and not argument.strip():
@@ -127,34 +105,34 @@ def _obey(conversation: "Chat", line: str) -> None:
     match name:
         case "save":
             conversation.save(to_target(path))
-            _tell(f"saved {path}")
+            _notify(f"Saved the conversation to {path}.")
         case "load":
             conversation.load(path)
-            _tell(f"the conversation goes on from {path}")
+            _notify(f"Loaded {path}.")
         case "undo":
             conversation.undo()
-            _tell("the last exchange never was")
+            _notify("Undid the last exchange.")
         case "clear":
             conversation.clear()
-            _tell("the conversation starts anew")
+            _notify("Started a new conversation.")
         case "stats":
             _print_stats(conversation)
         case "help":
-            _tell(_HELP)
+            _notify(_HELP)
         case _:
-            raise ValueError(f"there is no command /{name}; /help lists those there are")
+            raise ValueError(f"unknown command /{name}; /help lists the commands")
 
 
 def _print_stats(conversation: "Chat") -> None:
     stats = conversation.stats()
-    _tell(f"exchanges    {stats.exchanges:>12,}")
-    _tell(f"tokens read  {stats.tokens_read:>12,}")
-    _tell(f"state        {stats.state_bytes / 1e6:>12,.1f} MB")
+    _notify(f"exchanges    {stats.exchanges:>12,}")
+    _notify(f"tokens read  {stats.tokens_read:>12,}")
+    _notify(f"state        {stats.state_bytes / 1e6:>12,.1f} MB")
     if stats.last is not None:
-        _tell(f"reading      {stats.last.prompt_tokens_per_second:>12,.1f} tok/s")
-        _tell(f"answering    {stats.last.tokens_per_second:>12,.1f} tok/s")
+        _notify(f"reading      {stats.last.prompt_tokens_per_second:>12,.1f} tok/s")
+        _notify(f"answering    {stats.last.tokens_per_second:>12,.1f} tok/s")
 
 
-def _tell(sentence: str) -> None:
-    """On stderr: what is piped on from stdout is the answers alone."""
+def _notify(sentence: str) -> None:
+    """Prints on stderr, so that stdout has nothing but the answers."""
     print(sentence, file=sys.stderr, flush=True)

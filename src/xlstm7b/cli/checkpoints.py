@@ -1,4 +1,4 @@
-"""`xlstm7b info | verify | convert | compare`: look at checkpoints, and rewrite them."""
+"""`xlstm7b info | verify | convert | compare`: inspect and convert checkpoints."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,10 @@ from typing import Annotated
 
 import typer
 
-from xlstm7b.cli.options import Device, Model, byte_progress, to_device, to_dtype
+from xlstm7b.cli.options import Device, Model, byte_progress
 from xlstm7b.cli.sections import print_sections
+from xlstm7b.devices import to_device, to_dtype
+from xlstm7b.report import table
 
 
 def info(
@@ -15,18 +17,18 @@ def info(
         str,
         typer.Argument(help="A size (tiny, 160m, 400m, 1.4b, 2.7b, 7b) or a checkpoint folder."),
     ],
-    context_length: Annotated[int, typer.Option(help="Sequence length that FLOPs are for.")] = 8192,
-    chunk_size: Annotated[int, typer.Option(help="Chunk length that FLOPs are for.")] = 64,
+    context_length: Annotated[int, typer.Option(help="Tokens per sequence, for FLOPs.")] = 8192,
+    chunk_size: Annotated[int, typer.Option(help="Tokens per chunk of the cell, for FLOPs.")] = 64,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show a model's shape, parameters, state, FLOPs and memory."""
+    """Show a model's shape, parameters, state size, FLOPs and memory."""
     from xlstm7b.accounting import summary
     from xlstm7b.config import SIZES, ModelConfig
 
     if model.lower() in SIZES:
         config = ModelConfig.named(model)
     elif Path(model).is_dir():
-        from xlstm7b.weights import read_config
+        from xlstm7b.checkpoint import read_config
 
         config = read_config(Path(model))
     else:
@@ -43,35 +45,39 @@ def info(
 def verify(
     folder: Annotated[Path, typer.Argument(help="Checkpoint folder with a SHA256SUMS file.")],
 ) -> None:
-    """Check a folder's files against its SHA256SUMS: else a flipped bit loads in silence."""
-    from xlstm7b import weights
+    """Check the files of a checkpoint against its SHA256SUMS. Loading does not check them."""
+    from xlstm7b import checkpoint
 
-    total = sum(p.stat().st_size for p in folder.iterdir()) if folder.is_dir() else 0
+    total = sum(p.stat().st_size for p in folder.glob("*") if p.is_file())
     with byte_progress("verifying", total) as report:
-        count = weights.verify(folder, report)
-    print(f"{folder}: {count} files are as they were saved")
+        count = checkpoint.verify(folder, report)
+    print(f"{folder}: {count} files match SHA256SUMS")
 
 
 def convert(
     source: Model,
     target: Annotated[Path, typer.Argument(help="Folder to write, in Hugging Face layout.")],
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16.", show_default="as stored")
+        str | None,
+        typer.Option(help="float32, bfloat16 or float16.", show_default="the stored dtype"),
     ] = None,
-    max_shard_size: Annotated[float, typer.Option(help="Largest weights file, in GB.")] = 5.0,
+    max_shard_size: Annotated[
+        float, typer.Option(help="Maximum size of a weights file, in GB.")
+    ] = 5.0,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a checkpoint that is in TARGET.")
+        bool, typer.Option("--overwrite", help="Replace the checkpoint in TARGET.")
     ] = False,
 ) -> None:
-    """Write a checkpoint in another dtype, sharding or, from the authors' own, folder format.
+    """Write a checkpoint in the Hugging Face layout, with another dtype or shard size.
 
-    The tokenizer and licence files beside it go along.
+    SOURCE may be a folder in the format of the xLSTM authors. Tokenizer and licence files are
+    copied too.
     """
-    from xlstm7b.weights import open_checkpoint, save_checkpoint
+    from xlstm7b.checkpoint import open_checkpoint, save_checkpoint
 
     wanted = None if dtype is None else to_dtype(dtype)
     if not 0 < max_shard_size < float("inf"):
-        raise ValueError(f"max_shard_size must be a positive number of GB, not {max_shard_size}")
+        raise ValueError(f"--max-shard-size must be a positive number of GB, not {max_shard_size}")
     if target.is_dir() and not overwrite and any(target.iterdir()):
         raise ValueError(f"{target} exists already; --overwrite replaces the checkpoint in it")
     checkpoint = open_checkpoint(source)
@@ -91,42 +97,40 @@ def convert(
 
 def compare(
     model: Model,
-    max_new_tokens: Annotated[int, typer.Option(help="Greedy tokens to compare.")] = 32,
-    speed_length: Annotated[int, typer.Option(help="Prompt tokens for the speeds.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(help="Greedy tokens per prompt to compare.")] = 32,
+    speed_length: Annotated[int, typer.Option(help="Prompt tokens in the speed test.")] = 256,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Run transformers' xLSTM and this package on the same weights and prompts, side by side."""
-    from rich.console import Console
-    from rich.table import Table
-
+    """Compare this package with transformers on the same weights: logits, greedy tokens, speed."""
     from xlstm7b.bench.compare import compare as run
 
     result = run(
         model,
         dtype=to_dtype(dtype),
-        device=to_device(device),
+        device=str(to_device(device)),
         max_new_tokens=max_new_tokens,
         speed_length=speed_length,
     )
     if as_json:
         print(json.dumps(result.to_dict(), indent=2))
         return
-    table = Table(title=f"ours against transformers, {result.dtype} on {result.device}")
-    for heading in ("prompt", "tokens", "relative diff.", "largest diff.", "same greedy"):
-        table.add_column(heading, justify="left" if heading == "prompt" else "right", no_wrap=True)
-    for row in result.prompts:
-        table.add_row(
+    rows = [
+        (
             repr(row.prompt)[:20],
-            str(row.tokens),
+            row.tokens,
             f"{row.relative_difference:.1e}",
             f"{row.largest_difference:.1e}",
             f"{row.same_greedy_tokens}/{row.greedy_tokens}",
         )
-    speeds = Table(title="tokens per second")
-    for heading in ("", f"prefill of {result.speed_length}", "decode"):
-        speeds.add_column(heading, justify="right")
-    for name, speed in (("ours", result.ours), ("transformers", result.theirs)):
-        speeds.add_row(name, f"{speed.prefill:.1f}", f"{speed.decode:.1f}")
-    Console().print(table, speeds)
+        for row in result.prompts
+    ]
+    speeds = [
+        (name, f"{speed.prefill:.1f}", f"{speed.decode:.1f}")
+        for name, speed in (("xlstm7b", result.ours), ("transformers", result.theirs))
+    ]
+    print(f"xlstm7b and transformers, {result.dtype} on {result.device}: difference of the logits")
+    print(table(("prompt", "tokens", "relative", "largest", "same greedy"), rows))
+    print("\ntokens per second")
+    print(table(("", f"prefill of {result.speed_length}", "decode"), speeds))

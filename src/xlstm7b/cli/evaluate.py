@@ -1,20 +1,22 @@
-"""`xlstm7b eval …`: tasks of the LM Evaluation Harness, perplexity, RULER; results compared."""
+"""`xlstm7b eval …`: LM Evaluation Harness tasks, perplexity, RULER, and comparing results.
 
+`ruler` is one long function, because it declares every option and checks all before loading.
+"""
+
+import hashlib
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from xlstm7b.cli import options, ruler
-from xlstm7b.cli.loading import OpenedModel, open_model
+from xlstm7b.cli import options
+from xlstm7b.cli.loading import open_model
 from xlstm7b.cli.options import count_progress, listed, to_target
 
-if TYPE_CHECKING:
-    from xlstm7b.evaluate.results import Line, Measured
 
-
-class _RunsTasks(typer.core.TyperGroup):
-    """`eval FOLDER --tasks …` is `eval run FOLDER --tasks …`."""
+class _RunByDefault(typer.core.TyperGroup):
+    """`eval FOLDER --tasks …` means `eval run FOLDER --tasks …`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] != "--help":
@@ -23,14 +25,21 @@ class _RunsTasks(typer.core.TyperGroup):
         return parsed
 
 
-app = typer.Typer(cls=_RunsTasks, help="Measure how good a model is.", no_args_is_help=True)
-app.command()(ruler.ruler)
-app.command()(ruler.ruler_plot)
+def _data(explained: str) -> Any:
+    return typer.Option(help=explained, rich_help_panel="Data")
+
+
+app = typer.Typer(cls=_RunByDefault, help="Measure the quality of a model.", no_args_is_help=True)
 
 _BatchSize = Annotated[
-    str, typer.Option(help="Texts at once; auto: by free memory.", rich_help_panel="Model")
+    str,
+    typer.Option(
+        help="Sequences in a batch. auto chooses by free memory.", rich_help_panel="Model"
+    ),
 ]
-_Output = Annotated[Path | None, typer.Option(help="Results as JSON, in the harness's layout.")]
+_Output = Annotated[
+    Path | None, typer.Option(help="JSON file for the results, in the harness's layout.")
+]
 
 
 @app.command()
@@ -39,16 +48,24 @@ def run(
     tasks: Annotated[
         str,
         typer.Option(
-            help="Tasks and groups of the harness, by commas, and leaderboard-v1, leaderboard-v2."
+            help="Harness tasks and groups, separated by commas; also the paper's presets "
+            "leaderboard-v1 and leaderboard-v2."
         ),
     ] = "",
-    tasks_dir: Annotated[Path | None, typer.Option(help="A folder of more tasks, as YAML.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many of each task.")] = None,
+    tasks_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder with more tasks as YAML files. Without --tasks, runs them all."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Run only the first N questions of each task.")
+    ] = None,
     num_fewshot: Annotated[
-        int | None, typer.Option(help="Examples before each question.", show_default="the task's")
+        int | None,
+        typer.Option(help="Examples before each question.", show_default="the task's own number"),
     ] = None,
     apply_chat_template: Annotated[
-        bool, typer.Option("--apply-chat-template", help="Put questions as the model's chats go.")
+        bool,
+        typer.Option("--apply-chat-template", help="Format questions with the chat template."),
     ] = False,
     output: _Output = None,
     batch_size: _BatchSize = "auto",
@@ -56,33 +73,34 @@ def run(
     dtype: options.DType = None,
     device: options.Device = None,
 ) -> None:
-    """Run tasks of the LM Evaluation Harness; `run` itself may be left out.
+    """Run tasks of the LM Evaluation Harness. The word `run` can be left out.
 
     xlstm7b eval --tasks leaderboard-v2 NX-AI/xLSTM-7b --output results.json
     """
-    rows = _rows(batch_size)
+    _to_rows(batch_size)
     for name, value, least in (("limit", limit, 1), ("num-fewshot", num_fewshot, 0)):
         if value is not None and value < least:
             raise ValueError(f"--{name} must be at least {least}, not {value}")
     target = None if output is None else to_target(output)
     names = listed(tasks)
     if not names and tasks_dir is None:
-        raise ValueError("no task is given: --tasks NAME,… or --tasks-dir FOLDER")
-    opened = _opened(model, tokenizer, dtype, device)
-    from xlstm7b.tokenizer import load_chat_template
+        raise ValueError("no tasks are given; use --tasks NAME,NAME or --tasks-dir FOLDER")
+    opened = open_model(
+        model, tokenizer=tokenizer, dtype=dtype, device=device, state_dtype="float32"
+    )
+    from xlstm7b.chat_format import load_chat_template
 
     if apply_chat_template and load_chat_template(opened.folder) is None:
-        raise ValueError(f"{opened.folder} holds no chat template to apply")
+        raise ValueError(f"{opened.folder} has no chat template; leave --apply-chat-template out")
     from xlstm7b.evaluate.harness import XLSTM7B, load_tasks, run_tasks
-    from xlstm7b.evaluate.results import described, write_json
 
     loaded = load_tasks(names, tasks_dir, num_fewshot)
     lm = XLSTM7B(
         str(opened.folder),
         tokenizer=None if tokenizer is None else str(tokenizer),
         dtype=dtype,
-        device=opened.device,
-        batch_size="auto" if rows is None else rows,
+        device=str(opened.device),
+        batch_size=batch_size,
     )
     results = run_tasks(lm, loaded, limit=limit, apply_chat_template=apply_chat_template)
     from lm_eval.utils import make_table
@@ -90,125 +108,187 @@ def run(
     print(make_table(results))
     if results.get("groups"):
         print(make_table(results, "groups"))
-    if target is not None:  # last: should it fail, the table is there
-        write_json(target, described(results, opened.folder))
+    _write_results(target, results, opened.folder)
 
 
 @app.command()
 def ppl(
     model: options.Model,
     texts: Annotated[
-        list[Path], typer.Argument(help=".txt, .jsonl (also .gz, .zst), .parquet, or folders.")
+        list[Path],
+        typer.Argument(help="Files: .txt, .jsonl (also .gz, .zst), .parquet; or folders of them."),
     ],
-    column: Annotated[str, typer.Option(help="The text's name in .jsonl and .parquet.")] = "text",
+    column: Annotated[
+        str, typer.Option(help="Field with the text, in .jsonl and .parquet.")
+    ] = "text",
     output: _Output = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the loss over the position, as PNG.")
+        Path | None, typer.Option(help="PNG file for a plot of the loss over the position.")
     ] = None,
     batch_size: _BatchSize = "auto",
     tokenizer: options.TokenizerPath = None,
     dtype: options.DType = None,
     device: options.Device = None,
 ) -> None:
-    """Perplexity of any text, and by position: does the model use its context?
+    """Measure the perplexity of any text, and the loss by position in the document.
 
-    Every document is read whole, on a state that goes from piece to piece.
+    Every document is read from its beginning to its end, whatever its length.
     """
-    rows = _rows(batch_size)
+    rows = _to_rows(batch_size)
     target = None if output is None else to_target(output)
     picture = None if plot is None else to_target(plot)
-    if picture is not None:
-        import matplotlib  # noqa: F401 (missed now rather than after all the work)
-    from xlstm7b.data.sources import Columns, check_source, find_sources
-    from xlstm7b.evaluate import perplexity
+    from xlstm7b.data.input_files import Columns, check_input_file, find_input_files
+    from xlstm7b.evaluate.perplexity import perplexity, plot_loss, read_documents
+    from xlstm7b.report import check_matplotlib
 
-    for source in find_sources(texts):
-        check_source(source, Columns(text=column))
-    if not any(perplexity.read_documents(texts, column)):
+    if picture is not None:
+        check_matplotlib()
+    for source in find_input_files(texts):
+        check_input_file(source, Columns(text=column))
+    if not any(read_documents(texts, column)):
         raise ValueError("there is no text to measure")
-    opened = _opened(model, tokenizer, dtype, device)
-    from xlstm7b.evaluate.results import described, write_json
+    opened = open_model(
+        model, tokenizer=tokenizer, dtype=dtype, device=device, state_dtype="float32"
+    )
     from xlstm7b.evaluate.scoring import Scorer
     from xlstm7b.model import XLSTM
 
-    loaded = XLSTM.from_pretrained(opened.folder, dtype=opened.dtype, device=opened.device)
+    loaded = XLSTM.from_pretrained(opened.folder, dtype=opened.dtype, device=str(opened.device))
+    scorer = Scorer(loaded, batch_size=rows)
     with count_progress("reading", None, shown=True) as progress:
-        measured = perplexity.perplexity(
-            Scorer(loaded, batch_size=rows),
-            opened.tokenizer,
-            perplexity.read_documents(texts, column),
-            progress,
-        )
-    print(f"{measured.documents:,} documents, {measured.tokens:,} tokens, {measured.bytes:,} bytes")
-    print(f"loss {measured.loss:.4f} nats a token, perplexity {measured.perplexity:.3f}, "
-          f"{measured.bits_per_byte:.4f} bits a byte")  # fmt: skip
-    print_columns(
-        [
-            ("tokens from", "to", "how many", "loss", "perplexity"),
-            *(
-                (
-                    f"{b.first:,}",
-                    f"{b.last:,}",
-                    f"{b.tokens:,}",
-                    f"{b.loss:.4f}",
-                    f"{b.perplexity:.3f}",
-                )
-                for b in measured.buckets
-            ),
-        ],
-        left=0,
-    )
-    if target is not None:  # last: should it fail, the table is there
-        name = ", ".join(path.resolve().name for path in texts)
-        write_json(target, described(measured.results(name), opened.folder))
+        documents = read_documents(texts, column)
+        measured = perplexity(scorer, opened.tokenizer, documents, progress)
+    print(measured)
+    name = ", ".join(path.resolve().name for path in texts)
+    _write_results(target, measured.to_results(name), opened.folder)
     if picture is not None:
-        perplexity.plot(measured, picture, opened.folder.resolve().name)
+        plot_loss(measured, picture, opened.folder.resolve().name)
 
 
 @app.command()
 def compare(
-    files: Annotated[list[Path], typer.Argument(help="Results files, two or more.")],
+    files: Annotated[list[Path], typer.Argument(help="Two or more results files.")],
 ) -> None:
-    """Print results side by side: task × metric, standard errors, differences to the first file."""
-    from xlstm7b.evaluate.results import compare as compared
+    """Print results side by side, with standard errors and the differences to the first file."""
+    from xlstm7b.evaluate.results import comparison_table
 
     if len(files) < 2:
-        raise ValueError("there is nothing to compare: give two or more results files")
-    names = [file.stem for file in files]
-    if len(set(names)) < len(names):
-        names = [str(file) for file in files]
-    heading = ["task", "metric", names[0]]
-    for name in names[1:]:
-        heading += [name, "difference"]
-    print_columns([heading, *(_cells(line) for line in compared(files))], left=2)
+        raise ValueError("there is nothing to compare; give at least two results files")
+    print(comparison_table(files))
 
 
-def _cells(line: "Line") -> list[str]:
-    cells = [line.task, line.metric, _shown(line.values[0])]
-    for value, difference in zip(line.values[1:], line.differences, strict=True):
-        cells += [_shown(value), "–" if difference is None else f"{difference:+.4f}"]
-    return cells
+@app.command()
+def ruler(
+    model: options.Model,
+    output: Annotated[
+        Path,
+        typer.Option(
+            help="Folder for answers and scores. If it holds a run, that run is continued."
+        ),
+    ],
+    lengths: Annotated[
+        str, typer.Option(help="Lengths in tokens, with the answer, separated by commas.")
+    ] = "4096,8192,16384,32768,65536,131072",
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="Tasks, separated by commas, such as niah_single_1,vt.", show_default="all 13"
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Samples of each task at each length.")] = 500,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the prompts: the same seed gives the same prompts.")
+    ] = 42,
+    plot: Annotated[
+        bool,
+        typer.Option("--plot", help="Draw the average score: ruler.png in --output."),
+    ] = False,
+    haystack: Annotated[Path | None, _data("Text file to hide needles in.")] = None,
+    squad: Annotated[Path | None, _data("SQuAD v2's dev-v2.0.json, for qa_1.")] = None,
+    hotpotqa: Annotated[
+        Path | None, _data("HotpotQA's hotpot_dev_distractor_v1.json, for qa_2.")
+    ] = None,
+    tokenizer: options.TokenizerPath = None,
+    dtype: options.DType = None,
+    device: options.Device = None,
+    state_dtype: options.StateDType = "float32",
+    batch_size: options.BatchSize = 32,
+) -> None:
+    """Measure how much of a long context a model uses, with RULER's 13 tasks.
+
+    The same command continues a run that was stopped. Tasks whose data is not given with
+    --haystack, --squad or --hotpotqa are left out.
+    """
+    from xlstm7b.evaluate.results import run_info
+    from xlstm7b.evaluate.ruler.datasets import Datasets
+    from xlstm7b.evaluate.ruler.run import (
+        SCORES,
+        Plan,
+        Run,
+        greedy_answers,
+        plot_scores,
+        score_table,
+    )
+    from xlstm7b.evaluate.ruler.tasks import TASKS
+    from xlstm7b.report import check_matplotlib
+    from xlstm7b.tokenizer import tokenizer_fingerprint, with_first_token
+
+    if plot:
+        check_matplotlib()
+    chosen = tuple(TASKS) if tasks is None else tuple(listed(tasks))
+    plan = Plan(chosen, _to_lengths(lengths), samples, seed)
+    plan.check()
+    files = {"haystack": haystack, "squad": squad, "hotpotqa": hotpotqa}
+    datasets = Datasets.read(**files)
+    opened = open_model(
+        model,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        device=device,
+        state_dtype=state_dtype,
+        batch_size=batch_size,
+    )
+    info = run_info(opened.folder)
+    in_folder = opened.folder if (opened.folder / "tokenizer.json").is_file() else "bytes"
+    identity = {
+        "model_fingerprint": info["model"]["fingerprint"],
+        "tokenizer": tokenizer_fingerprint(tokenizer or in_folder),
+        "seed": seed,
+        "dtype": str(opened.dtype or "as stored").removeprefix("torch."),
+        "state_dtype": state_dtype,
+    }
+    for name, path in files.items():
+        identity[name] = None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
+
+    def count_tokens(text: str) -> int:
+        return len(with_first_token(opened.config, opened.tokenizer.encode(text)))
+
+    about = {"model": model, "xlstm7b": info}
+    started = Run(output, plan, datasets, count_tokens, identity=identity, about=about)
+    for name, reason in started.left_out.items():
+        print(f"{name} is left out: {reason}", file=sys.stderr)
+    with count_progress("answering", started.total, shown=True) as progress:
+        document = started.answer(
+            lambda: greedy_answers(opened.load()), batch_size=batch_size, progress=progress
+        )
+    print(score_table(document))
+    if plot:
+        plot_scores([output / SCORES], output / "ruler.png")
 
 
-def _shown(measured: "Measured | None") -> str:
-    if measured is None:
-        return "–"
-    spread = "" if measured.error is None else f" ± {measured.error:.4f}"
-    return f"{measured.value:.4f}{spread}"
+@app.command()
+def ruler_plot(
+    scores: Annotated[list[Path], typer.Argument(help="The scores.json of each model.")],
+    output: Annotated[Path, typer.Option(help="PNG file to write.")] = Path("ruler.png"),
+) -> None:
+    """Draw RULER's average score over the length, for one or more models."""
+    from xlstm7b.evaluate.ruler.run import plot_scores
+
+    plot_scores(scores, to_target(output))
+    print(f"wrote {output}")
 
 
-def print_columns(rows: "list[Any]", left: int) -> None:
-    """Rows of texts as columns, the first `left` to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            cell.ljust(width) if place < left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
-
-
-def _rows(batch_size: str) -> int | None:
+def _to_rows(batch_size: str) -> int | None:
     if batch_size == "auto":
         return None
     if not batch_size.isdecimal() or int(batch_size) < 1:
@@ -216,7 +296,17 @@ def _rows(batch_size: str) -> int | None:
     return int(batch_size)
 
 
-def _opened(
-    model: str, tokenizer: Path | None, dtype: str | None, device: str | None
-) -> OpenedModel:
-    return open_model(model, tokenizer=tokenizer, dtype=dtype, device=device, state_dtype="float32")
+def _to_lengths(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in listed(text))
+    except ValueError:
+        raise ValueError(f"--lengths must be numbers such as 4096,8192, not {text!r}") from None
+
+
+def _write_results(target: Path | None, results: dict[str, Any], model: Path) -> None:
+    """Writes a results file if --output is given. Call it after printing: writing may fail."""
+    from xlstm7b.evaluate.results import run_info
+    from xlstm7b.files import write_json
+
+    if target is not None:
+        write_json(target, {**results, "xlstm7b": run_info(model)})

@@ -1,6 +1,11 @@
-"""`xlstm7b generate MODEL PROMPT`: continue a text on the terminal, or many from a file."""
+"""`xlstm7b generate MODEL PROMPT`: continue a prompt on the terminal, or many prompts in a file.
+
+The command is one long function, because it declares every option.
+"""
 
 import sys
+from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,226 +13,223 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from xlstm7b.cli import options
-from xlstm7b.cli.loading import OpenedModel, open_model, stopping_on_interrupt
-from xlstm7b.cli.options import check_stops, checked_settings, count_progress, to_target
+from xlstm7b.cli.loading import open_model
+from xlstm7b.cli.options import (
+    count_progress,
+    option,
+    sampling_options,
+    stop_on_interrupt,
+    to_target,
+)
+from xlstm7b.generate.params import SamplingParams
 
 if TYPE_CHECKING:
-    from xlstm7b.generate import Completion, Generator, TextState
+    from xlstm7b.generate import Completion, Generator
 
-_LONG = 4096  # tokens that take a while to read
-_INTERRUPTED = 130  # the exit code that shells give to a program ended by Ctrl-C
+_LONG_PROMPT = 4096  # tokens; reading more than this shows a progress bar
+_INTERRUPTED = 130  # exit code of a program that Ctrl-C ended
+_H200_BANDWIDTH = 4.27e12  # bytes per second, measured
 
-
-def _state(explained: str) -> Any:
-    return typer.Option(help=explained, rich_help_panel="State")
-
-
-def _batch(*names: str, explained: str) -> Any:
-    return typer.Option(*names, help=explained, rich_help_panel="Many prompts")
+_state_option = partial(option, panel="State")
+_batch_option = partial(option, panel="Many prompts")
 
 
+@sampling_options(temperature=0.8, top_p=0.95)
 def generate(
     model: options.Model,
     prompt: Annotated[
-        str | None, typer.Argument(help="Text to continue; - or nothing: what is piped in.")
+        str | None, typer.Argument(help="Text to continue. Without it, or with -, stdin is read.")
     ] = None,
     file: Annotated[
-        Path | None, typer.Option(help="A file to continue, less a last line break.")
+        Path | None, option("File with the prompt. A line break at its end is dropped.")
     ] = None,
-    echo: Annotated[bool, typer.Option("--echo/--no-echo", help="Print the prompt first.")] = True,
+    echo: Annotated[bool, option("Print the prompt first.", "--echo/--no-echo")] = True,
     num_return_sequences: Annotated[
-        int, typer.Option("-n", "--num-return-sequences", help="Texts to continue it by.")
+        int, option("Number of outputs to generate.", "-n", "--num-return-sequences")
     ] = 1,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Print speeds and memory, on stderr.")
-    ] = False,
+    verbose: Annotated[bool, option("Print speeds and memory on stderr.", "--verbose")] = False,
     peak_tbs: Annotated[
         float | None,
-        typer.Option(help="What memory reads, in TB/s.", show_default="an H200's, or measured"),
+        option(
+            "Memory bandwidth in TB/s, for --verbose.", default="an H200's on a GPU, else measured"
+        ),
     ] = None,
-    max_new_tokens: options.MaxNewTokens = 256,
-    min_new_tokens: options.MinNewTokens = 0,
-    temperature: options.Temperature = 0.8,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 0.95,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    presence_penalty: options.PresencePenalty = 0.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    ignore_eos: Annotated[
-        bool,
-        typer.Option("--ignore-eos", help="Go on past ends of text.", rich_help_panel="Sampling"),
-    ] = False,
-    load_state: Annotated[Path | None, _state("Go on from a saved state.")] = None,
+    *,
+    params: SamplingParams,
+    load_state: Annotated[Path | None, _state_option("Continue from a saved state.")] = None,
     save_state: Annotated[
-        Path | None, _state("Save the state, which has read prompt and text.")
+        Path | None, _state_option("Save the state after prompt and output.")
     ] = None,
     jsonl: Annotated[
-        str | None, _batch(explained='Lines of {"prompt": "…"}, with settings; - is stdin.')
+        str | None, _batch_option('File with a {"prompt": "…"} in each line; - is stdin.')
     ] = None,
-    output: Annotated[str, _batch(explained="The same lines, completed; - is stdout.")] = "-",
-    token_ids: Annotated[bool, _batch("--token-ids", explained="Write token_ids as well.")] = False,
-    logprobs: Annotated[
-        int | None, _batch(explained="Write logprobs, and of this many likeliest tokens.")
-    ] = None,
+    output: Annotated[str, _batch_option("File for the completed lines; - is stdout.")] = "-",
+    token_ids: Annotated[
+        bool, _batch_option("Write token_ids of each output.", "--token-ids")
+    ] = False,
     tokenizer: options.TokenizerPath = None,
     dtype: options.DType = None,
     device: options.Device = None,
     state_dtype: options.StateDType = "float32",
     batch_size: options.BatchSize = 32,
 ) -> None:
-    """Continue a prompt, streaming to the terminal; or, with --jsonl, many from a file.
+    """Continue a prompt and stream the output to the terminal.
 
-    Ctrl-C ends the text, or all that are under way; a state is saved even so.
+    With --jsonl, complete every line of a file. A line can hold sampling parameters of its own,
+    which override the options, and other fields, which are copied. --output, --token-ids and
+    --logprobs need --jsonl.
 
-    A line of --jsonl may have sampling settings, stop_strings and fields that go through.
+    Ctrl-C ends the output; --save-state still saves the state. A second Ctrl-C quits at once.
     """
-    settings = checked_settings(
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=min_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        eos_token_id=() if ignore_eos else None,
-        logprobs=logprobs,
-    )
-    stops = check_stops(stop)
+    opening = partial(open_model, model, tokenizer, dtype, device, state_dtype, batch_size)
     if num_return_sequences < 1:
         raise ValueError(f"num_return_sequences must be at least 1, not {num_return_sequences}")
     if peak_tbs is not None and not 0 < peak_tbs < float("inf"):
         raise ValueError(f"peak_tbs must be a positive number of TB/s, not {peak_tbs}")
-    placed: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "dtype": dtype,
-        "device": device,
-        "state_dtype": state_dtype,
-        "batch_size": batch_size,
-    }
     if jsonl is not None:
-        from xlstm7b.cli.batch import read_jobs, to_output, write_completions
+        from xlstm7b.cli.batch import check_output, complete_lines, read_lines
 
-        for name, value in (
-            ("a prompt", prompt),
-            ("--file", file),
-            ("-n", num_return_sequences > 1 or None),
-            ("--load-state", load_state),
-            ("--save-state", save_state),
-        ):
-            if value is not None:
-                raise ValueError(f"--jsonl brings its own prompts: it does not go with {name}")
-        target = to_output(output)
-        jobs = read_jobs(jsonl, settings, stops)
-        opened = open_model(model, **placed)
-        write_completions(opened, jobs, target, token_ids=token_ids, verbose=verbose)
+        for name, given in {
+            "a prompt argument": prompt is not None,
+            "--file": file is not None,
+            "-n": num_return_sequences > 1,
+            "--load-state": load_state is not None,
+            "--save-state": save_state is not None,
+        }.items():
+            if given:
+                raise ValueError(f"--jsonl cannot be combined with {name}")
+        target, lines = check_output(output), read_lines(jsonl, params)
+        complete_lines(opening(), lines, target, token_ids=token_ids, verbose=verbose)
         return
-    if output != "-" or token_ids or logprobs is not None:
-        raise ValueError("--output, --token-ids and --logprobs only go with --jsonl")
+    if output != "-" or token_ids or params.logprobs is not None:
+        raise ValueError("--output, --token-ids and --logprobs need --jsonl")
     if save_state is not None:
         if num_return_sequences > 1:
-            raise ValueError("--save-state saves one text: it does not go with -n")
+            raise ValueError("--save-state saves one state: it cannot be combined with -n")
         save_state = to_target(save_state)
     text = _read_prompt(prompt, file, optional=load_state is not None)
-    opened = open_model(model, **placed)
-    state = None if load_state is None else opened.load_state(load_state)
-    length = _check_prompt(opened, text, state)
+    opened = opening()
+    from xlstm7b.generate import Request, SavedState
+
+    state = None
+    if load_state is not None:
+        state = SavedState.load(load_state, opened.config, device=opened.device)
+    request = Request(text or "", params, state=state).prepare(opened.config, opened.tokenizer)
     generator = opened.load()
     shown = text if echo and text is not None else ""
-    wanted = {**settings, "state": state, "stop_strings": stops}
-    interrupted = False
-    if num_return_sequences > 1:
-        completions, interrupted = _print_several(
-            generator, text, shown, num_return_sequences, wanted
-        )
-    else:
-        completion, interrupted = _stream(generator, text, shown, length, save_state, wanted)
-        completions = [completion]
+    with stop_on_interrupt() as interrupted:
+        sampling = {**vars(params), "state": state, "should_stop": interrupted}
+        if num_return_sequences > 1:
+            completions = _print_several(generator, text, shown, num_return_sequences, sampling)
+        else:
+            count = len(request.prompt_token_ids)
+            completions = [_stream(generator, text, shown, count, save_state, sampling)]
     if verbose:
-        from xlstm7b.cli.speeds import print_speeds
-
-        print_speeds(generator, completions, peak_tbs)
-    if interrupted:
+        _print_speeds(generator, completions, peak_tbs)
+    if interrupted():
         raise typer.Exit(_INTERRUPTED)
 
 
 def _read_prompt(prompt: str | None, file: Path | None, *, optional: bool) -> str | None:
-    """The one prompt there is: the argument, a file's text, or what is piped in.
+    """The prompt: the argument, a file's text or stdin. None if it is optional and not given.
 
-    A file's last line break is an editor's or an echo's, and not meant.
+    A line break at the end of a file comes from an editor or from `echo`: it is dropped.
     """
     if prompt is not None and file is not None:
-        raise ValueError("there are two prompts: give an argument or --file, not both")
+        raise ValueError("two prompts are given: use an argument or --file, not both")
     if file is not None:
-        if not file.is_file():
+        if not file.exists() or file.is_dir():  # a pipe is fine: --file <(command)
             raise ValueError(f"there is no file {file}")
-        where, content = str(file), file.read_bytes()
+        source, content = str(file), file.read_bytes()
     elif prompt == "-" or (prompt is None and not optional and not sys.stdin.isatty()):
-        where, content = "what is piped in", sys.stdin.buffer.read()
+        source, content = "stdin", sys.stdin.buffer.read()
     elif prompt is None and not optional:
-        raise ValueError("there is no prompt: give one, name a --file, or pipe it in")
+        raise ValueError("no prompt is given: use an argument or --file, or pipe it to stdin")
     else:
         return prompt
     try:
         return content.decode().removesuffix("\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where} is not UTF-8 text: {error}") from error
-
-
-def _check_prompt(opened: OpenedModel, text: str | None, state: "TextState | None") -> int:
-    """How many tokens there are to read."""
-    from xlstm7b.generate.decoder import check_tokens, with_first_token
-
-    ids = opened.tokenizer.encode(text or "")
-    check_tokens(opened.config, ids)
-    return len(with_first_token(opened.config, ids) if state is None else ids)
+        raise ValueError(f"{source} is not UTF-8 text: {error}") from error
 
 
 def _stream(
     generator: "Generator",
-    text: str | None,
+    prompt: str | None,
     shown: str,
-    length: int,
+    prompt_tokens: int,
     save_state: Path | None,
-    wanted: dict[str, Any],
-) -> "tuple[Completion, bool]":
-    """Prints one text as it grows; its completion, and whether Ctrl-C ended it."""
-    completion = None
-    wanted = {**wanted, "keep_state": save_state is not None}
-    with stopping_on_interrupt() as pressed:
-        with count_progress("reading", length, shown=length > _LONG) as read:
-            pieces = generator.stream(text, should_stop=pressed, progress=read, **wanted)
-            first = next(pieces)
-        print(shown, end="", flush=True)
-        for piece in chain([first], pieces):
-            print(piece.text, end="", flush=True)
-            completion = piece.completion
-        print()
+    sampling: dict[str, Any],
+) -> "Completion":
+    """Prints one output while it is generated, after `shown`."""
+    keep_state = save_state is not None
+    with count_progress("reading", prompt_tokens, shown=prompt_tokens > _LONG_PROMPT) as read:
+        outputs = generator.stream(prompt, keep_state=keep_state, progress=read, **sampling)
+        first = next(outputs)
+    print(shown, end="", flush=True)
+    for output in chain([first], outputs):
+        print(output.text, end="", flush=True)
+    print()
+    completion = output.completion
     assert completion is not None
     if save_state is not None:
         assert completion.state is not None
         completion.state.save(save_state)
-    return completion, pressed()
+    return completion
 
 
 def _print_several(
-    generator: "Generator", text: str | None, shown: str, count: int, wanted: dict[str, Any]
-) -> "tuple[list[Completion], bool]":
-    """Prints texts in order as they are finished; what there is of them, and if Ctrl-C ended it."""
+    generator: "Generator", prompt: str | None, shown: str, count: int, sampling: dict[str, Any]
+) -> "list[Completion]":
+    """Prints several outputs of one prompt, in order, each as soon as it is finished."""
     from xlstm7b.cli.batch import in_order
 
-    prompts = None if text is None else [text]
-    with stopping_on_interrupt() as pressed, in_order() as write:
+    with in_order() as write:
 
         def done(index: int, completion: "Completion") -> None:
             write(index, f"=== {index + 1} of {count} ===\n{shown}{completion.text}\n")
 
-        completions = generator.generate(
-            prompts, num_return_sequences=count, done=done, should_stop=pressed, **wanted
-        )
-    return completions, pressed()
+        prompts = None if prompt is None else [prompt]
+        return generator.generate(prompts, num_return_sequences=count, done=done, **sampling)
+
+
+def _print_speeds(
+    generator: "Generator", completions: "Sequence[Completion]", peak_tbs: float | None
+) -> None:
+    """Prints tokens per second, and bytes per second compared with the memory bandwidth."""
+    from xlstm7b.accounting import decode_bytes
+
+    # Speeds count from the first token to the last. The longest output ran for the most steps.
+    longest = max(completions, key=lambda completion: len(completion.token_ids))
+    batch = min(len(completions), generator.batch_size)
+    moved = longest.tokens_per_second * decode_bytes(
+        generator.config,
+        batch,
+        weight_itemsize=generator.dtype.itemsize,
+        state_itemsize=generator.state_dtype.itemsize,
+    )
+    limit = _bandwidth(generator.device.type) if peak_tbs is None else peak_tbs * 1e12
+    generated = sum(len(completion.token_ids) for completion in completions)
+    speed, together = batch * longest.tokens_per_second, f", {batch} at a time" if batch > 1 else ""
+    lines = [
+        f"generated    {generated:>8,} tokens {speed:>12,.1f} tok/s{together}",
+        f"memory moved {moved / 1e9:>8,.2f} GB/s, {moved / limit:.1%} of the bandwidth of "
+        f"{limit / 1e9:,.1f} GB/s",
+        f"peak memory  {max(c.peak_memory for c in completions) / 1e9:>8,.2f} GB",
+    ]
+    if longest.prompt_tokens:
+        tokens, speed = longest.prompt_tokens, longest.prompt_tokens_per_second
+        lines.insert(0, f"prompt       {tokens:>8,} tokens {speed:>12,.1f} tok/s")
+    print("\n".join(lines), file=sys.stderr)
+
+
+def _bandwidth(device_type: str) -> float:
+    """Bytes per second: an H200's on a GPU, else measured on more memory than caches hold."""
+    if device_type == "cuda":
+        return _H200_BANDWIDTH
+    import torch
+    from torch.utils.benchmark import Timer
+
+    memory = torch.ones(64 << 20)
+    timer = Timer("memory.sum()", globals={"memory": memory}, num_threads=torch.get_num_threads())
+    return memory.nbytes / min(timer.blocked_autorange(min_run_time=0.3).times)

@@ -1,131 +1,146 @@
-"""Options that several commands share, what they stand for, and progress bars."""
+"""What several commands share: options, output paths, progress bars and Ctrl-C."""
 
+import functools
+import inspect
 import os
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-if TYPE_CHECKING:
-    import torch
+from xlstm7b.generate.params import HELP, SamplingParams
 
+if TYPE_CHECKING:
     from xlstm7b.files import Progress
 
-_DTYPES = ("float32", "bfloat16", "float16")
-ANY_VOCABULARY = 1 << 63  # larger than any: for checks before the model is known
+
+def option(
+    help_text: str, *names: str, panel: str | None = None, default: bool | str = True
+) -> Any:
+    """A typer option. A `default` text is shown in place of the default value."""
+    return typer.Option(*names, help=help_text, rich_help_panel=panel, show_default=default)
 
 
-def _sampling(*names: str, explained: str) -> Any:
-    return typer.Option(*names, help=explained, rich_help_panel="Sampling")
-
-
-def _loading(*names: str, explained: str, default: bool | str = True) -> Any:
-    return typer.Option(*names, help=explained, rich_help_panel="Model", show_default=default)
-
-
+_model_option = functools.partial(option, panel="Model")
 Model = Annotated[str, typer.Argument(help="Checkpoint folder, or Hugging Face hub id.")]
 Device = Annotated[
-    str | None,
-    _loading(explained="cpu, cuda, cuda:1, …", default="a GPU if there is one"),
+    str | None, _model_option("Device: cpu, cuda, cuda:1, …", default="a GPU if there is one")
 ]
 DType = Annotated[
     str | None,
-    _loading(
-        explained="float32, bfloat16 or float16.", default="bfloat16 on a GPU, else as stored"
+    _model_option(
+        "Dtype of the weights: float32, bfloat16 or float16.",
+        default="bfloat16 on a GPU, else as stored",
     ),
 ]
-StateDType = Annotated[
-    str, _loading(explained="float32 or bfloat16: what the recurrent state is kept in.")
-]
-BatchSize = Annotated[int, _loading(explained="Most texts generated at once.")]
+StateDType = Annotated[str, _model_option("Dtype of the recurrent state: float32 or bfloat16.")]
+BatchSize = Annotated[int, _model_option("Maximum number of outputs generated at once.")]
 TokenizerPath = Annotated[
     Path | None,
-    _loading("--tokenizer", explained="A tokenizer.json.", default="the one in the folder"),
-]
-
-MaxNewTokens = Annotated[int, _sampling(explained="Most tokens to generate.")]
-MinNewTokens = Annotated[int, _sampling(explained="No end of text before this many tokens.")]
-Temperature = Annotated[float, _sampling(explained="0 takes the likeliest token.")]
-TopK = Annotated[int, _sampling(explained="Sample from the k likeliest; 0: from all.")]
-TopP = Annotated[float, _sampling(explained="Sample from the likeliest that reach p.")]
-MinP = Annotated[
-    float, _sampling(explained="Sample from those at least this many times as likely as the best.")
-]
-RepetitionPenalty = Annotated[
-    float, _sampling(explained="Above 1: tokens of prompt and answer become less likely.")
-]
-PresencePenalty = Annotated[
-    float, _sampling(explained="Taken off the score of tokens generated before.")
-]
-FrequencyPenalty = Annotated[
-    float, _sampling(explained="The same, once for every time that they were.")
-]
-Seed = Annotated[int | None, _sampling(explained="Same seed, same text.")]
-Stop = Annotated[
-    list[str] | None, _sampling("--stop", explained="Ends the text where it appears; repeatable.")
+    _model_option("Path of a tokenizer.json.", "--tokenizer", default="the one in the folder"),
 ]
 
 
-def checked_settings(**settings: Any) -> dict[str, Any]:
-    """Sampling settings, checked as far as they can be without a model: loading one takes long."""
-    from xlstm7b.generate.sampling import SamplingSettings
+def sampling_options(
+    *, without: Collection[str] = (), **defaults: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Adds one option for each field of `SamplingParams` to a command that takes `params`.
 
-    SamplingSettings(**settings).check(ANY_VOCABULARY)
-    return settings
+    Names, types, defaults and help texts are those of `SamplingParams`. `defaults` overrides
+    defaults by field name; `without` leaves out fields. Two fields look different on a command
+    line: `--stop` can be repeated (`stop_strings`), and `--ignore-eos` is an empty `eos_token_id`.
+    `logit_bias` has no option.
+    """
+    added = [
+        _sampling_option(field.name, defaults.get(field.name, field.default))
+        for field in fields(SamplingParams)
+        if field.name not in ("logit_bias", *without)
+    ]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            given = {parameter.name: values.pop(parameter.name) for parameter in added}
+            given["stop_strings"] = tuple(given.get("stop_strings") or ())
+            given["eos_token_id"] = () if given.get("eos_token_id") else None
+            params = SamplingParams(**given)
+            params.check()  # as far as possible without the model, which takes long to load
+            command(params=params, **values)
+
+        signature, parameters = inspect.signature(command), list[inspect.Parameter]()
+        for parameter in signature.parameters.values():
+            parameters += added if parameter.name == "params" else [parameter]
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
-def check_stops(stops: list[str] | None) -> tuple[str, ...]:
-    if stops and not all(stops):
-        raise ValueError("a stop string must not be empty")
-    return tuple(stops or ())
+def _sampling_option(name: str, default: Any) -> inspect.Parameter:
+    kind: Any = get_type_hints(SamplingParams)[name]
+    arguments = [HELP[name]]
+    if name == "stop_strings":
+        kind, default = list[str] | None, None
+        arguments = [f"{HELP[name]} Can be given several times.", "--stop"]
+    elif name == "eos_token_id":
+        kind, default = bool, False
+        arguments = ["Do not stop at an end-of-text token.", "--ignore-eos"]
+    annotation = Annotated[kind, option(*arguments, panel="Sampling")]
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
 
 
 def listed(text: str) -> list[str]:
-    """The parts of an option that names several things, as a,b,c."""
+    """The items of an option that takes several, separated by commas: a,b,c."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def to_dtype(name: str, known: tuple[str, ...] = _DTYPES) -> "torch.dtype":
-    import torch
-
-    if name not in known:
-        raise ValueError(f"there is no dtype {name!r} here; there are: {', '.join(known)}")
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def to_device(name: str | None) -> str:
-    import torch
-
-    if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        holds_numbers = not torch.empty(0, device=name).is_meta
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"the device {name!r} cannot be used here: {reason}") from error
-    if not holds_numbers:
-        raise ValueError(f"the device {name!r} cannot be used here: it holds no numbers")
-    return name
-
-
 def to_target(path: Path) -> Path:
-    """Where a file is to be written, through links: it will be written aside, then renamed."""
+    """The output file of an option, with links resolved. `ValueError` if it cannot be written.
+
+    Links are resolved because the file is written under a temporary name, then renamed.
+    """
     path = path.resolve()
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is there already, and is not a file to replace")
+        raise ValueError(f"cannot write {path}: it exists and is not a regular file")
     if not path.parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent} to write {path.name} to")
+        raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"{path.parent} does not let {path.name} be written there")
+        raise ValueError(f"cannot write {path}: no write permission in {path.parent}")
     return path
 
 
 @contextmanager
+def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
+    """Yields a function that returns True once Ctrl-C was pressed.
+
+    The generator calls it after every engine step and then ends outputs after their latest token.
+    A prompt is still read to its end. A second Ctrl-C raises `KeyboardInterrupt` at once.
+    """
+    pressed = False
+
+    def press(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def byte_progress(what: str, total: int) -> "Iterator[Progress]":
-    """A bar on stderr, over bytes, that vanishes when done."""
+    """A progress bar over bytes, on stderr. It disappears at the end."""
     from rich.markup import escape
     from rich.progress import DownloadColumn, TransferSpeedColumn
 
@@ -138,7 +153,7 @@ def byte_progress(what: str, total: int) -> "Iterator[Progress]":
 
 @contextmanager
 def count_progress(what: str, total: int | None, shown: bool) -> "Iterator[Any]":
-    """A bar on stderr, over things; called for each that is done, or with how many are."""
+    """A progress bar over items, on stderr. Yields a function that advances it, by 1 or by N."""
     from rich.progress import MofNCompleteColumn
 
     with _bar(MofNCompleteColumn(), shown=shown) as bar:
@@ -157,6 +172,6 @@ def _bar(*columns: Any, shown: bool = True) -> Any:
         TimeRemainingColumn(),
         console=console,
         transient=True,
-        redirect_stdout=False,  # it would send what is printed to stderr as well
-        disable=not (shown and console.is_terminal),  # a log would keep what should vanish
+        redirect_stdout=False,  # it would print stdout's lines on stderr
+        disable=not (shown and console.is_terminal),  # in a log file every update would stay
     )

@@ -1,4 +1,4 @@
-"""`xlstm7b prepare`: text → token shards; their check, and the adoption of what datatrove wrote."""
+"""`xlstm7b prepare`: text files to token shards; `--verify` and `--adopt` for existing shards."""
 
 import os
 import time
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from xlstm7b.data.shards import ShardFolder
 
 
-def _column(explained: str) -> Any:
-    return typer.Option(help=explained, rich_help_panel="Columns")
+def _column(help_text: str) -> Any:
+    return typer.Option(help=help_text, rich_help_panel="Columns")
 
 
 def prepare(
     inputs: Annotated[
         list[Path],
         typer.Argument(
-            help="Files (.txt, .jsonl, also .gz or .zst, .parquet) or folders of them; with "
-            "--verify or --adopt, folders of shards.",
+            help="Files (.txt, .jsonl, both also .gz or .zst, .parquet) or folders of them. With "
+            "--verify or --adopt: folders of shards.",
             metavar="INPUT",
         ),
     ],
@@ -30,82 +30,83 @@ def prepare(
         Path | None, typer.Option("--output", "-o", help="Folder to write the shards to.")
     ] = None,
     tokenizer: Annotated[
-        str, typer.Option(help="A tokenizer.json, a folder that has one, or bytes.")
+        str, typer.Option(help="A tokenizer.json, a folder with one, or bytes.")
     ] = "bytes",
     form: Annotated[
         str,
         typer.Option(
-            "--format", help="text, chat or qa: of the last two, only answers count in the loss."
+            "--format",
+            help="text, chat or qa. With chat and qa, only the answers count in the loss.",
         ),
     ] = "text",
-    text_column: Annotated[str, _column("Of --format text.")] = "text",
-    messages_column: Annotated[str, _column("Of --format chat: role and content each.")] = (
-        "messages"
-    ),
-    question_column: Annotated[str, _column("Of --format qa.")] = "question",
-    answer_column: Annotated[str, _column("Of --format qa.")] = "answer",
+    text_column: Annotated[str, _column("The text, for --format text.")] = "text",
+    messages_column: Annotated[
+        str, _column("The messages, for --format chat: a list of {role, content}.")
+    ] = "messages",
+    question_column: Annotated[str, _column("The question, for --format qa.")] = "question",
+    answer_column: Annotated[str, _column("The answer, for --format qa.")] = "answer",
     as_text: Annotated[
         list[str] | None,
-        typer.Option(help="Another ending, such as .py, of files that are texts; repeatable."),
+        typer.Option(help="Read files with this ending, such as .py, as text. Repeatable."),
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(help="How many turn text to tokens.", show_default="all cores")
+        int | None,
+        typer.Option(help="Number of processes that tokenize.", show_default="all cores"),
     ] = None,
-    shard_tokens: Annotated[int, typer.Option(help="Most tokens in a shard.")] = 100_000_000,
+    shard_tokens: Annotated[
+        int, typer.Option(help="Maximum number of tokens in a shard.")
+    ] = 100_000_000,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Check shards against their checksums instead.")
+        bool, typer.Option("--verify", help="Check existing shards against their checksums.")
     ] = False,
     adopt: Annotated[
-        bool,
-        typer.Option("--adopt", help="Give shards that datatrove wrote a manifest instead."),
+        bool, typer.Option("--adopt", help="Add the manifest to shards that datatrove wrote.")
     ] = False,
 ) -> None:
-    """Turn text into token shards, to train on.
+    """Turn text into token shards to train on.
 
-    The same command again goes on where it was interrupted; half a folder cannot be trained on.
+    The same command continues after an interruption. Only a finished folder can be used.
     """
     if verify and adopt:
-        raise ValueError("--verify and --adopt are two things: give one of them")
+        raise ValueError("--verify and --adopt cannot be given together")
     if verify or adopt:
         if output is not None:
             raise ValueError("--verify and --adopt write no --output")
         for folder in inputs:
-            _say(folder, "is as it was written" if verify else "is adopted",
-                 _verified(folder) if verify else _adopted(folder, tokenizer))  # fmt: skip
+            if verify:
+                _print_summary(folder, "is intact", _verify(folder))
+            else:
+                _print_summary(folder, "is adopted", _adopt(folder, tokenizer))
         return
     if output is None:
         raise ValueError("--output is missing: the folder to write the shards to")
+    from xlstm7b.data.input_files import Columns, find_input_files
     from xlstm7b.data.prepare import prepare as run
-    from xlstm7b.data.sources import find_sources
 
+    columns = Columns(form, text_column, messages_column, question_column, answer_column)
     endings = tuple(as_text or ())
-    total = sum(file.stat().st_size for file in find_sources(inputs, endings))
+    total = sum(file.stat().st_size for file in find_input_files(inputs, endings))
     start = time.perf_counter()
     with byte_progress("preparing", total) as report:
         written = run(
             inputs,
             output,
             tokenizer,
-            format=form,
-            text_column=text_column,
-            messages_column=messages_column,
-            question_column=question_column,
-            answer_column=answer_column,
+            columns,
             text_endings=endings,
-            processes=_cores() if processes is None else processes,
+            processes=_usable_cores() if processes is None else processes,
             shard_tokens=shard_tokens,
             progress=report,
         )
-    _say(output, f"is ready, after {time.perf_counter() - start:.1f} s", written)
+    _print_summary(output, f"is ready, after {time.perf_counter() - start:.1f} s", written)
 
 
-def _cores() -> int:
-    """Those that this process may use, where the system can tell."""
-    allowed = getattr(os, "sched_getaffinity", None)
+def _usable_cores() -> int:
+    allowed = getattr(os, "sched_getaffinity", None)  # Linux only
     return len(allowed(0)) if allowed else os.cpu_count() or 1
 
 
-def _verified(path: Path) -> "ShardFolder":
+def _verify(path: Path) -> "ShardFolder":
     from xlstm7b.data.shards import open_folder
 
     total = sum(file.stat().st_size for file in path.glob("*.ds*"))
@@ -113,13 +114,13 @@ def _verified(path: Path) -> "ShardFolder":
         return open_folder(path, verify=True, progress=report)
 
 
-def _adopted(path: Path, tokenizer: str) -> "ShardFolder":
+def _adopt(path: Path, tokenizer: str) -> "ShardFolder":
     from xlstm7b.data.prepare import adopt
 
     return adopt(path, tokenizer)
 
 
-def _say(path: Path, what: str, folder: "ShardFolder") -> None:
+def _print_summary(path: Path, what: str, folder: "ShardFolder") -> None:
     print(
         f"{path} {what}: {folder.tokens:,} tokens, {folder.documents:,} documents, "
         f"shards: {len(folder.shards)}{', loss masks' if folder.has_mask else ''}"

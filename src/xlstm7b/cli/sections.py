@@ -1,4 +1,4 @@
-"""Nested numbers as a table, for `info` and `train --dry-run`."""
+"""Prints nested values as a table, for `info` and `train --dry-run`."""
 
 from typing import Any
 
@@ -9,32 +9,32 @@ def print_sections(title: str, sections: dict[str, dict[str, Any]]) -> None:
     from rich.text import Text
 
     table = Table("", "", title=Text(title), show_header=False)
+
+    def add_rows(section: str, values: dict[str, Any], indent: str = "  ") -> None:
+        for key, value in values.items():
+            name = Text(indent + key.replace("_", " "))
+            if isinstance(value, dict):
+                table.add_row(name, "")
+                add_rows(section, value, indent + "  ")
+            else:
+                table.add_row(name, Text(_format(section, key, value)))
+
     for section, values in sections.items():
         table.add_section()
-        table.add_row(f"[bold]{section}", "")
-        for name, value in values.items():
-            parts = value if isinstance(value, dict) else {name: value}
-            if value is parts:
-                table.add_row(f"  {_words(name)}", "")
-            for key, number in parts.items():
-                indent = "    " if value is parts else "  "
-                table.add_row(indent + _words(key), _readable(section, key, number))
+        table.add_row(Text(section, style="bold"), "")
+        add_rows(section, values)
     Console().print(table)
 
 
-def _words(key: str) -> str:
-    return key.replace("_", " ")
-
-
-def _readable(section: str, key: str, number: float | str) -> str:
-    """Bytes with their unit (powers of 1000, as in the paper), FLOPs as powers of ten."""
-    if isinstance(number, str):
-        return number
+def _format(section: str, key: str, value: float | str) -> str:
+    """Bytes with a unit (powers of 1000, as in the paper), FLOPs as powers of ten."""
+    if isinstance(value, str):
+        return value
     if "bytes" in key:
-        unit, size = ("GB", 1e9) if number >= 1e9 else ("MB", 1e6)
-        return f"{number / size:,.1f} {unit}"
-    if section == "flops" and number >= 1e6:
-        return f"{number:.3e}"
-    if 0 < abs(number) < 1:
-        return f"{number:.4g}"
-    return f"{number:,.0f}" if number == int(number) else f"{number:,.1f}"
+        unit, size = ("GB", 1e9) if value >= 1e9 else ("MB", 1e6)
+        return f"{value / size:,.1f} {unit}"
+    if section == "flops" and value >= 1e6:
+        return f"{value:.3e}"
+    if 0 < abs(value) < 1:
+        return f"{value:.4g}"
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"

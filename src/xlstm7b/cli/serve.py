@@ -1,166 +1,186 @@
-"""`xlstm7b serve MODEL`: an OpenAI-compatible server."""
+"""`xlstm7b serve MODEL`: an OpenAI-compatible server.
 
+The command is one long function: it declares every option and builds the server from them.
+"""
+
+import functools
+import logging
 import os
-import time
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Annotated
 
 from xlstm7b.cli import options
 from xlstm7b.cli.loading import open_model
-from xlstm7b.cli.options import listed
 
 _KEY_VARIABLE = "XLSTM7B_API_KEY"
-
-
-def _server(explained: str, default: bool | str = True) -> Any:
-    return typer.Option(help=explained, rich_help_panel="Server", show_default=default)
-
-
-def _engine(explained: str, default: bool | str = True) -> Any:
-    return typer.Option(help=explained, rich_help_panel="Engine", show_default=default)
+_server = functools.partial(options.option, panel="Server")
+_engine = functools.partial(options.option, panel="Engine")
 
 
 def serve(
     model: options.Model,
-    host: Annotated[str, _server("Address to listen at; 0.0.0.0: all.")] = "127.0.0.1",
-    port: Annotated[int, _server("Port; 0: any that is free.")] = 8000,
+    host: Annotated[
+        str, _server("Address to listen on. 0.0.0.0 means all addresses of this machine.")
+    ] = "127.0.0.1",
+    port: Annotated[int, _server("Port to listen on. 0 means any free port.")] = 8000,
     name: Annotated[
-        str | None, _server("What clients call the model.", "the folder's name, or the hub id")
+        str | None, _server("Model name for clients.", default="the folder's name, or the hub id")
     ] = None,
     api_key: Annotated[
-        list[str] | None, _server(f"A key that lets clients in; repeatable. Or {_KEY_VARIABLE}.")
+        list[str] | None,
+        _server(f"API key that clients must send. Repeatable. {_KEY_VARIABLE} adds another."),
     ] = None,
     api_key_file: Annotated[
-        Path | None, _server("A file of keys, one a line; lines that begin with # are not.")
+        Path | None,
+        _server("File with API keys, one per line. Lines starting with # are comments."),
     ] = None,
-    cors: Annotated[str, _server("Origins whose pages may ask, with commas; *: all.")] = "",
-    drain_seconds: Annotated[float, _server("After SIGTERM, for what runs to finish.")] = 30.0,
+    cors: Annotated[
+        str, _server("Origins whose web pages may call the server, separated by commas. * for all.")
+    ] = "",
+    drain_seconds: Annotated[
+        float, _server("Seconds that running requests may take to finish after SIGTERM.")
+    ] = 30.0,
     states_folder: Annotated[
-        Path | None, _server("Where /v1/states keeps saved states.", "no states are saved")
+        Path | None,
+        _server("Folder for the saved states of /v1/states.", default="no saved states"),
     ] = None,
-    states_gb: Annotated[float, _server("The most that they may take.")] = 20.0,
-    max_prompt_tokens: Annotated[int, _server("Of a request.")] = 1 << 20,
-    max_new_tokens: Annotated[int, _server("Of each of its texts.")] = 1 << 16,
+    states_gb: Annotated[float, _server("Disk limit for saved states, in GB.")] = 20.0,
+    max_prompt_tokens: Annotated[int, _server("Maximum prompt tokens of a request.")] = 1_048_576,
+    max_new_tokens: Annotated[int, _server("Maximum output tokens of a choice.")] = 65_536,
     slots: Annotated[
-        int | None, _engine("Texts generated at once.", "as many as fit, 8 on a CPU")
+        int | None,
+        _engine(
+            "Number of requests that run at the same time.", default="as many as fit, 8 on a CPU"
+        ),
     ] = None,
-    max_waiting: Annotated[int, _engine("Texts that may wait for a slot.")] = 256,
-    cache_gb: Annotated[float, _engine("Of states of prompts' beginnings, beside the model.")] = 4,
-    host_cache_gb: Annotated[float, _engine("Of more of them, in the host's memory.")] = 0,
-    cache_folder: Annotated[Path | None, _engine("Where yet more of them go.", "nowhere")] = None,
-    cache_folder_gb: Annotated[float, _engine("The most that they may take there.")] = 20,
+    max_waiting: Annotated[int, _engine("Maximum number of requests that wait for a slot.")] = 256,
+    cache_gb: Annotated[
+        float, _engine("Device memory for the prefix cache, in GB. 0 turns it off.")
+    ] = 4,
+    host_cache_gb: Annotated[
+        float, _engine("Host memory for the prefix cache, in GB. 0 turns it off.")
+    ] = 0,
+    cache_folder: Annotated[
+        Path | None, _engine("Folder for the on-disk prefix cache.", default="no on-disk cache")
+    ] = None,
+    cache_folder_gb: Annotated[
+        float, _engine("Disk limit for the on-disk prefix cache, in GB.")
+    ] = 20,
     tokenizer: options.TokenizerPath = None,
     dtype: options.DType = None,
     device: options.Device = None,
     state_dtype: options.StateDType = "float32",
 ) -> None:
-    """Serve a model to OpenAI's clients, and a page to talk with it.
+    """Serve a model to OpenAI clients, with a chat page.
 
-    SIGTERM or Ctrl-C ends it when what runs has finished; a second one at once.
+    SIGTERM or Ctrl-C finishes running requests, then stops. A second signal stops at once.
     """
-    from xlstm7b.serve.lifecycle import bind, is_loopback
-    from xlstm7b.serve.lifecycle import serve as run
-    from xlstm7b.serve.limits import Limits, check_origins
+    from xlstm7b.serve.middleware import check_origins
+    from xlstm7b.serve.server import bind, is_loopback, log_to_stderr
+    from xlstm7b.serve.server import serve as run
 
-    keys = _keys(api_key, api_key_file)
-    origins = check_origins(listed(cors))
-    _check_positive(
-        max_waiting=max_waiting, max_prompt_tokens=max_prompt_tokens,
-        max_new_tokens=max_new_tokens, slots=1 if slots is None else slots,
-    )  # fmt: skip
-    _check_not_negative(
+    # 1. Everything that can be checked before the weights are read.
+    keys = read_keys(api_key, api_key_file)
+    origins = check_origins(options.listed(cors))
+    _check_at_least(
+        1,
+        max_waiting=max_waiting,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        slots=1 if slots is None else slots,
+    )
+    _check_at_least(
+        0,
         states_gb=states_gb,
         cache_gb=cache_gb,
         host_cache_gb=host_cache_gb,
         cache_folder_gb=cache_folder_gb,
         drain_seconds=drain_seconds,
     )
-    for folder in (states_folder, cache_folder):
-        if folder is not None and not folder.is_dir():
-            raise ValueError(f"there is no folder {folder}")
-        if folder is not None and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-            raise ValueError(f"{folder} cannot be read and written")
+    _check_folder("--states-folder", states_folder)
+    _check_folder("--cache-folder", cache_folder)
     opened = open_model(
         model, tokenizer=tokenizer, dtype=dtype, device=device, state_dtype=state_dtype
     )
-    turns = opened.turns()
+    chat_format = opened.chat_format()
     bound = bind(host, port)
-    from xlstm7b.generate.engine import Engine
+    # 2. The engine and the server.
+    from xlstm7b.generate import Engine, StateStore
     from xlstm7b.serve.app import create_app
-    from xlstm7b.serve.logs import LOGGER, log_to_stderr
-    from xlstm7b.serve.metrics import Metrics
-    from xlstm7b.serve.states import StateStore
-    from xlstm7b.serve.work import Service
+    from xlstm7b.serve.engine_thread import EngineThread
+    from xlstm7b.serve.handlers import Service
+    from xlstm7b.serve.prometheus import Metrics
+    from xlstm7b.serve.protocol import Limits
+    from xlstm7b.serve.saved_states import SavedStates
 
     log_to_stderr()
-    is_local = is_loopback(bound)
-    if not keys and not is_local:
-        LOGGER.warning(
-            f"{host} is open to others, and there is no API key: whoever connects may ask"
+    if not keys and not is_loopback(bound):
+        logging.getLogger("xlstm7b.serve").warning(
+            f"{host} can be reached by others and no API key is set: everyone can use this server"
         )
-    generator = opened.load()
     engine = Engine(
-        generator,
+        opened.load_model(),
+        opened.tokenizer,
         slots=slots,
-        most_waiting=max_waiting,
+        state_dtype=opened.state_dtype,
         cache_bytes=int(cache_gb * 1e9),
         host_cache_bytes=int(host_cache_gb * 1e9),
         cache_folder=cache_folder,
         cache_folder_bytes=int(cache_folder_gb * 1e9),
     )
-    service = Service(
-        engine,
-        generator,
-        turns,
-        name or _name(model),
-        int(time.time()),
-        Limits(
-            requests=engine.stats().slots + max_waiting + 64,  # some that need no slot
-            prompt_tokens=max_prompt_tokens,
-            new_tokens=max_new_tokens,
-            choices=min(128, max_waiting),
-        ),
-        Metrics(engine),
-        None
-        if states_folder is None
-        else StateStore(states_folder, opened.config, int(states_gb * 1e9)),
+    thread = EngineThread(engine, max_waiting)
+    limits = Limits(
+        requests=engine.slots + max_waiting + 64,  # some requests need no slot
+        prompt_tokens=max_prompt_tokens,
+        new_tokens=max_new_tokens,
+        choices=min(128, max_waiting),
     )
-    app = create_app(service, keys=keys, cors=origins, is_local=is_local)
+    states = None
+    if states_folder is not None:
+        store = StateStore(states_folder, opened.config, int(states_gb * 1e9), evict=False)
+        states = SavedStates(store)
+    service = Service(
+        thread, chat_format, name or _default_name(model), limits, Metrics(thread), states
+    )
+    app = create_app(service, keys=keys, cors=origins, is_local=is_loopback(bound))
     run(app, service, bound, drain_seconds)
 
 
-def _keys(given: list[str] | None, file: Path | None) -> list[str]:
-    from xlstm7b.serve.limits import check_key
+def read_keys(given: list[str] | None, file: Path | None) -> list[str]:
+    """API keys from options, a file and the environment. A bad one raises a `ValueError`."""
+    from xlstm7b.serve.middleware import check_key
 
     found = [("--api-key", key) for key in given or ()]
     if file is not None:
         try:
-            text = file.read_text(encoding="utf-8-sig")  # editors put a byte order mark in front
+            text = file.read_text(encoding="utf-8-sig")  # some editors add a byte order mark
         except UnicodeDecodeError:
-            raise ValueError(f"{file} is no text in UTF-8") from None
+            raise ValueError(f"{file} is not UTF-8 text") from None
+        except OSError as error:
+            raise ValueError(f"--api-key-file: cannot read {file}: {error.strerror}") from error
         lines = [(f"{file}:{n}", line.strip()) for n, line in enumerate(text.splitlines(), 1)]
-        kept = [(place, line) for place, line in lines if line and not line.startswith("#")]
-        if not kept:
-            raise ValueError(f"{file} holds no key")
-        found += kept
+        keys = [(source, line) for source, line in lines if line and not line.startswith("#")]
+        if not keys:
+            raise ValueError(f"{file} contains no API key")
+        found += keys
     if _KEY_VARIABLE in os.environ:
         found.append((_KEY_VARIABLE, os.environ[_KEY_VARIABLE]))
-    return [check_key(key, place) for place, key in found]
+    return [check_key(key, source) for source, key in found]
 
 
-def _name(model: str) -> str:
+def _default_name(model: str) -> str:
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
-def _check_positive(**numbers: int) -> None:
+def _check_at_least(minimum: int, **numbers: float) -> None:
     for name, number in numbers.items():
-        if number < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {number}")
+        if not minimum <= number < float("inf"):
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} must be at least {minimum}, not {number}")
 
 
-def _check_not_negative(**numbers: float) -> None:
-    for name, number in numbers.items():
-        if not 0 <= number < float("inf"):
-            raise ValueError(f"--{name.replace('_', '-')} must not be negative, not {number}")
+def _check_folder(option: str, folder: Path | None) -> None:
+    if folder is not None and not folder.is_dir():
+        raise ValueError(f"{option}: there is no folder {folder}; create it first")
+    if folder is not None and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise ValueError(f"{option}: {folder} is not readable and writable")

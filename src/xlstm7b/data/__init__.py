@@ -1,1 +1,6 @@
-"""Text → token shards on disk → packed batches. Nothing here imports torch before it must."""
+"""Text files to token shards on disk, and shards to packed training batches."""
+
+from typing import Literal
+
+Packing = Literal["windows", "best-fit"]
+"""How documents become sequences: concatenated and cut, or kept whole and padded."""

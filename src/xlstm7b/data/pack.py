@@ -1,27 +1,27 @@
-"""Documents on disk → windows of the context length, by arithmetic alone.
+"""Packing: documents on disk to windows of the context length, computed by index alone.
 
-The model reads every document as [0, tokens…] and after it predicts the 0 of the next one. On disk
-that 0 stands behind the document, so what lies on disk is exactly what is predicted: the targets
-are slices of the shards, and the inputs are the targets moved right by one, with a 0 at every
-document's start. Each token on disk is therefore a target exactly once an epoch, whichever way the
-documents are packed, and its loss mask is the one beside it (the 0's mask belongs to the document
-that it ends).
+The model reads a document as [0, tokens…] and, after its last token, predicts the 0 of the next
+document. On disk the 0 comes after each document, so the tokens on disk are exactly the targets:
+targets are slices of the shards, and inputs are the targets shifted right by one, with a 0 at the
+start of every document. So with both ways of packing each token on disk is a target exactly once
+per epoch, and its loss mask is the byte stored with it. (The mask of a 0 belongs to the document
+that it ends.)
 """
 
 from bisect import bisect_left, insort
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from xlstm7b.data import Packing
 from xlstm7b.data.shards import ShardFolder
 
 END_OF_TEXT, PADDING = 0, 1
-Packing = Literal["stream", "best_fit"]
-_MOST_WINDOWS = 8192  # of a page: of 8192 two-byte tokens each, 134 MB to read here and there
+_PAGE_WINDOWS = 8192  # of 8192 two-byte tokens each: random reads within 134 MB
 Numbers = NDArray[np.uint32 | np.int64]
 Lengths = NDArray[np.int64]
-Pieces = tuple[Numbers, Lengths, Lengths]  # documents, and from where to where each is predicted
+Pieces = tuple[Numbers, Lengths, Lengths]  # documents; first and end token of each piece
 
 
 class Sample(NamedTuple):
@@ -29,12 +29,12 @@ class Sample(NamedTuple):
 
     tokens: NDArray[np.int64]
     targets: NDArray[np.int64]
-    resets: NDArray[np.bool_]  # True where the state starts anew before this token
+    resets: NDArray[np.bool_]  # True where the state is reset before this token
     mask: NDArray[np.bool_]  # True where the target counts in the loss
 
     @classmethod
     def padding(cls, *shape: int) -> "Sample":
-        """Windows that hold nothing yet."""
+        """Windows of padding, to be filled."""
         return cls(
             np.full(shape, PADDING, np.int64),
             np.full(shape, PADDING, np.int64),
@@ -43,23 +43,23 @@ class Sample(NamedTuple):
         )
 
 
-class PackedStream:
-    """Endless windows over a folder: `sample(index)` depends on nothing but its arguments.
+class PackedDataset:
+    """Endless samples from a folder. `sample(index)` depends on nothing but the arguments.
 
-    "stream": an epoch is all documents in an order drawn from (seed, epoch), end to end, and epochs
-    follow each other end to end; window w predicts tokens w·T … w·T + T − 1 of that. Windows are
-    shuffled, too, within pages of an epoch or 8192 windows, so that the windows of a long document
-    do not fill a batch by themselves. One that begins inside a document has no reset at its first
-    position: its state is zero.
+    "windows": an epoch is all documents in an order drawn from (seed, epoch), concatenated; epochs
+    are concatenated too. Window w predicts tokens w·T … w·T + T − 1 of that. Windows are also
+    shuffled within pages of 8192 windows (or an epoch, if shorter), so that one long document does
+    not fill a batch. A window that begins inside a document has no reset at its first position: its
+    state is zero anyway.
 
-    "best_fit": few documents are cut. Those longer than T are split every T tokens, then all pieces
-    are placed best-fit-decreasing into windows of T; the room that is left is padding (tokens 1,
-    mask 0, a reset where it begins). Epochs are the same windows in another order. A piece never
-    sees what stands before it in its window, not even the beginning of its own document.
+    "best-fit": few documents are cut. Documents longer than T are split every T tokens; then all
+    pieces are placed into windows of T by best-fit decreasing. The rest of a window is padding
+    (token 1, mask 0, a reset where it begins). Every epoch has the same windows in another order. A
+    piece sees nothing that is before it in its window, not even the start of its own document.
 
-    `seed=None` keeps the order on disk. Tokens are copied from the memory maps into windows and
-    nowhere else; an epoch's order takes 12 bytes a document (two epochs are kept where they meet),
-    "best_fit" 24 bytes a piece.
+    `seed=None` keeps the order on disk. Tokens are copied once, from the memory maps into samples.
+    The order of an epoch takes 12 bytes per document (two epochs are kept where they meet);
+    "best-fit" takes 24 bytes per piece.
     """
 
     def __init__(
@@ -68,66 +68,68 @@ class PackedStream:
         *,
         context_length: int,
         seed: int | None,
-        packing: Packing = "stream",
+        packing: Packing = "windows",
     ) -> None:
         if context_length < 1:
             raise ValueError(f"the context length must be at least 1, not {context_length}")
         if seed is not None and not 0 <= seed < 2**64:
-            raise ValueError(f"the seed must lie between 0 and 2^64 − 1, not {seed}")
-        if packing not in ("stream", "best_fit"):
-            raise ValueError(f'packing must be "stream" or "best_fit", not {packing!r}')
+            raise ValueError(f"the seed must be from 0 to 2**64 - 1, not {seed}")
+        if packing not in ("windows", "best-fit"):
+            raise ValueError(f'packing must be "windows" or "best-fit", not {packing!r}')
         if folder.tokens < 1:
             raise ValueError(f"{folder.path} holds no documents")
-        # Plain views of the memory maps: slicing np.memmap itself costs a microsecond more.
+        # Plain views of the memory maps: slicing an np.memmap takes a microsecond longer.
         self._tokens = [np.asarray(shard.tokens) for shard in folder.shards]
         self._masks = [None if s.mask is None else np.asarray(s.mask) for s in folder.shards]
         self._ends = [np.asarray(shard.ends) for shard in folder.shards]
-        self._firsts = np.cumsum([0, *map(len, self._ends[:-1])])  # number of each shard's first
+        self._firsts = np.cumsum([0, *map(len, self._ends[:-1])])  # each shard's first document
         self.context_length = context_length
         self._layout: _Layout = (
-            _Stream(self._ends, context_length, seed)
-            if packing == "stream"
+            _Windows(self._ends, context_length, seed)
+            if packing == "windows"
             else _BestFit(self._ends, context_length, seed)
         )
 
     def sample(self, index: int) -> Sample:
-        """Window `index` ≥ 0."""
+        """Sample `index` ≥ 0."""
         sample = Sample.padding(self.context_length)
         self.fill(index, sample)
         return sample
 
     def fill(self, index: int, into: Sample) -> None:
-        """Writes window `index` over a window of padding."""
+        """Writes sample `index` over a window of padding."""
         documents, starts, stops = self._layout.pieces(index)
         shards = np.searchsorted(self._firsts, documents, side="right") - 1
-        sources = starts + [
+        # Offset of each piece in its shard.
+        offsets = starts + [
             self._ends[shard][document - 1] if document else 0
             for shard, document in zip(
                 shards.tolist(), (documents - self._firsts[shards]).tolist(), strict=True
             )
         ]
+        # First position and end of each piece in the window.
         ends = np.cumsum(stops - starts)
-        places = ends - (stops - starts)
+        firsts = ends - (stops - starts)
         filled = int(ends[-1])
         into.mask[:filled] = True
-        for shard, source, place, end in zip(
-            shards.tolist(), sources.tolist(), places.tolist(), ends.tolist(), strict=True
+        for shard, offset, first, end in zip(
+            shards.tolist(), offsets.tolist(), firsts.tolist(), ends.tolist(), strict=True
         ):
-            span = slice(source, source + end - place)
-            into.targets[place:end] = self._tokens[shard][span]
+            span = slice(offset, offset + end - first)
+            into.targets[first:end] = self._tokens[shard][span]
             if (mask := self._masks[shard]) is not None:
-                into.mask[place:end] = mask[span]
+                into.mask[first:end] = mask[span]
         into.tokens[1:filled] = into.targets[: filled - 1]
-        into.tokens[places] = END_OF_TEXT
+        into.tokens[firsts] = END_OF_TEXT
         for cut in np.flatnonzero(starts):
-            into.tokens[places[cut]] = self._tokens[shards[cut]][sources[cut] - 1]
-        into.resets[places] = (starts == 0) | (places > 0)
+            into.tokens[firsts[cut]] = self._tokens[shards[cut]][offsets[cut] - 1]
+        into.resets[firsts] = (starts == 0) | (firsts > 0)
         into.resets[filled : filled + 1] = True
 
 
 class _Layout(Protocol):
     def pieces(self, index: int) -> Pieces:
-        """What window `index` holds, from its first position on."""
+        """The pieces of documents in window `index`, in order."""
 
 
 class _Epoch(NamedTuple):
@@ -135,23 +137,23 @@ class _Epoch(NamedTuple):
     ends: NDArray[np.int64]
 
 
-class _Stream:
-    """Documents end to end in each epoch's order."""
+class _Windows:
+    """Documents concatenated in each epoch's order."""
 
     def __init__(self, shard_ends: list[Lengths], context_length: int, seed: int | None) -> None:
         self._shard_ends, self._context_length, self._seed = shard_ends, context_length, seed
         self._epoch_length = sum(int(ends[-1]) for ends in shard_ends)
         self._epochs: dict[int, _Epoch] = {}
-        self._page_size = max(1, min(_MOST_WINDOWS, self._epoch_length // context_length))
+        self._page_size = max(1, min(_PAGE_WINDOWS, self._epoch_length // context_length))
         self._page, self._order = -1, permutation(0, None, 0)
 
     def pieces(self, index: int) -> Pieces:
-        page, place = divmod(index, self._page_size)
+        page, slot = divmod(index, self._page_size)
         if page != self._page:
-            # Drawn as the documents' orders are, from numbers that no epoch has.
+            # Numbers from 2^63 on, which no epoch has.
             self._order = permutation(self._page_size, self._seed, 2**63 + page)
             self._page = page
-        window = page * self._page_size + int(self._order[place])
+        window = page * self._page_size + int(self._order[slot])
         number, offset = divmod(window * self._context_length, self._epoch_length)
         missing = self._context_length
         parts = []
@@ -163,13 +165,9 @@ class _Stream:
             begins = np.concatenate(
                 [ends[first - 1 : first] if first else [0], ends[first : last - 1]]
             )
-            parts.append(
-                (
-                    documents[first:last],
-                    np.maximum(offset - begins, 0),
-                    np.minimum(ends[first:last], stop) - begins,
-                )
-            )
+            starts = np.maximum(offset - begins, 0)
+            stops = np.minimum(ends[first:last], stop) - begins
+            parts.append((documents[first:last], starts, stops))
             missing -= stop - offset
             number, offset = number + 1, 0
         if len(parts) == 1:
@@ -179,7 +177,7 @@ class _Stream:
 
     def _epoch(self, number: int) -> _Epoch:
         if number not in self._epochs:
-            # A window may reach into the next epoch; windows of two take turns where they meet.
+            # A window may reach into the next epoch, and shuffled windows go back and forth there.
             self._epochs = {n: epoch for n, epoch in self._epochs.items() if abs(n - number) == 1}
             lengths = _lengths(self._shard_ends)
             documents = permutation(len(lengths), self._seed, number)
@@ -188,7 +186,7 @@ class _Stream:
 
 
 class _BestFit:
-    """Documents whole, where they fit."""
+    """Whole documents, where they fit."""
 
     def __init__(self, shard_ends: list[Lengths], context_length: int, seed: int | None) -> None:
         self._seed = seed
@@ -205,11 +203,11 @@ class _BestFit:
         self._epoch, self._order = -1, permutation(0, None, 0)
 
     def pieces(self, index: int) -> Pieces:
-        epoch, place = divmod(index, len(self._edges) - 1)
+        epoch, slot = divmod(index, len(self._edges) - 1)
         if epoch != self._epoch:
             self._order = permutation(len(self._edges) - 1, self._seed, epoch)
             self._epoch = epoch
-        window = int(self._order[place])
+        window = int(self._order[slot])
         documents, starts, stops = self._pieces
         inside = slice(self._edges[window], self._edges[window + 1])
         return documents[inside], starts[inside], stops[inside]
@@ -218,11 +216,11 @@ class _BestFit:
 def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     """The window of each piece: longest first, each into the fullest window that has room.
 
-    Equally long pieces go in their order. A piece costs a search among at most `capacity` rooms.
+    Pieces of equal length keep their order. A piece costs a search among at most `capacity` rooms.
     """
     windows = np.empty(len(lengths), np.int64)
     opened = 0
-    rooms: list[int] = []  # sorted: rooms that some open window has
+    rooms: list[int] = []  # sorted: the rooms that open windows have
     open_windows: dict[int, list[int]] = {}  # by room
     order = np.argsort(-lengths, kind="stable")
     for piece, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
@@ -246,10 +244,10 @@ def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np
 
 
 def permutation(count: int, seed: int | None, epoch: int) -> Numbers:
-    """0 … count − 1 in an order drawn from (seed, epoch), or in order without a seed.
+    """0 … count − 1 in an order drawn from (seed, epoch); without a seed, in order.
 
-    Sorted random words with the number in the low bits: NumPy promises the words of Philox for all
-    versions and machines, but not what its own `permutation` makes of them.
+    It sorts random words that have the number in their low bits. NumPy guarantees the words of
+    Philox for all versions and machines, but not the result of its own `permutation`.
     """
     numbers = np.arange(count, dtype=np.uint64)
     if seed is not None:

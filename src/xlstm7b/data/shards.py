@@ -1,33 +1,42 @@
-"""Token shards on disk, in the layout that datatrove writes.
+"""Token shards on disk: the format, reading and writing. The layout is datatrove's.
 
-    NAME.ds        tokens, raw little-endian uint16, or uint32 for more than 65536 ids
-    NAME.ds.index  each document's end, in tokens, raw little-endian uint64
-    NAME.ds.loss   optional, a byte a token: 1 if the loss counts that token as a target
-    manifest.json  which shards there are, how long, their sha256, and by which tokenizer
+    NAME.ds        tokens, raw little-endian uint16, or uint32 for vocabularies above 65536
+    NAME.ds.index  the end of each document, counted in tokens, raw little-endian uint64
+    NAME.ds.loss   optional, one byte per token: 1 if the token counts in the loss as a target
+    manifest.json  the shards of the folder: lengths, sha256 sums, and the tokenizer
 
-A document is its tokens and then id 0, the end of text: its end is just behind that 0. Shards are
-written aside and renamed, the manifest last; what is still being written holds `unfinished.json`.
+A document is its tokens followed by id 0, the end of text. Its end in the index is after that 0.
+Each file is written under a temporary name, then renamed; the manifest comes last. While a folder
+is being written it holds `unfinished.json`.
 """
 
 import hashlib
-import json
-from collections.abc import Callable
+import os
+from array import array
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+if TYPE_CHECKING:
+    from xlstm7b.files import Progress
+
+# `files` is imported where it is used: it loads torch, which the workers of `prepare` do not need.
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished.json"
-FORMAT = 1
 
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+Ids = Sequence[int] | npt.NDArray[Any]
 
 
 class TokenShard(NamedTuple):
-    """One shard, mapped into memory: nothing is read before it is looked at."""
+    """One shard, mapped into memory: pages are read from the disk on first access."""
 
     path: Path
     tokens: Tokens
@@ -37,9 +46,9 @@ class TokenShard(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardFolder:
-    """The shards of a folder, in order; those without a document are left out.
+    """The shards of a folder, in order, without those that hold no document.
 
-    Of a folder that datatrove wrote and nobody adopted, neither vocabulary nor tokenizer is known.
+    A folder that datatrove wrote has no known vocabulary or tokenizer until it is adopted.
     """
 
     path: Path
@@ -49,26 +58,21 @@ class ShardFolder:
     has_mask: bool
 
     @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
     def documents(self) -> int:
         return sum(len(shard.ends) for shard in self.shards)
 
     @property
     def tokens(self) -> int:
-        """All of them, each document's end of text included."""
+        """Number of tokens, including the end of text after each document."""
         return sum(len(shard.tokens) for shard in self.shards)
 
 
 def token_size(vocab_size: int) -> int:
-    """Bytes a token, as datatrove chooses them."""
+    """Bytes per token. datatrove makes the same choice."""
     return 2 if vocab_size <= 1 << 16 else 4
 
 
-def file_names(name: str, has_mask: bool) -> list[str]:
-    return [name, f"{name}.index", *([f"{name}.loss"] if has_mask else [])]
+# Reading
 
 
 def open_folder(
@@ -77,12 +81,12 @@ def open_folder(
     tokenizer_fingerprint: str | None = None,
     verify: bool = False,
     token_bytes: int | None = None,
-    progress: Callable[[str, int], None] | None = None,
+    progress: "Progress | None" = None,
 ) -> ShardFolder:
-    """Maps a folder of shards; whatever is wrong with it is a `ValueError` that names it.
+    """Maps the shards of a folder. A damaged or incomplete folder is a `ValueError` that says why.
 
-    Sizes and indices are always checked, every byte's sha256 with `verify`. `token_bytes`, 2 or 4,
-    opens what datatrove wrote and `adopt_folder` has not seen yet.
+    Sizes and indices are always checked; with `verify` also the sha256 of every file.
+    `token_bytes`, 2 or 4, opens a folder of datatrove's that has not been adopted.
     """
     path = Path(path)
     if not path.is_dir():
@@ -90,50 +94,55 @@ def open_folder(
     if (path / UNFINISHED).exists():
         raise ValueError(f"{path} is not finished: run the same `xlstm7b prepare` again")
     if not (path / MANIFEST).exists() and token_bytes is not None:
-        return _open_unlisted(path, token_bytes, tokenizer_fingerprint)
+        return _open_without_manifest(path, token_bytes, tokenizer_fingerprint)
     manifest = _read_manifest(path)
-    fingerprint, vocab_size = manifest["tokenizer"], manifest["vocab_size"]
-    if tokenizer_fingerprint not in (None, fingerprint):
+    if tokenizer_fingerprint not in (None, manifest.tokenizer):
         raise ValueError(
             f"{path} was prepared with another tokenizer: its fingerprint is "
-            f"{fingerprint[:12]}, not {str(tokenizer_fingerprint)[:12]}"
+            f"{manifest.tokenizer[:12]}, not {str(tokenizer_fingerprint)[:12]}"
         )
-    size = token_size(vocab_size)
+    size = token_size(manifest.vocab_size)
     if token_bytes not in (None, size):
         raise ValueError(f"{path} has tokens of {size} bytes, not of {token_bytes}")
-    entries = manifest["shards"]
+    names = {entry.name for entry in manifest.shards}
     for file in sorted(path.glob("*.ds")):
-        # Where a process had nothing to do, datatrove leaves an empty file.
-        if file.stat().st_size and file.name not in {entry["name"] for entry in entries}:
+        # datatrove leaves an empty file for a task that had no input.
+        if file.stat().st_size and file.name not in names:
             raise ValueError(f"{file} is not listed in {MANIFEST}")
     shards = []
-    for entry in entries:
-        shard = _open_shard(path / entry["name"], size, entry["has_mask"])
-        for count, what in ((len(shard.tokens), "tokens"), (len(shard.ends), "documents")):
-            if count != entry[what]:
+    for entry in manifest.shards:
+        shard = _open_shard(path / entry.name, size, entry.has_mask)
+        for what, found, listed in (
+            ("tokens", len(shard.tokens), entry.tokens),
+            ("documents", len(shard.ends), entry.documents),
+        ):
+            if found != listed:
                 raise ValueError(
-                    f"{shard.path} is damaged: it holds {count} {what}, "
-                    f"where {MANIFEST} says {entry[what]}"
+                    f"{shard.path} is damaged: it holds {found} {what}, "
+                    f"but {MANIFEST} lists {listed}"
                 )
         if verify:
-            _check_sums(path, entry["sha256"], progress)
+            _check_sums(path, entry.sha256, progress)
         shards.append(shard)
-    return _folder(path, shards, vocab_size, fingerprint)
+    return _folder(path, shards, manifest.vocab_size, manifest.tokenizer)
 
 
-def _open_unlisted(path: Path, token_bytes: int, fingerprint: str | None) -> ShardFolder:
+def _open_without_manifest(path: Path, token_bytes: int, fingerprint: str | None) -> ShardFolder:
     if token_bytes not in (2, 4):
-        raise ValueError(f"tokens have 2 or 4 bytes, not {token_bytes}")
+        raise ValueError(f"token_bytes must be 2 or 4, not {token_bytes}")
     if fingerprint is not None:
-        raise ValueError(f"{path} has no {MANIFEST} that says which tokenizer made it: adopt it")
+        raise ValueError(
+            f"{path} has no {MANIFEST}, so its tokenizer is unknown: "
+            "adopt it with `xlstm7b prepare --adopt`"
+        )
     shards = []
     for file in sorted(path.glob("*.ds")):
         shard = _open_shard(file, token_bytes, file.with_name(f"{file.name}.loss").exists())
-        closed = shard.tokens[shard.ends - 1] == 0
-        if not closed.all():
+        has_end = shard.tokens[shard.ends - 1] == 0
+        if not has_end.all():
             raise ValueError(
-                f"{file}: document {closed.argmin()} does not end with id 0, the end of text "
-                "(datatrove writes it when told the eos_token)"
+                f"{file}: document {has_end.argmin()} does not end with id 0, the end of text "
+                "(set eos_token in datatrove's DocumentTokenizer)"
             )
         shards.append(shard)
     return _folder(path, shards, None, None)
@@ -145,8 +154,8 @@ def _folder(
     filled = [shard for shard in shards if len(shard.ends)]
     if not filled:
         raise ValueError(f"{path} holds no documents")
-    masked = any(shard.mask is not None for shard in filled)
-    return ShardFolder(path, filled, vocab_size, fingerprint, masked)
+    has_mask = any(shard.mask is not None for shard in filled)
+    return ShardFolder(path, filled, vocab_size, fingerprint, has_mask)
 
 
 def _open_shard(path: Path, size: int, has_mask: bool) -> TokenShard:
@@ -155,11 +164,12 @@ def _open_shard(path: Path, size: int, has_mask: bool) -> TokenShard:
     mask = _map(path.with_name(f"{path.name}.loss"), "u1") if has_mask else None
     rising = np.diff(ends, prepend=0) > 0
     if not rising.all():
-        document = int(rising.argmin())
-        raise ValueError(f"{index_path} is damaged: document {document} ends before it begins")
+        raise ValueError(
+            f"{index_path} is damaged: document {rising.argmin()} ends before it begins"
+        )
     if (end := int(ends[-1]) if len(ends) else 0) != len(tokens):
         raise ValueError(
-            f"{path} is damaged: it holds {len(tokens)} tokens, its index ends at {end}"
+            f"{path} is damaged: it holds {len(tokens)} tokens, but its index ends at {end}"
         )
     if mask is not None and len(mask) != len(tokens):
         raise ValueError(f"{path}.loss is damaged: {len(mask)} bytes for {len(tokens)} tokens")
@@ -169,62 +179,200 @@ def _open_shard(path: Path, size: int, has_mask: bool) -> TokenShard:
 def _map(path: Path, dtype: str) -> npt.NDArray[Any]:
     if not path.is_file():
         raise ValueError(f"{path} is missing")
-    size, each = path.stat().st_size, np.dtype(dtype).itemsize
-    if size % each:
-        raise ValueError(f"{path} is damaged: {size} bytes are no whole number of {each}-byte ones")
+    size, item = path.stat().st_size, np.dtype(dtype).itemsize
+    if size % item:
+        raise ValueError(f"{path} is damaged: its {size} bytes are not a multiple of {item}")
     # An empty file cannot be mapped.
     return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
 
 
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _check_sums(
-    folder: Path, sums: dict[str, str], progress: Callable[[str, int], None] | None
-) -> None:
+def _check_sums(folder: Path, sums: dict[str, str], progress: "Progress | None") -> None:
     for name, expected in sums.items():
-        if sha256(folder / name) != expected:
+        if _sha256(folder / name) != expected:
             raise ValueError(f"{folder / name} is damaged: its sha256 is not the one in {MANIFEST}")
         if progress:
             progress(name, (folder / name).stat().st_size)
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# The manifest
+
+
+class ShardEntry(BaseModel):
+    """One shard in the manifest."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+    name: Annotated[str, Field(pattern=r"^[^/]+\.ds$")]
+    documents: Annotated[int, Field(ge=0)]
+    tokens: Annotated[int, Field(ge=0)]
+    has_mask: bool
+    sha256: dict[str, str]
+
+
+class _Manifest(BaseModel):
+    model_config = ConfigDict(strict=True)
+    format: Literal[1]
+    tokenizer: str
+    vocab_size: Annotated[int, Field(ge=1)]
+    shards: list[ShardEntry]
+
+
+def _read_manifest(folder: Path) -> _Manifest:
     path = folder / MANIFEST
     if not path.is_file():
-        raise ValueError(f"{folder} has no {MANIFEST}: it is no folder of prepared tokens")
+        raise ValueError(f"{folder} has no {MANIFEST}: it is not a folder of prepared tokens")
     try:
-        manifest: dict[str, Any] = json.loads(path.read_bytes())
-        version = manifest["format"]
-        wrong = "" if version != FORMAT else _wrong_part(manifest)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is garbled: {type(error).__name__}: {error}") from error
-    if version != FORMAT:
-        raise ValueError(f"{path} is of format {version!r}; this program reads format {FORMAT}")
-    if wrong:
-        raise ValueError(f"{path} is garbled: its {wrong} cannot be")
+        manifest = _Manifest.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise ValueError(f"{path} is damaged: {where}: {first['msg']}") from error
+    names = [entry.name for entry in manifest.shards]
+    for entry in manifest.shards:
+        if names.count(entry.name) > 1:
+            raise ValueError(f"{path} is damaged: it lists {entry.name} twice")
+        if list(entry.sha256) != _file_names(entry.name, entry.has_mask):
+            raise ValueError(f"{path} is damaged: the sha256 sums of {entry.name} are incomplete")
     return manifest
 
 
-def _wrong_part(manifest: dict[str, Any]) -> str:
-    """What in a manifest is not as `write_manifest` writes it; `LookupError` what is missing."""
-    if type(manifest["vocab_size"]) is not int or manifest["vocab_size"] < 1:
-        return "vocab_size"
-    if type(manifest["tokenizer"]) is not str:
-        return "tokenizer"
-    for entry in manifest["shards"]:
-        name, counts, masked = (
-            entry["name"],
-            (entry["documents"], entry["tokens"]),
-            entry["has_mask"],
+def write_manifest(
+    folder: Path,
+    entries: Sequence[ShardEntry],
+    *,
+    vocab_size: int,
+    tokenizer_fingerprint: str,
+    **noted: Any,
+) -> None:
+    """Completes a folder of shards. `entries` are the writers' `entry`; `noted` is stored as is."""
+    from xlstm7b.files import write_json
+
+    manifest = {
+        "format": 1,
+        "tokenizer": tokenizer_fingerprint,
+        "vocab_size": vocab_size,
+        "documents": sum(entry.documents for entry in entries),
+        "tokens": sum(entry.tokens for entry in entries),
+        **noted,
+        "shards": [entry.model_dump() for entry in entries],
+    }
+    write_json(folder / MANIFEST, manifest)
+
+
+def adopt_folder(path: str | Path, *, vocab_size: int, tokenizer_fingerprint: str) -> ShardFolder:
+    """Checks every token of a folder that datatrove wrote, and adds the manifest."""
+    path, entries = Path(path), []
+    if (path / MANIFEST).exists():
+        return open_folder(path, tokenizer_fingerprint=tokenizer_fingerprint)
+    for shard in open_folder(path, token_bytes=token_size(vocab_size)).shards:
+        if (largest := int(shard.tokens.max())) >= vocab_size:
+            raise ValueError(
+                f"{shard.path} holds id {largest}, but the tokenizer's ids end at {vocab_size - 1}"
+            )
+        name, has_mask = shard.path.name, shard.mask is not None
+        entry = ShardEntry(
+            name=name,
+            documents=len(shard.ends),
+            tokens=len(shard.tokens),
+            has_mask=has_mask,
+            sha256={file: _sha256(path / file) for file in _file_names(name, has_mask)},
         )
-        if type(name) is not str or Path(name).name != name or not name.endswith(".ds"):
-            return f"shard {name!r}"
-        if type(masked) is not bool or any(type(n) is not int or n < 0 for n in counts):
-            return f"description of {name}"
-        if list(entry["sha256"]) != file_names(name, masked):
-            return f"sha256 of {name}"
-    names = [entry["name"] for entry in manifest["shards"]]
-    return "" if len(set(names)) == len(names) else "list of shards, with one of them twice,"
+        entries.append(entry)
+    write_manifest(
+        path, entries, vocab_size=vocab_size, tokenizer_fingerprint=tokenizer_fingerprint
+    )
+    return open_folder(path)
+
+
+def _file_names(name: str, has_mask: bool) -> list[str]:
+    return [name, f"{name}.index", *([f"{name}.loss"] if has_mask else [])]
+
+
+# Writing
+
+
+class ShardWriter:
+    """Writes the shard NAME.ds at `path`. An error inside the `with` block leaves no file.
+
+    After the shard, NAME.ds.json is written: it marks the shard as complete and holds its `entry`,
+    for the manifest.
+    """
+
+    entry: ShardEntry  # once the writer is closed
+
+    def __init__(self, path: Path, *, vocab_size: int, has_mask: bool = False) -> None:
+        from xlstm7b.files import write_aside
+
+        self.path, self.documents, self.tokens = path, 0, 0
+        self._vocab_size, self._has_mask = vocab_size, has_mask
+        self._dtype = np.dtype(f"<u{token_size(vocab_size)}")
+        self._ends = array("Q")
+        self._stack, self._is_closed = ExitStack(), False
+        self._files: dict[str, IO[bytes]] = {}
+        self._sums = {name: hashlib.sha256() for name in _file_names(path.name, has_mask)}
+        for name in self._sums:
+            aside = self._stack.enter_context(write_aside(path.parent / name))
+            self._files[name] = self._stack.enter_context(aside.open("wb"))
+
+    def add(self, tokens: Ids, mask: Ids | None = None) -> None:
+        """Appends a document and the 0 that ends it, which always counts in the loss."""
+        ids = np.zeros(len(tokens) + 1, dtype=np.int64)
+        ids[:-1] = tokens
+        if ids.min() < 0 or ids.max() >= self._vocab_size:
+            raise ValueError(
+                f"{self.path}: a document has ids from {ids.min()} to {ids.max()}, "
+                f"but the vocabulary ends at {self._vocab_size - 1}"
+            )
+        assert (mask is not None) == self._has_mask
+        self._write("", ids.astype(self._dtype))
+        if mask is not None:
+            assert len(mask) == len(tokens)
+            counted = np.ones(len(ids), dtype=np.uint8)
+            counted[:-1] = mask
+            self._write(".loss", counted)
+        self.documents += 1
+        self.tokens += len(ids)
+        self._ends.append(self.tokens)
+
+    def close(self, **noted: Any) -> None:
+        """Renames the files. `noted` is stored in NAME.ds.json with the entry."""
+        from xlstm7b.files import write_json
+
+        with self._stack:
+            self._write(".index", np.array(self._ends, dtype="<u8"))
+            for file in self._files.values():
+                file.flush()
+                os.fsync(file.fileno())
+        self.entry = ShardEntry(
+            name=self.path.name,
+            documents=self.documents,
+            tokens=self.tokens,
+            has_mask=self._has_mask,
+            sha256={name: total.hexdigest() for name, total in self._sums.items()},
+        )
+        note = self.path.with_name(f"{self.path.name}.json")
+        write_json(note, {**self.entry.model_dump(), **noted})
+        self._is_closed = True
+
+    def _write(self, ending: str, values: npt.NDArray[Any]) -> None:
+        name, content = f"{self.path.name}{ending}", values.tobytes()
+        self._sums[name].update(content)
+        self._files[name].write(content)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self._stack.__exit__(kind, error, trace)
+        elif not self._is_closed:
+            self.close()

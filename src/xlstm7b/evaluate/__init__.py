@@ -1,1 +1,1 @@
-"""How good a model is: the LM Evaluation Harness, perplexity, RULER, and results to compare."""
+"""Model quality: LM Evaluation Harness tasks, perplexity, RULER, and files of results."""

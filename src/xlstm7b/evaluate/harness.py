@@ -1,13 +1,12 @@
-"""The LM Evaluation Harness on our model: `xlstm7b eval`, or the harness's own command line.
+"""The model for the LM Evaluation Harness, used by `xlstm7b eval` and by lm_eval's command line.
 
     python -m xlstm7b.evaluate.harness --model xlstm7b --model_args pretrained=FOLDER --tasks …
 
-is `lm_eval …` with this model registered: lm_eval 0.4.13 looks for models in its own source alone.
-Later ones find it by the entry point in `lm_eval.models`, and `lm_eval --model xlstm7b` is enough.
+runs `lm_eval …` with this model registered: lm_eval 0.4.13 only finds models in its own source.
+Later versions read the entry point `lm_eval.models`; there `lm_eval --model xlstm7b` is enough.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +18,40 @@ from lm_eval.api.registry import model_registry
 from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
-from xlstm7b.evaluate.batching import in_batches
-from xlstm7b.evaluate.prefixes import PrefixTree
-from xlstm7b.evaluate.presets import with_shots
-from xlstm7b.evaluate.scoring import Continuation, Scorer, fitting_batch
-from xlstm7b.generate import Generator, Request, SamplingSettings
-from xlstm7b.generate.decoder import with_first_token
+from xlstm7b.chat_format import load_chat_template
+from xlstm7b.checkpoint import read_config, resolve
+from xlstm7b.devices import default_dtype, to_device, to_dtype
+from xlstm7b.evaluate.prefix_tree import PrefixTree
+from xlstm7b.evaluate.scoring import Continuation, Scorer, default_batch_size
+from xlstm7b.generate import Generator, Request, SamplingParams, SavedState
 from xlstm7b.model import XLSTM
-from xlstm7b.tokenizer import load_chat_template, load_tokenizer
-from xlstm7b.weights import read_config, resolve
+from xlstm7b.tokenizer import load_tokenizer, with_first_token
 
 NAME = "xlstm7b"
-_MAX_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-_DEFAULT_MAX_TOKENS = 256
+
+# The paper's leaderboards: task -> number of few-shot examples. None: the task's own number.
+PRESETS: dict[str, dict[str, int | None]] = {
+    "leaderboard-v1": {
+        "arc_challenge": 25,
+        "hellaswag": 10,
+        "truthfulqa_mc2": 0,
+        "mmlu": 5,
+        "winogrande": 5,
+        "openbookqa": 0,
+        "piqa": 0,
+    },
+    # The harness's own group: BBH 3, GPQA 0, MMLU-Pro 5, MuSR 0, IFEval 0, MATH level 5 4.
+    "leaderboard-v2": {"leaderboard": None},
+}
+_MAX_NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 class XLSTM7B(TemplateLM):
-    """An xLSTM as the harness asks for one.
+    """The model as the harness calls it.
 
-    `batch_size` is a number or "auto", which goes by free memory, up to `max_batch_size`. On a GPU,
-    if there is one, by default in bfloat16; else on the CPU, in the dtype stored: the harness's
-    command line asks for a GPU whether there is one or not.
+    Device and dtype have the usual defaults (`xlstm7b.devices`), but a "cuda" device becomes the
+    CPU if there is no GPU: lm_eval's command line passes "cuda" by default. `batch_size` is a
+    number or "auto" (by free memory, at most `max_batch_size`).
     """
 
     def __init__(
@@ -54,23 +66,18 @@ class XLSTM7B(TemplateLM):
         grouping: bool = True,
     ) -> None:
         super().__init__()
-        where = torch.device(device or "cuda")
-        if where.type == "cuda" and not torch.cuda.is_available():
-            where = torch.device("cpu")
-        if dtype is None and where.type == "cuda":
-            dtype = "bfloat16"
-        if dtype not in (None, "float32", "bfloat16", "float16"):
-            raise ValueError(f"dtype must be float32, bfloat16 or float16, not {dtype!r}")
+        if str(device).startswith("cuda") and not torch.cuda.is_available():
+            device = "cpu"
+        self._device, self._folder = to_device(device), resolve(pretrained)
+        model_dtype = default_dtype(self._device) if dtype is None else to_dtype(dtype)
         rows = None if str(batch_size).startswith("auto") else int(batch_size)
         if rows is not None and rows < 1:
             raise ValueError(f"batch_size must be at least 1 or auto, not {rows}")
-        self._device, self._folder = where, resolve(pretrained)
         text = load_tokenizer(tokenizer or self._folder, read_config(self._folder).vocab_size)
-        wanted = None if dtype is None else getattr(torch, dtype)
-        model = XLSTM.from_pretrained(self._folder, dtype=wanted, device=where)
+        model = XLSTM.from_pretrained(self._folder, dtype=model_dtype, device=self._device)
         if rows is None:
-            rows = min(fitting_batch(model), max_batch_size or 1 << 30)
-        # Both on the same weights: the generator fuses them in place.
+            rows = min(default_batch_size(model), max_batch_size or 1 << 30)
+        # Both use the same weights: the generator fuses them in place.
         self.generator = Generator(model, text, batch_size=rows)
         self.scorer = Scorer(model, batch_size=rows, grouping=grouping)
 
@@ -89,7 +96,7 @@ class XLSTM7B(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Ids of a text; never with id 0 in front, which scoring and generation see to."""
+        """Token ids without the first token (id 0): scoring and generation add it."""
         return self.generator.tokenizer.encode(string)
 
     def apply_chat_template(
@@ -97,7 +104,7 @@ class XLSTM7B(TemplateLM):
     ) -> str:
         template = load_chat_template(self._folder)
         if template is None:
-            raise ValueError(f"{self._folder} holds no chat template to apply")
+            raise ValueError(f"{self._folder} has no chat template")
         return template.render(chat_history, add_generation_prompt=add_generation_prompt)
 
     def _loglikelihood_tokens(
@@ -106,9 +113,9 @@ class XLSTM7B(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        asked = [Continuation(context, continuation) for _, context, continuation in requests]
-        with tqdm(total=len(asked), desc="loglikelihood", disable=disable_tqdm) as bar:
-            scores = self.scorer.score(asked, bar.update)
+        continuations = [Continuation(context, tokens) for _, context, tokens in requests]
+        with tqdm(total=len(requests), desc="loglikelihood", disable=disable_tqdm) as bar:
+            scores = self.scorer.score(continuations, bar.update)
         for (texts, _, _), score in zip(requests, scores, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, tuple(score))
         return [(score.logprob, score.is_greedy) for score in scores]
@@ -116,107 +123,114 @@ class XLSTM7B(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """log p of whole texts, of any length: the state goes from piece to piece."""
+        """Log-probabilities of whole texts. A text may have any length: no window is used."""
         texts = [request.args[0] for request in requests]
-        ids = [[self.prefix_token_id, *self.tok_encode(text)] for text in texts]
-        with tqdm(total=sum(map(len, ids)), desc="loglikelihood_rolling, tokens",
-                  disable=disable_tqdm) as bar:  # fmt: skip
-            found = self.scorer.logprobs(ids, bar.update)
+        documents = [[self.prefix_token_id, *self.tok_encode(text)] for text in texts]
+        total = sum(map(len, documents))
+        with tqdm(total=total, desc="loglikelihood_rolling, tokens", disable=disable_tqdm) as bar:
+            found = self.scorer.logprobs(documents, bar.update)
         sums = [float(logprobs.double().sum()) for logprobs in found]
-        for text, total in zip(texts, sums, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
+        for text, logprob in zip(texts, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), logprob)
         return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Texts up to a stop string; what prompts share is read once, and its state forked."""
-        asked = [self._request(n, *request.args) for n, request in enumerate(requests)]
+        """Continues prompts up to a stop string. A shared prefix is read once, its state copied.
+
+        Request n samples with seed n: a repeated request has another output, a second run the same.
+        """
+        prompts = [
+            with_first_token(self.generator.config, self.tok_encode(request.args[0]))
+            for request in requests
+        ]
+        options = [sampling_options(request.args[1], n) for n, request in enumerate(requests)]
         texts: dict[int, str] = {}
-        with tqdm(total=len(asked), desc="generate_until", disable=disable_tqdm) as bar:
-            for shared, places in _groups([request.ids for request in asked]):
-                state = None
-                if shared:
-                    state = self.generator.read([asked[places[0]].ids[:shared]])
-                for batch in in_batches(places, self.generator.batch_size):
-                    completions = self.generator.run(
-                        [_after(asked[n], shared) for n in batch],
-                        state=None if state is None else state.fork(len(batch)),
-                        done=lambda row, completion: bar.update(),
-                    )
-                    texts.update(zip(batch, (c.text for c in completions), strict=True))
+        with tqdm(total=len(requests), desc="generate_until", disable=disable_tqdm) as bar:
+            for shared, indices in _group_by_prefix(prompts):
+                state = self.generator.read([prompts[indices[0]][:shared]]) if shared else None
+                completions = self.generator.run(
+                    [_to_request(prompts[n], options[n], shared, state) for n in indices],
+                    done=lambda index, completion: bar.update(),
+                )
+                texts.update(zip(indices, (c.text for c in completions), strict=True))
         for n, request in enumerate(requests):
             self.cache_hook.add_partial("generate_until", request.args, texts[n])
         return [texts[n] for n in range(len(requests))]
 
-    def _request(self, number: int, context: str, given: dict[str, Any]) -> Request:
-        settings, stops = _settings(dict(given), number)
-        ids = with_first_token(self.generator.config, self.tok_encode(context))
-        return Request(ids, settings, stops)
 
+def _group_by_prefix(prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, list[int]]]:
+    """Groups of prompts with the number of tokens they share, then all others with 0.
 
-def _groups(prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, list[int]]]:
-    """Prompts that share their first tokens, with how many; and together those that share none."""
-    tree = PrefixTree(prompts)
-    alone: list[int] = []
-    for node in tree.children(tree.root):
-        places = [place for n in range(node.first, node.last) for place in tree.asked[n]]
-        places.sort(key=lambda place: -len(prompts[place]))
-        if len(places) > 1:
-            yield node.end, places
-        else:
-            alone += places
-    alone.sort(key=lambda place: -len(prompts[place]))
-    yield 0, alone
-
-
-def _after(request: Request, shared: int) -> Request:
-    """The request that is left when its first tokens were read."""
-    return replace(request, prompt=request.ids[shared:], already_read=(*request.ids[:shared],))
-
-
-def _settings(given: dict[str, Any], number: int) -> tuple[SamplingSettings, tuple[str, ...]]:
-    """The harness's generation settings as ours: greedy unless it says otherwise.
-
-    Request n samples by seed n: the same texts every time, and others for each repetition.
+    Each group lists indices of prompts, the longest first.
     """
+    tree = PrefixTree(prompts)
+    others: list[int] = []
+    for node in tree.children(tree.root):
+        indices = [index for n in range(node.first, node.last) for index in tree.indices[n]]
+        indices.sort(key=lambda index: -len(prompts[index]))
+        if len(indices) > 1:
+            yield node.end, indices
+        else:
+            others += indices
+    others.sort(key=lambda index: -len(prompts[index]))
+    yield 0, others
+
+
+def sampling_options(generation_kwargs: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The harness's names for sampling parameters as ours. Greedy unless the task says otherwise.
+
+    The sampling parameters' own defaults and checks apply to the rest.
+    """
+    given = dict(generation_kwargs)
     until = given.pop("until", None) or []
     stops = tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
-    most = [given.pop(name) for name in _MAX_TOKENS if name in given] or [_DEFAULT_MAX_TOKENS]
-    if given.get("num_beams") == 1:  # which is no search
+    max_new_tokens = [int(given.pop(name)) for name in _MAX_NEW_TOKENS if name in given]
+    if given.get("num_beams") == 1:  # plain sampling
         del given["num_beams"]
     do_sample = given.pop("do_sample", None)
     temperature = float(given.pop("temperature", 1.0 if do_sample else 0.0))
-    known = [field.name for field in fields(SamplingSettings)]
-    for name in given:
-        if name not in known:
-            raise ValueError(f"there is no generation setting {name!r}; known: {', '.join(known)}")
-    settings: dict[str, Any] = {
-        "max_new_tokens": int(most[0]),
+    options = {
         "temperature": 0.0 if do_sample is False else temperature,
-        "seed": number,
+        "seed": seed,
+        "stop_strings": stops,
         **given,
     }
-    return SamplingSettings(**settings), stops
+    if max_new_tokens:
+        options["max_new_tokens"] = max_new_tokens[0]
+    return options
+
+
+def _to_request(
+    prompt: Sequence[int],
+    options: dict[str, Any],
+    shared: int = 0,
+    state: SavedState | None = None,
+) -> Request:
+    """A request for a prompt whose first `shared` tokens `state` has read. `ValueError`."""
+    params = SamplingParams.from_options(**options)
+    params.check()
+    return Request(prompt[shared:], params, state=state, previous_prompt=prompt[:shared])
 
 
 def load_tasks(
     names: list[str], tasks_dir: Path | None = None, num_fewshot: int | None = None
 ) -> list[Any]:
-    """The harness's tasks and groups by name: its own, a folder's, and what presets stand for.
+    """Loads the harness's tasks and groups, presets, and tasks of a folder of YAML files.
 
-    With a folder and no names, all tasks that the folder holds. `num_fewshot` is for all of them
-    but those that say 0 themselves. What cannot be run is a `ValueError`.
+    With a folder and no names: all tasks in the folder. `num_fewshot` replaces every task's number
+    of examples, except where that is 0. `ValueError` for a task that could not run.
     """
     manager = None
     if tasks_dir is not None:
         if not tasks_dir.is_dir():
-            raise ValueError(f"there is no folder {tasks_dir} of tasks")
+            raise ValueError(f"the tasks folder {tasks_dir} does not exist")
         manager = TaskManager(include_path=str(tasks_dir), include_defaults=False)
         names = names or manager.all_subtasks
         if not names:
-            raise ValueError(f"{tasks_dir} holds no task that can be read")
-    tasks = with_shots(names)
+            raise ValueError(f"{tasks_dir} contains no task that can be read")
+    tasks = expand_presets(names)
     if manager is None or not all(name in manager.task_index for name in tasks):
-        # It takes seconds to list the harness's own.
+        # Only if needed: listing the harness's own tasks takes seconds.
         manager = TaskManager(include_path=None if tasks_dir is None else str(tasks_dir))
     for name in tasks:
         if name not in manager.task_index:
@@ -226,45 +240,59 @@ def load_tasks(
         try:
             found = manager.load([name])
         except DatasetsError as error:
-            raise ValueError(
-                f"the data of {name} cannot be read: {error.__cause__ or error}"
-            ) from error
+            reason = error.__cause__ or error
+            raise ValueError(f"the data of task {name!r} cannot be read: {reason}") from error
         for task in found["tasks"].values():
             if shots is not None:
                 task.set_config(key="num_fewshot", value=shots)
             if num_fewshot is not None and task.config.num_fewshot != 0:
                 task.set_config(key="num_fewshot", value=num_fewshot)
-            _check(task)
+            _check_task(task)
         loaded += [found["groups"][name]] if name in found["groups"] else found["tasks"].values()
     return loaded
 
 
-def _check(task: Any) -> None:
-    """Raises a `ValueError` for what would else come up when weights are read, or hours later."""
+def expand_presets(names: list[str]) -> dict[str, int | None]:
+    """Task names with their number of examples; a preset's name becomes its tasks."""
+    tasks: dict[str, int | None] = {}
+    for name in names:
+        for task, shots in PRESETS.get(name, {name: None}).items():
+            if task in tasks:
+                raise ValueError(f"the task {task!r} is given twice")
+            tasks[task] = shots
+    if not tasks:
+        raise ValueError(f"no tasks are given; presets are {', '.join(PRESETS)}")
+    return tasks
+
+
+def _check_task(task: Any) -> None:
+    """`ValueError` for mistakes that would only show after the weights are loaded, or much later.
+
+    The task must have enough examples, and the sampling parameters must be supported.
+    """
     shots = task.config.num_fewshot or 0
     if shots:
-        # A question is no example of itself.
-        others = len(task.sampler.df) - (task.fewshot_cfg.split == task.config.test_split)
-        if shots > others:
-            raise ValueError(f"{task.task_name} has {others} examples, not the {shots} asked for")
+        # A question is not an example for itself.
+        examples = len(task.sampler.df) - (task.fewshot_cfg.split == task.config.test_split)
+        if shots > examples:
+            name = task.task_name
+            raise ValueError(
+                f"{shots} examples are too many for the task {name!r}: it has {examples}"
+            )
     if task.OUTPUT_TYPE == "generate_until":
-        _settings(dict(task.config.generation_kwargs or {}), 0)
+        _to_request([0], sampling_options(task.config.generation_kwargs or {}, seed=0))
 
 
 def run_tasks(
-    lm: XLSTM7B,
-    tasks: list[Any],
-    *,
-    limit: int | None = None,
-    apply_chat_template: bool = False,
+    lm: XLSTM7B, tasks: list[Any], *, limit: int | None = None, apply_chat_template: bool = False
 ) -> dict[str, Any]:
-    """The harness's results for loaded tasks."""
+    """Runs loaded tasks. Returns the harness's results."""
     from lm_eval.evaluator import simple_evaluate
 
     found = simple_evaluate(
         model=lm,
         tasks=tasks,
-        task_manager=TaskManager(include_defaults=False),  # they are loaded: it has none to find
+        task_manager=TaskManager(include_defaults=False),  # the tasks are already loaded
         limit=limit,
         batch_size=lm.scorer.batch_size,
         device=str(lm.device),
@@ -278,11 +306,11 @@ def run_tasks(
 
 
 def main() -> None:
-    """The harness's own command line, which then knows this model."""
+    """Runs lm_eval's command line with this model registered."""
     import lm_eval.models
     from lm_eval.__main__ import cli_evaluate
 
-    assert lm_eval.models.MODEL_MAPPING  # the import fills the registry
+    assert lm_eval.models.MODEL_MAPPING  # importing it fills the registry
     if NAME not in model_registry:
         model_registry.register(NAME, target="xlstm7b.evaluate.harness:XLSTM7B")
     cli_evaluate()

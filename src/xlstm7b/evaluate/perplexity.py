@@ -1,6 +1,6 @@
-"""Perplexity of any text: whole documents on a streamed state, and by position within them.
+"""Perplexity of any text, and the loss by position in the document.
 
-Does a model use its context? Then its loss falls with the position.
+If a model uses its context, the loss falls with the position.
 """
 
 import math
@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xlstm7b.data.sources import Columns, find_sources, read_batches
-from xlstm7b.evaluate.results import replace_file
+from xlstm7b.data.input_files import Columns, find_input_files, read_batches
 from xlstm7b.evaluate.scoring import Progress, Scorer
+from xlstm7b.report import figure, table
 from xlstm7b.tokenizer import Tokenizer
 
-_FIRST_BUCKET = 128  # tokens; each one after it is as long as all before it
-_TOKENS_AT_ONCE = 1 << 22  # of documents held in memory
+MAX_HELD_TOKENS = 1 << 22  # documents held in memory before they are scored
+_FIRST_BUCKET = 128  # tokens; each later bucket is as long as all before it
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tokens at places first … last of their documents; nats per token."""
+    """The tokens at positions first … last of all documents. The loss is in nats per token."""
 
     first: int
     last: int
@@ -42,22 +42,19 @@ class Perplexity:
     bits_per_byte: float
     buckets: list[Bucket]
 
-    def results(self, task: str) -> dict[str, Any]:
-        """In the harness's layout, the buckets beside it."""
+    def to_results(self, task: str) -> dict[str, Any]:
+        """The harness's layout: one task, and one more for each bucket."""
         metrics = {"loss": self.loss, "perplexity": self.perplexity}
         metrics["bits_per_byte"] = self.bits_per_byte
-        by_place = {
-            f"{task}, tokens {b.first}–{b.last}": {
-                "alias": f" - {b.first}–{b.last}",
-                "loss,none": b.loss,
+        results = {task: {"alias": task, **{f"{name},none": x for name, x in metrics.items()}}}
+        for bucket in self.buckets:
+            positions = f"{bucket.first}–{bucket.last}"
+            results[f"{task}, tokens {positions}"] = {
+                "alias": f" - {positions}",
+                "loss,none": bucket.loss,
             }
-            for b in self.buckets
-        }
         return {
-            "results": {
-                task: {"alias": task, **{f"{name},none": x for name, x in metrics.items()}},
-                **by_place,
-            },
+            "results": results,
             "versions": {task: 1},
             "n-shot": {task: 0},
             "n-samples": {task: {"original": self.documents, "effective": self.documents}},
@@ -65,11 +62,22 @@ class Perplexity:
             "perplexity": asdict(self),
         }
 
+    def __str__(self) -> str:
+        rows = [
+            (f"{b.first:,}–{b.last:,}", f"{b.tokens:,}", f"{b.loss:.4f}", f"{b.perplexity:.3f}")
+            for b in self.buckets
+        ]
+        return (
+            f"{self.documents:,} documents, {self.tokens:,} tokens, {self.bytes:,} bytes\n"
+            f"loss {self.loss:.4f} nats per token, perplexity {self.perplexity:.3f}, "
+            f"{self.bits_per_byte:.4f} bits per byte\n"
+        ) + table(("position", "tokens", "loss", "perplexity"), rows)
+
 
 def read_documents(inputs: Iterable[str | Path], column: str = "text") -> Iterator[str]:
-    """The texts in files and folders: .txt is one, a line of .jsonl and a row of .parquet are."""
+    """Documents of files and folders: a .txt, a line of a .jsonl, or a row of a .parquet."""
     columns = Columns(text=column)
-    for path in find_sources(inputs):
+    for path in find_input_files(inputs):
         for batch in read_batches(path, columns):
             for _, segments in batch.documents(columns):
                 yield segments[0][0]
@@ -78,64 +86,55 @@ def read_documents(inputs: Iterable[str | Path], column: str = "text") -> Iterat
 def perplexity(
     scorer: Scorer, tokenizer: Tokenizer, documents: Iterable[str], progress: Progress | None = None
 ) -> Perplexity:
-    """Reads every document whole, from id 0 on, as if there were no other."""
+    """Scores every document from its beginning to its end, each one from a fresh state."""
     count = size = held = 0
     sums = torch.zeros(64, dtype=torch.float64)
     counts = torch.zeros(64, dtype=torch.long)
     waiting: list[list[int]] = []
 
-    def measure() -> None:
+    def score_waiting() -> None:
         for logprobs in scorer.logprobs(waiting, progress):
-            places = _buckets(len(logprobs))
-            sums.index_add_(0, places, -logprobs.double())
-            counts.index_add_(0, places, torch.ones_like(places))
+            buckets = _bucket_of_positions(len(logprobs))
+            sums.index_add_(0, buckets, -logprobs.double())
+            counts.index_add_(0, buckets, torch.ones_like(buckets))
         waiting.clear()
 
     for document in documents:
         count, size = count + 1, size + len(document.encode())
         waiting.append(tokenizer.encode(document))
         held += len(waiting[-1])
-        if held >= _TOKENS_AT_ONCE:
-            measure()
+        if held >= MAX_HELD_TOKENS:
+            score_waiting()
             held = 0
-    measure()
+    score_waiting()
     tokens, total = int(counts.sum()), float(sums.sum())
     if not tokens:
         raise ValueError("there is no text to measure")
     buckets = []
     for index in counts.nonzero().flatten().tolist():
         first = 0 if index == 0 else _FIRST_BUCKET << (index - 1)
-        loss = float(sums[index] / counts[index])
         last = (_FIRST_BUCKET << index) - 1
+        loss = float(sums[index] / counts[index])
         buckets.append(Bucket(first, last, int(counts[index]), loss, math.exp(loss)))
     loss = total / tokens
-    return Perplexity(
-        count, tokens, size, loss, math.exp(loss), total / math.log(2) / size, buckets
-    )
+    bits = total / math.log(2)
+    return Perplexity(count, tokens, size, loss, math.exp(loss), bits / size, buckets)
 
 
-def _buckets(length: int) -> Tensor:
-    """The bucket of each place: 0 for the first 128, then one for each doubling."""
-    places = torch.arange(length) // _FIRST_BUCKET
-    return torch.frexp(places.double()).exponent.long()
+def _bucket_of_positions(length: int) -> Tensor:
+    """Bucket 0 for the first 128 positions, then one bucket for each doubling."""
+    blocks = torch.arange(length) // _FIRST_BUCKET
+    return torch.frexp(blocks.double()).exponent.long()
 
 
-def plot(measured: Perplexity, path: Path, label: str) -> None:
-    """Loss over the position in the document, as PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    edges = [max(1, bucket.first) for bucket in measured.buckets]
-    edges.append(measured.buckets[-1].last + 1)
-    losses = [bucket.loss for bucket in measured.buckets]
-    axes.stairs(losses, edges, baseline=None, label=label)
-    axes.axhline(measured.loss, linestyle=":", label=f"all: {measured.loss:.3f}")
-    axes.set(xscale="log", xlabel="position in the document, tokens", ylabel="nats per token")
-    axes.set_xscale("log", base=2)
-    axes.legend()
-    figure.tight_layout()
-    replace_file(path, lambda aside: figure.savefig(aside, dpi=120, format="png"))
-    pyplot.close(figure)
+def plot_loss(measured: Perplexity, path: Path, label: str) -> None:
+    """Draws the loss over the position in the document."""
+    with figure(path) as axes:
+        edges = [max(1, bucket.first) for bucket in measured.buckets]
+        edges.append(measured.buckets[-1].last + 1)
+        losses = [bucket.loss for bucket in measured.buckets]
+        axes.stairs(losses, edges, baseline=None, label=label)
+        axes.axhline(measured.loss, linestyle=":", label=f"mean: {measured.loss:.3f}")
+        axes.set(xlabel="position in the document, tokens", ylabel="nats per token")
+        axes.set_xscale("log", base=2)
+        axes.legend()

@@ -1,28 +1,44 @@
-"""Results files: the harness's layout, with what they were measured on and by; and compared."""
+"""Results files in the harness's JSON layout, with their origin; and tables that compare them."""
 
 import hashlib
 import json
-import math
 import platform
-import secrets
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xlstm7b.weights import read_config, resolve
+from xlstm7b.accounting import parameter_counts
+from xlstm7b.checkpoint import read_config, resolve
+from xlstm7b.report import table
 
+MISSING = "–"  # in tables
 _PACKAGES = ("xlstm7b", "torch", "triton", "tokenizers", "lm_eval", "datasets", "transformers")
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
+_BLOCKS, _BLOCK_BYTES = 64, 4096
+
+
+def run_info(model: str | Path) -> dict[str, Any]:
+    """The origin of results: the model's fingerprint, package versions, the command line.
+
+    Goes into a results file under "xlstm7b".
+    """
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return {"model": fingerprint(model), "versions": versions, "command": command}
 
 
 def fingerprint(folder_or_hub_id: str | Path) -> dict[str, Any]:
-    """What tells a model from another without reading all of it.
+    """A model's folder, number of parameters, and a hash that differs between models.
 
-    The hash covers the config, and of each file of weights its size and 64 places of 4 KiB, the
-    first of which is its header's: training changes every one of them.
+    The hash covers the config and, of each weights file, its size and 64 blocks of 4 KiB. The first
+    block is the header. Training changes all the others, so the rest need not be read.
     """
     folder = resolve(folder_or_hub_id)
     config = read_config(folder)
@@ -31,65 +47,32 @@ def fingerprint(folder_or_hub_id: str | Path) -> dict[str, Any]:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
-            for sample in range(_SAMPLES):
-                file.seek(sample * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    parameters = sum(math.prod(shape) for shape in config.parameter_shapes().values())
+            for block in range(_BLOCKS):
+                file.seek(block * max(0, size - _BLOCK_BYTES) // (_BLOCKS - 1))
+                digest.update(file.read(_BLOCK_BYTES))
+    parameters = parameter_counts(config)["total"]
     return {"folder": str(folder), "fingerprint": digest.hexdigest(), "parameters": parameters}
 
 
-def described(results: dict[str, Any], model: str | Path) -> dict[str, Any]:
-    """Results with the model's fingerprint, the packages' versions and the command."""
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    about = {"model": fingerprint(model), "versions": versions, "command": command}
-    return {**results, "xlstm7b": about}
-
-
-def write_json(path: Path, results: dict[str, Any]) -> None:
-    """Writes aside, then renames: a file that was there stays whole till then."""
-    text = json.dumps(results, indent=2, default=_plain, ensure_ascii=False) + "\n"
-    replace_file(path, lambda aside: aside.write_text(text, encoding="utf-8"))
-
-
-def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Has a file written under another name, then puts it in its place."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        write(aside)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-def _plain(value: Any) -> Any:
-    """What JSON has no word for: NumPy's numbers, and functions in tasks' configs."""
-    return value.item() if hasattr(value, "item") else str(value)
-
-
-class Measured(NamedTuple):
-    """One metric of one task; the standard error where there is one."""
-
+class Metric(NamedTuple):
     value: float
-    error: float | None
+    stderr: float | None
+
+    def __str__(self) -> str:
+        return f"{self.value:.4f}" + ("" if self.stderr is None else f" ± {self.stderr:.4f}")
 
 
-class Line(NamedTuple):
-    """A task's metric in every file; None where a file lacks it. Differences are to the first."""
+class Comparison(NamedTuple):
+    """One metric of one task: its value in each file, and the differences to the first file."""
 
     task: str
     metric: str
-    values: list[Measured | None]
+    values: list[Metric | None]  # None: not in the file
     differences: list[float | None]
 
 
-def read_results(path: Path) -> dict[tuple[str, str], Measured]:
-    """Every task's metrics of a results file, by (task, metric)."""
+def read_results(path: Path) -> dict[tuple[str, str], Metric]:
+    """The metrics of a results file, by (task, metric)."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -105,9 +88,9 @@ def read_results(path: Path) -> dict[tuple[str, str], Measured]:
             name, _, kind = key.partition(",")
             if not kind or name.endswith("_stderr") or not _is_number(value):
                 continue
-            spread = metrics.get(f"{name}_stderr,{kind}")
+            stderr = metrics.get(f"{name}_stderr,{kind}")
             metric = name if kind == "none" else key
-            found[task, metric] = Measured(value, spread if _is_number(spread) else None)
+            found[task, metric] = Metric(value, stderr if _is_number(stderr) else None)
     return found
 
 
@@ -115,19 +98,31 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def compare(paths: Sequence[Path]) -> list[Line]:
-    """Task × metric over several files, in the order in which they first appear."""
+def compare(paths: Sequence[Path]) -> list[Comparison]:
+    """Every metric of several results files, in order of first appearance."""
     files = [read_results(path) for path in paths]
-    keys = dict.fromkeys(key for file in files for key in file)
-    lines = []
-    for task, metric in keys:
-        values = [file.get((task, metric)) for file in files]
-        first = values[0]
-        differences = [
-            None if first is None or other is None else other.value - first.value
-            for other in values[1:]
-        ]
-        lines.append(Line(task, metric, values, differences))
-    if not lines:
-        raise ValueError("there is no metric in any of these files")
-    return lines
+    comparisons = []
+    for task, metric in dict.fromkeys(key for file in files for key in file):
+        first, *others = values = [file.get((task, metric)) for file in files]
+        differences = [x.value - first.value if x and first else None for x in others]
+        comparisons.append(Comparison(task, metric, values, differences))
+    if not comparisons:
+        raise ValueError("none of these files contains a metric")
+    return comparisons
+
+
+def comparison_table(paths: Sequence[Path]) -> str:
+    """The files' metrics side by side. Files are named by their path if their names are equal."""
+    names = [path.stem for path in paths]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in paths]
+    header = ["task", "metric", names[0]]
+    for name in names[1:]:
+        header += [name, "difference"]
+    rows = []
+    for task, metric, values, differences in compare(paths):
+        row = [task, metric, str(values[0] or MISSING)]
+        for value, difference in zip(values[1:], differences, strict=True):
+            row += [str(value or MISSING), MISSING if difference is None else f"{difference:+.4f}"]
+        rows.append(row)
+    return table(header, rows)

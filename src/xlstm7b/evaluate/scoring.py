@@ -1,38 +1,42 @@
-"""Log-probabilities of given texts: continuations of contexts, and whole documents.
+"""Log-probabilities of given tokens: of continuations after contexts, and of whole documents.
 
-What recurrence gives: a context is read once into a state, and the state forked for everything
-that follows it. Contexts form a tree of shared beginnings, walked depth first; what stands side by
-side goes through the model as one ragged batch. `XLSTM` itself does the reading, not generation's
-fused model: it leaves the state that it is given as it was, it has logits at every position, and
-batches are large enough here to hide what launching its kernels one by one costs.
+A recurrent model reads a context once into a state, and the state is copied for everything that
+follows. So contexts form a prefix tree, which is walked depth first, and the siblings in it go
+through the model as one ragged batch.
+
+`XLSTM` does the reading, not the generator's fused model: it does not change the state it is given,
+it returns logits at every position, and batches here are large enough to hide the kernel launches.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from xlstm7b.evaluate.batching import in_batches, pack, pieces
-from xlstm7b.evaluate.prefixes import Node, PrefixTree
-from xlstm7b.generate.decoder import check_tokens, with_first_token
-from xlstm7b.generate.states import TextState
+from xlstm7b.evaluate.prefix_tree import Node, PrefixTree
 from xlstm7b.model import XLSTM, ModelState
+from xlstm7b.tokenizer import check_tokens, with_first_token
 
 Progress = Callable[[int], None]
-"""Called with how many requests or tokens were just dealt with."""
+"""Called with the number of requests or tokens that were just processed."""
 
-_TOKENS_A_PIECE = 1 << 14  # of all rows together that go through the model at once
-_LOGITS_A_PIECE = 1 << 26  # 256 MiB of float32: where a continuation's logits are all needed
-_INNER = 4  # shared beginnings read at once: each leaves a state that waits
-_MOST_WAITING = 16
+MAX_CHUNK_TOKENS = 1 << 14  # tokens of all rows in one forward pass
+MAX_CHUNK_LOGITS = 1 << 26  # 256 MiB of float32, where the logits of every token are needed
+MAX_WAITING_STATES = 16  # inner nodes of the tree whose state is kept for later
+_INNER_BATCH = 4  # inner nodes read in one batch: each leaves a state that waits
 _CPU_BATCH = 16
-_MOST_ROWS = 64
+_MAX_GPU_BATCH = 64
+
+Item = TypeVar("Item")
 
 
 class Continuation(NamedTuple):
-    """How likely is `continuation` after `context`? Id 0 goes in front where it was trained so."""
+    """A request for the probability of `continuation` after `context`.
+
+    The first token (id 0) is added to the context if the model was trained with it.
+    """
 
     context: Sequence[int]
     continuation: Sequence[int]
@@ -40,18 +44,33 @@ class Continuation(NamedTuple):
 
 class Score(NamedTuple):
     logprob: float
-    is_greedy: bool  # every token is the likeliest at its place
+    is_greedy: bool  # every token is the most likely one at its position
 
 
-Places = tuple[TextState, list[tuple[int, int]]]
-"""A batch of states at the ends of contexts, and which row each of some requests goes on from."""
+class _Contexts(NamedTuple):
+    """A batch of contexts that were read. `requests` holds (row, index of a request) pairs."""
+
+    state: ModelState
+    logits: Tensor  # [rows, V], after the last token of each context
+    requests: list[tuple[int, int]]
+
+
+class _Chunk(NamedTuple):
+    """The next tokens of the first `rows` rows of a batch."""
+
+    rows: int
+    start: int  # position of the chunk in its rows
+    sizes: list[int]  # tokens of each row, without padding
+    lengths: Tensor  # the same, on the device
+    tensors: list[Tensor]  # [rows, longest], one for each kind of input
 
 
 class Scorer:
-    """Scores continuations and documents, and counts the tokens that the model reads for it.
+    """Scores continuations and documents.
 
-    Without `grouping` every request is a row of its own, context and all: what one compares with.
-    `batch_size` is chosen from free memory if it is not given.
+    `batch_size` is the number of rows; None chooses it by free memory. With `grouping` off, each
+    request reads its whole context again, for comparison. `tokens_processed` counts all tokens
+    that the model has read.
     """
 
     def __init__(
@@ -60,7 +79,7 @@ class Scorer:
         self.model, self.config = model, model.config
         self.device = model.lm_head.weight.device
         self.dtype = torch.promote_types(model.lm_head.weight.dtype, torch.float32)
-        self.batch_size = batch_size or fitting_batch(model)
+        self.batch_size = batch_size or default_batch_size(model)
         self.grouping = grouping
         self.tokens_processed = 0
 
@@ -68,7 +87,7 @@ class Scorer:
     def score(
         self, requests: Sequence[Continuation], progress: Progress | None = None
     ) -> list[Score]:
-        """One score a request, in the requests' order."""
+        """One score for each request, in the same order."""
         contexts = []
         for context, continuation in requests:
             if not continuation:
@@ -77,12 +96,14 @@ class Scorer:
             check_tokens(self.config, continuation)
             contexts.append(with_first_token(self.config, context))
         scores: dict[int, Score] = {}
-        for place, asked in self._walk(contexts) if self.grouping else self._one_by_one(contexts):
-            asked.sort(key=lambda pair: -len(requests[pair[1]].continuation))
-            for batch in in_batches(asked, self.batch_size):
-                rows, chosen = map(list, zip(*batch, strict=True))
-                found = self._continued(place, rows, [requests[n].continuation for n in chosen])
-                scores.update(zip(chosen, found, strict=True))
+        read = self._read_tree(contexts) if self.grouping else self._read_separately(contexts)
+        for state, logits, ready in read:
+            ready.sort(key=lambda pair: -len(requests[pair[1]].continuation))
+            for batch in in_batches(ready, self.batch_size):
+                rows, indices = map(list, zip(*batch, strict=True))
+                continuations = [requests[index].continuation for index in indices]
+                found = self._score_continuations(state, logits, rows, continuations)
+                scores.update(zip(indices, found, strict=True))
                 if progress is not None:
                     progress(len(batch))
         return [scores[index] for index in range(len(requests))]
@@ -91,156 +112,158 @@ class Scorer:
     def logprobs(
         self, documents: Sequence[Sequence[int]], progress: Progress | None = None
     ) -> list[Tensor]:
-        """log p of each document's tokens given those before them, on the CPU.
+        """Log-probability of each token of each document, given the tokens before it; on the CPU.
 
-        That is all of a document's own tokens if id 0 stands before it, all but its first if none
-        does. Documents lie end to end in the rows of a batch, their states reset between them, and
-        are read piece by piece on the states: any length goes, with no window.
+        A document's first token has one only if the model has a first token of its own (id 0).
+        Several documents lie end to end in one row, with a state reset between them. Rows are read
+        chunk by chunk, so a document may have any length: no window is used.
         """
         texts = []
         for document in documents:
             check_tokens(self.config, document)
             texts.append(with_first_token(self.config, document) if document else [])
-        packed = pack([max(0, len(text) - 1) for text in texts], self.batch_size)
-        inputs = [[token for n in places for token in texts[n][:-1]] for places in packed]
-        targets = [[token for n in places for token in texts[n][1:]] for places in packed]
-        starts = [[at == 1 for n in places for at in range(1, len(texts[n]))] for places in packed]
-        lengths = [len(row) for row in inputs]
-        state = self._fresh(len(packed))
-        read = [torch.zeros(length, dtype=self.dtype) for length in lengths]
-        for count, start, taken in pieces(lengths, _TOKENS_A_PIECE):
-            here = slice(start, start + taken[0])
-            tokens, wanted, resets = (
-                self._padded([row[here] for row in rows[:count]])
-                for rows in (inputs, targets, starts)
-            )
-            sizes = torch.tensor(taken, device=self.device)
+        # 1. Lay the documents out in rows, the longest row first.
+        packed = _pack([max(0, len(text) - 1) for text in texts], self.batch_size)
+        inputs = [[token for n in row for token in texts[n][:-1]] for row in packed]
+        targets = [[token for n in row for token in texts[n][1:]] for row in packed]
+        starts = [[at == 1 for n in row for at in range(1, len(texts[n]))] for row in packed]
+        # 2. Read them chunk by chunk.
+        state = self._new_state(len(packed))
+        results = [torch.zeros(len(row), dtype=self.dtype) for row in inputs]
+        for chunk in self._chunks(MAX_CHUNK_TOKENS, inputs, targets, starts):
+            tokens, wanted, resets = chunk.tensors
+            rows = state.rows(0, chunk.rows)
             logprobs, after = self.model.token_logprobs(
-                tokens, wanted, state.rows(0, count), resets=resets.bool(), lengths=sizes
+                tokens, wanted, rows, resets=resets.bool(), lengths=chunk.lengths
             )
-            state.rows(0, count).copy_(after)
-            for row, part, size in zip(read, logprobs.cpu(), taken, strict=False):
-                row[start : start + size] = part[:size]
-            self._count(taken, progress)
+            rows.copy_(after)
+            for result, part, size in zip(results, logprobs.cpu(), chunk.sizes, strict=False):
+                result[chunk.start : chunk.start + size] = part[:size]
+            if progress is not None:
+                progress(sum(chunk.sizes))
+        # 3. Take the rows apart again.
         found: dict[int, Tensor] = {}
-        for places, row in zip(packed, read, strict=True):
-            own = row.split([len(texts[n]) - 1 for n in places])
-            found.update(zip(places, own, strict=True))
+        for row, result in zip(packed, results, strict=True):
+            found.update(zip(row, result.split([len(texts[n]) - 1 for n in row]), strict=True))
         return [found.get(index, torch.zeros(0)) for index in range(len(documents))]
 
-    def _one_by_one(self, contexts: Sequence[Sequence[int]]) -> Iterator[Places]:
-        """Every context in a row of its own."""
+    def _read_separately(self, contexts: Sequence[Sequence[int]]) -> Iterator[_Contexts]:
+        """Reads each context in a row of its own."""
         order = sorted(range(len(contexts)), key=lambda n: -len(contexts[n]))
         for batch in in_batches(order, self.batch_size):
-            memory = self._fresh(len(batch))
-            logits = self._read(memory, [contexts[n] for n in batch])
-            yield TextState(self.config, memory, logits), list(enumerate(batch))
+            state = self._new_state(len(batch))
+            logits = self._read(state, [contexts[n] for n in batch])
+            yield _Contexts(state, logits, list(enumerate(batch)))
 
-    def _walk(self, contexts: Sequence[Sequence[int]]) -> Iterator[Places]:
-        """Every context, what it shares with others read once.
+    def _read_tree(self, contexts: Sequence[Sequence[int]]) -> Iterator[_Contexts]:
+        """Reads the contexts; each prefix that is worth it is read once.
 
-        At most `_MOST_WAITING` states, those of a few more nodes and a batch are alive at a time:
-        leaves go first, and what lies below many waiting states is read without more sharing.
+        Memory is bounded. Leaves are read first, a few inner nodes at a time, and when
+        `MAX_WAITING_STATES` states wait, the nodes below are read without further sharing.
         """
         tree = PrefixTree(contexts)
-        start = TextState(self.config, self._fresh(1), torch.zeros(1, 0, device=self.device))
-        waiting = [(start, tree.root, tree.children(tree.root))]
+        waiting = [(self._new_state(1), tree.root, tree.children(tree.root))]
         while waiting:
-            place, node, children = waiting.pop()
-            for places, batch in self._read_nodes(tree, place, node, children, leaves=True):
-                yield places, _ended(tree, batch)
+            start, parent, children = waiting.pop()
+            leaves = [child for child in children if child.is_leaf]
             inner = [child for child in children if not child.is_leaf]
-            if inner[_INNER:]:
-                waiting.append((place, node, inner[_INNER:]))
-            for places, batch in self._read_nodes(tree, place, node, inner[:_INNER], leaves=False):
-                yield places, _ended(tree, batch)
-                deeper = len(waiting) < _MOST_WAITING
-                for row, child in enumerate(batch):
-                    below = tree.children(child) if deeper else tree.leaves(child)
-                    waiting.append((places.select([row]), child, below))
+            for _, found in self._read_nodes(tree, start, parent, leaves):
+                yield found
+            if inner[_INNER_BATCH:]:
+                waiting.append((start, parent, inner[_INNER_BATCH:]))
+            for batch, found in self._read_nodes(tree, start, parent, inner[:_INNER_BATCH]):
+                yield found
+                deeper = len(waiting) < MAX_WAITING_STATES
+                for row, node in enumerate(batch):
+                    below = tree.children(node) if deeper else tree.leaves(node)
+                    waiting.append((found.state.select([row]), node, below))
 
     def _read_nodes(
-        self,
-        tree: PrefixTree,
-        place: TextState,
-        above: Node,
-        nodes: Sequence[Node],
-        *,
-        leaves: bool,
-    ) -> Iterator[tuple[TextState, Sequence[Node]]]:
-        """The leaves among nodes below `place`, or the others; in batches, the longest first."""
-        chosen = sorted((n for n in nodes if n.is_leaf == leaves), key=lambda node: -node.end)
-        for batch in in_batches(chosen, self.batch_size):
-            memory = place.memory.fork(len(batch))
-            logits = self._read(memory, [tree.tokens(node, above.end) for node in batch])
-            yield TextState(self.config, memory, logits), batch
+        self, tree: PrefixTree, start: ModelState, parent: Node, nodes: Sequence[Node]
+    ) -> Iterator[tuple[Sequence[Node], _Contexts]]:
+        """Reads nodes below a parent, whose state is `start`; in batches, the longest first."""
+        longest_first = sorted(nodes, key=lambda node: -node.end)
+        for batch in in_batches(longest_first, self.batch_size):
+            state = start.fork(len(batch))
+            logits = self._read(state, [tree.tokens(node, parent.end) for node in batch])
+            ended = [(row, node.first) for row, node in enumerate(batch) if tree.ends_at(node)]
+            requests = [(row, index) for row, n in ended for index in tree.indices[n]]
+            yield batch, _Contexts(state, logits, requests)
 
-    def _read(self, memory: ModelState, segments: Sequence[Sequence[int]]) -> Tensor:
-        """Reads segments[r] into row r, in place, the longest first; logits [B, V] behind each."""
-        logits = torch.empty(
-            len(segments), self.config.vocab_size, dtype=self.dtype, device=self.device
-        )
-        for count, start, taken in pieces([len(segment) for segment in segments], _TOKENS_A_PIECE):
-            piece = self._padded([s[start : start + taken[0]] for s in segments[:count]])
-            sizes = torch.tensor(taken, device=self.device)
-            logits[:count], after = self.model(
-                piece, memory.rows(0, count), lengths=sizes, logits="last"
+    def _read(self, state: ModelState, segments: Sequence[Sequence[int]]) -> Tensor:
+        """Reads segments[r], the longest first, into row r of a state. Returns the last logits."""
+        shape = len(segments), self.config.vocab_size
+        logits = torch.empty(shape, dtype=self.dtype, device=self.device)
+        for chunk in self._chunks(MAX_CHUNK_TOKENS, segments):
+            rows = state.rows(0, chunk.rows)
+            logits[: chunk.rows], after = self.model(
+                chunk.tensors[0], rows, lengths=chunk.lengths, logits="last"
             )
-            memory.rows(0, count).copy_(after)
-            self._count(taken)
+            rows.copy_(after)
         return logits
 
-    def _continued(
-        self, place: TextState, rows: list[int], continuations: Sequence[Sequence[int]]
+    def _score_continuations(
+        self,
+        state: ModelState,
+        logits: Tensor,
+        rows: list[int],
+        continuations: Sequence[Sequence[int]],
     ) -> list[Score]:
-        """Scores of continuations, the longest first, each behind a row of the place.
+        """Scores continuations[i], the longest first, after row rows[i] of the contexts.
 
-        The context's own logits give the first token; only from the second on is anything read,
-        and of a continuation's last token nothing follows.
+        The contexts' logits score each first token. The last token is never read.
         """
-        first = torch.tensor([c[0] for c in continuations], device=self.device)
-        logprob, greedy = _chosen(place.logits[rows], first)
+        first = torch.tensor([tokens[0] for tokens in continuations], device=self.device)
+        logprob, greedy = _target_logprobs(logits[rows], first)
         logprob = logprob.double()
-        longer = sum(len(c) > 1 for c in continuations)
+        longer = [tokens for tokens in continuations if len(tokens) > 1]
         if longer:
-            memory = place.memory.select(rows[:longer])
-            lengths = [len(c) - 1 for c in continuations[:longer]]
-            tokens = _LOGITS_A_PIECE // self.config.vocab_size
-            for count, start, taken in pieces(lengths, tokens):
-                here = slice(start, start + taken[0])
-                inputs = self._padded([c[:-1][here] for c in continuations[:count]])
-                targets = self._padded([c[1:][here] for c in continuations[:count]])
-                sizes = torch.tensor(taken, device=self.device)
-                logits, after = self.model(inputs, memory.rows(0, count), lengths=sizes)
-                memory.rows(0, count).copy_(after)
-                own = torch.arange(taken[0], device=self.device) < sizes[:, None]
-                logprobs, best = _chosen(logits, targets)
-                logprob[:count] += logprobs.double().masked_fill(~own, 0).sum(1)
-                greedy[:count] &= (best | ~own).all(1)
-                self._count(taken)
+            inputs, targets = [t[:-1] for t in longer], [t[1:] for t in longer]
+            own = state.select(rows[: len(longer)])
+            max_tokens = MAX_CHUNK_LOGITS // self.config.vocab_size
+            for chunk in self._chunks(max_tokens, inputs, targets):
+                tokens, wanted = chunk.tensors
+                part = own.rows(0, chunk.rows)
+                outputs, after = self.model(tokens, part, lengths=chunk.lengths)
+                part.copy_(after)
+                logprobs, best = _target_logprobs(outputs, wanted)
+                positions = torch.arange(tokens.shape[1], device=self.device)
+                padding = positions >= chunk.lengths[:, None]
+                logprob[: chunk.rows] += logprobs.double().masked_fill(padding, 0).sum(1)
+                greedy[: chunk.rows] &= (best | padding).all(1)
         return list(map(Score, logprob.tolist(), greedy.tolist()))
 
-    def _fresh(self, rows: int) -> ModelState:
-        return ModelState.zeros(self.config, rows, dtype=self.dtype, device=self.device)
+    def _chunks(self, max_tokens: int, *kinds: Sequence[Sequence[int]]) -> Iterator[_Chunk]:
+        """Cuts rows, the longest first, into chunks of at most `max_tokens` tokens in all.
+
+        Each kind of input has the same row lengths. A chunk has at least one token of each row
+        that is not at its end, and only of these.
+        """
+        lengths, start = [len(row) for row in kinds[0]], 0
+        while lengths and start < lengths[0]:
+            count = sum(length > start for length in lengths)
+            end = start + min(max(1, max_tokens // count), lengths[0] - start)
+            sizes = [min(end, length) - start for length in lengths[:count]]
+            tensors = [self._padded([row[start:end] for row in rows[:count]]) for rows in kinds]
+            self.tokens_processed += sum(sizes)
+            yield _Chunk(count, start, sizes, torch.tensor(sizes, device=self.device), tensors)
+            start = end
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Rows of whole numbers as one tensor, the first as long as any."""
-        whole = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
-        for row, ids in zip(whole, rows, strict=True):
-            row[: len(ids)] = ids
-        return torch.from_numpy(whole).to(self.device)
+        padded = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
+        for row, values in zip(padded, rows, strict=True):
+            row[: len(values)] = values
+        return torch.from_numpy(padded).to(self.device)
 
-    def _count(self, taken: Sequence[int], progress: Progress | None = None) -> None:
-        self.tokens_processed += sum(taken)
-        if progress is not None:
-            progress(sum(taken))
+    def _new_state(self, rows: int) -> ModelState:
+        return ModelState.zeros(self.config, rows, dtype=self.dtype, device=self.device)
 
 
-def fitting_batch(model: XLSTM) -> int:
-    """How many rows go at once: on a GPU what half of its free memory holds.
+def default_batch_size(model: XLSTM) -> int:
+    """The number of rows for half of the GPU's free memory; a constant on a CPU.
 
-    A row takes four states: what it goes on from, what the model returns, and both again for what
-    continues it.
+    A row needs four states: the one it starts from, the one the model returns, and the same two for
+    its continuation.
     """
     device = model.lm_head.weight.device
     if device.type != "cuda":
@@ -248,16 +271,28 @@ def fitting_batch(model: XLSTM) -> int:
     state = ModelState.zeros(model.config, 1, device=torch.device("meta")).nbytes
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return max(1, min(_MOST_ROWS, free // 2 // (4 * state)))
+    return max(1, min(_MAX_GPU_BATCH, free // 2 // (4 * state)))
 
 
-def _ended(tree: PrefixTree, nodes: Sequence[Node]) -> list[tuple[int, int]]:
-    """The rows of nodes at which a context ends, each with every request for it."""
-    ended = [(row, node.first) for row, node in enumerate(nodes) if tree.ends_at(node)]
-    return [(row, request) for row, context in ended for request in tree.asked[context]]
+def in_batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
 
 
-def _chosen(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """log p of the targets, and whether each is the likeliest."""
+def _pack(lengths: Sequence[int], rows: int) -> list[list[int]]:
+    """Distributes items over rows of similar total length. Returns the longest row first."""
+    packed: list[list[int]] = [[] for _ in range(rows)]
+    filled = [0] * rows
+    for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
+        if lengths[item]:
+            shortest = filled.index(min(filled))
+            packed[shortest].append(item)
+            filled[shortest] += lengths[item]
+    order = sorted((row for row in range(rows) if packed[row]), key=lambda row: -filled[row])
+    return [packed[row] for row in order]
+
+
+def _target_logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target, and whether it is the most likely token."""
     chosen = logits.gather(-1, targets[..., None]).squeeze(-1)
     return chosen - logits.logsumexp(-1), logits.argmax(-1) == targets

@@ -1,19 +1,21 @@
-"""The model as generation runs it: fused weights, a state updated in place, logits where needed."""
+"""FusedModel: an XLSTM for generation. Stacked weights, states updated in place."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xlstm7b.generate import plain
-from xlstm7b.mlstm import MLSTMState, mlstm_sequence
+from xlstm7b.generate.kernels import plain
+from xlstm7b.mlstm import MLSTMState, has_kernels, mlstm_sequence
 from xlstm7b.model import XLSTM, ModelState
+
+_FFN_ROWS = 2048  # rows of the feed-forward at a time: its wide vectors are prefill's memory peak
 
 
 class FusedBlock(NamedTuple):
-    """One block's weights: what reads the same vector is one matrix."""
+    """The weights of one block. Matrices that multiply the same vector are stacked into one."""
 
     norm_mlstm: Tensor
     projections: Tensor  # q, k, v, õ
@@ -26,10 +28,17 @@ class FusedBlock(NamedTuple):
     down: Tensor
 
 
-class FusedModel:
-    """An `XLSTM` for generation. The model's parameters become views of the fused ones.
+class Slots(NamedTuple):
+    """Which rows of a state a batch [B] starts from, and which rows it is written to."""
 
-    Training it further, or saving it, goes on working; moving it elsewhere parts the two.
+    source: Tensor
+    target: Tensor
+
+
+class FusedModel:
+    """An `XLSTM` for generation. The model's parameters become views of the stacked ones.
+
+    So the model can still be trained and saved. Moving it to another device separates the two.
     """
 
     def __init__(self, model: XLSTM) -> None:
@@ -39,47 +48,74 @@ class FusedModel:
         self.head = model.lm_head.weight.data
         self.device, self.dtype = self.head.device, self.head.dtype
         self.blocks = [_fuse_block(block) for block in model.backbone.blocks]
-        heads = self.config.d_qk, self.config.d_hv
         self.operations: Any = plain
-        small = self.dtype.itemsize <= 4 and all(16 <= d <= 1024 for d in heads)
-        if self.device.type == "cuda" and small:
-            from xlstm7b.generate.triton import operations
+        heads = self.config.d_qk, self.config.d_hv
+        supported = self.dtype.itemsize <= 4 and all(16 <= d <= 1024 for d in heads)
+        if self.device.type == "cuda" and has_kernels(self.device) and supported:
+            from xlstm7b.generate.kernels import gpu
 
-            self.operations = operations
+            self.operations = gpu
+
+    def weights(self) -> Iterator[Tensor]:
+        """All weights."""
+        for block in self.blocks:
+            yield from block
+        yield from (self.embedding, self.out_norm, self.head)
 
     def step(self, tokens: Tensor, state: ModelState, live: Tensor) -> Tensor:
-        """Reads one token a row [B] into the state, where `live`; float32 logits [B, V]."""
+        """Reads one token per row [B] into the state; float32 logits [B, V].
+
+        A row that is not `live` keeps its state, and its logits are garbage.
+        """
         x = F.embedding(tokens, self.embedding)
         for block, memory in zip(self.blocks, state.blocks, strict=True):
-            self._block(x, block, memory, live, None)
+            self._block(x, block, memory, live, batch=None, slots=None)
         state.tokens_seen.add_(live)
         return self.logits(x)
 
-    def read(self, tokens: Tensor, state: ModelState, lengths: Tensor | None = None) -> Tensor:
-        """Reads tokens [B, T] into the state; vectors [B, d] at each row's last, for `logits`.
+    def read(
+        self,
+        tokens: Tensor,
+        state: ModelState,
+        lengths: Tensor | None = None,
+        slots: "Slots | None" = None,
+    ) -> Tensor:
+        """Reads tokens [B, T] into the state; vectors [B, d] at each row's last token.
 
-        With `lengths` rows are padded on the right; a row of length 0 stays as it is.
+        With `lengths` [B] rows are padded on the right; a row of length 0 keeps its state. With
+        `slots`, row r of the tokens starts from one row of the state and is written to another.
         """
         batch, length = tokens.shape
         last = torch.full((batch,), length - 1, device=tokens.device)
         if lengths is not None:
             last = (lengths - 1).clamp(min=0)
-        vectors = self.vectors(tokens, state, lengths)
+        vectors = self.vectors(tokens, state, lengths, slots)
         return vectors[torch.arange(batch, device=tokens.device), last]
 
-    def vectors(self, tokens: Tensor, state: ModelState, lengths: Tensor | None = None) -> Tensor:
-        """Reads tokens as `read` does; the vectors [B, T, d] at all of them."""
+    def vectors(
+        self,
+        tokens: Tensor,
+        state: ModelState,
+        lengths: Tensor | None = None,
+        slots: "Slots | None" = None,
+    ) -> Tensor:
+        """Reads tokens as `read` does; vectors [B, T, d] at all of them."""
         batch, length = tokens.shape
         x = F.embedding(tokens.flatten(), self.embedding)
         live = None
         if lengths is not None:
             live = (torch.arange(length, device=tokens.device) < lengths[:, None]).flatten()
         for block, memory in zip(self.blocks, state.blocks, strict=True):
-            self._block(x, block, memory, live, batch)
-        state.tokens_seen.add_(length if lengths is None else lengths)
+            self._block(x, block, memory, live, batch, slots)
+        seen, read = state.tokens_seen, length if lengths is None else lengths
+        if slots is None:
+            seen.add_(read)
+        else:
+            seen.index_copy_(0, slots.target, seen.index_select(0, slots.source) + read)
         return x.view(batch, length, -1)
 
     def logits(self, x: Tensor) -> Tensor:
+        """Soft-capped float32 logits [R, V] from vectors [R, d]."""
         config = self.config
         logits: Tensor = self.operations.head(
             x, self.out_norm, config.norm_eps, self.head, config.output_logit_soft_cap
@@ -87,26 +123,62 @@ class FusedModel:
         return logits
 
     def _block(
-        self, x: Tensor, block: FusedBlock, memory: MLSTMState, live: Tensor | None,
+        self,
+        x: Tensor,
+        block: FusedBlock,
+        memory: MLSTMState,
+        live: Tensor | None,
         batch: int | None,
-    ) -> None:  # fmt: skip
-        """One block over the rows of x, in place: a sequence of `batch` texts, or single tokens."""
-        h = self._mlstm(x, block, memory, live, batch)
+        slots: "Slots | None",
+    ) -> None:
+        """One block over the rows of x, in place: `batch` sequences, or (None) single tokens."""
+        h = self._mlstm(x, block, memory, live, batch, slots)
         self.operations.add_product(x, h, block.out)
         del h
-        y = self.operations.swiglu(x, block.norm_ffn, self.config.norm_eps, block.up)
-        self.operations.add_product(x, y, block.down)
+        for rows in x.split(_FFN_ROWS):
+            y = self.operations.swiglu(rows, block.norm_ffn, self.config.norm_eps, block.up)
+            self.operations.add_product(rows, y, block.down)
+            del y
 
     def _mlstm(
-        self, x: Tensor, block: FusedBlock, memory: MLSTMState, live: Tensor | None,
+        self,
+        x: Tensor,
+        block: FusedBlock,
+        memory: MLSTMState,
+        live: Tensor | None,
         batch: int | None,
-    ) -> Tensor:  # fmt: skip
+        slots: "Slots | None",
+    ) -> Tensor:
+        config = self.config
         projected, gates = self.operations.project(
-            x, block.norm_mlstm, self.config.norm_eps, block.projections, block.gates,
-            block.gate_bias, self.config.gate_soft_cap, live,
-        )  # fmt: skip
-        cell = self._step_cell if batch is None else self._sequence_cell
-        return cell(projected, gates, block.head_norm, memory, batch or len(x))
+            x,
+            block.norm_mlstm,
+            config.norm_eps,
+            block.projections,
+            block.gates,
+            block.gate_bias,
+            config.gate_soft_cap,
+            live,
+        )
+        if batch is None:
+            q, k, v, gate, i, f = self._heads(projected, gates, (len(x),))
+            h: Tensor = self.operations.step_cell(
+                q, k, v, i, f, memory, gate, block.head_norm, config.cell_norm_eps, config.eps
+            )
+            return h.flatten(1)
+        q, k, v, gate, i, f = self._heads(projected, gates, (batch, len(x) // batch))
+        before = memory
+        if slots is not None:
+            before = self.operations.gather_states(memory, slots.source)
+        h, after = mlstm_sequence(q, k, v, i, f, state=before, eps=config.eps)
+        if slots is None:
+            for part, new_part in zip(memory, after, strict=True):
+                part.copy_(new_part)
+        else:
+            self.operations.scatter_states(after, memory, slots.target)
+        h, gate = h.contiguous().flatten(0, 1), gate.flatten(0, 1).flatten(1)
+        normed: Tensor = self.operations.head_norm(h, block.head_norm, config.cell_norm_eps, gate)
+        return normed
 
     def _heads(self, projected: Tensor, gates: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
         """q, k, v, õ as [*shape, NH, d] and ĩ, f̃ as [*shape, NH]: views."""
@@ -118,26 +190,6 @@ class FusedModel:
             *(part.unflatten(-1, heads) for part in parts),
             *gates.view(*shape, 2, -1).unbind(-2),
         ]
-
-    def _step_cell(
-        self, projected: Tensor, gates: Tensor, norm: Tensor, memory: MLSTMState, batch: int
-    ) -> Tensor:
-        q, k, v, gate, i, f = self._heads(projected, gates, (batch,))
-        h: Tensor = self.operations.step_cell(
-            q, k, v, i, f, memory, gate, norm, self.config.cell_norm_eps, self.config.eps
-        )
-        return h.flatten(1)
-
-    def _sequence_cell(
-        self, projected: Tensor, gates: Tensor, norm: Tensor, memory: MLSTMState, batch: int
-    ) -> Tensor:
-        q, k, v, gate, i, f = self._heads(projected, gates, (batch, len(projected) // batch))
-        h, new = mlstm_sequence(q, k, v, i, f, state=memory, eps=self.config.eps)
-        h, gate = h.contiguous().flatten(0, 1), gate.flatten(0, 1).flatten(1)
-        for part, new_part in zip(memory, new, strict=True):
-            part.copy_(new_part)
-        out: Tensor = self.operations.head_norm(h, norm, self.config.cell_norm_eps, gate)
-        return out
 
 
 def _fuse_block(block: Any) -> FusedBlock:
@@ -158,12 +210,12 @@ def _fuse_block(block: Any) -> FusedBlock:
     )
 
 
-@torch.inference_mode(False)  # whoever is in it: the parameters must stay trainable
+@torch.inference_mode(False)  # even if the caller is in it: the parameters must stay trainable
 def fuse(parameters: Sequence[Tensor]) -> Tensor:
-    """Several parameters as one tensor, stacked along the first axis; they become views of it.
+    """Parameters stacked along the first axis into one tensor; they become views of it.
 
-    Those that lie side by side already, as after loading, are not moved. Else one copy is made and
-    the old memory let go.
+    Parameters that are already adjacent in memory, as after loading, are not copied. Otherwise one
+    copy is made and the old memory is freed.
     """
     first = parameters[0].data
     end, storage = first.data_ptr(), first.untyped_storage().data_ptr()
@@ -175,7 +227,7 @@ def fuse(parameters: Sequence[Tensor]) -> Tensor:
     if adjacent:
         shape = sum(map(len, parameters)), *first.shape[1:]
         return first.as_strided(shape, first.stride())
-    whole = torch.cat([parameter.data for parameter in parameters])
-    for parameter, part in zip(parameters, whole.split([*map(len, parameters)]), strict=True):
+    stacked = torch.cat([parameter.data for parameter in parameters])
+    for parameter, part in zip(parameters, stacked.split([*map(len, parameters)]), strict=True):
         parameter.data = part
-    return whole
+    return stacked

@@ -1,37 +1,39 @@
-"""`Generator`: prompts in, completions out, with their speeds."""
+"""Generator: prompts in, completions out. It drives an `Engine` in the caller's thread."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 
-from xlstm7b.generate.batch import Step, continued, read_prompts, taken
-from xlstm7b.generate.decoder import Decoder, check_tokens, with_first_token
-from xlstm7b.generate.fused import FusedModel
-from xlstm7b.generate.requests import Prompt, Request, common_requests
-from xlstm7b.generate.states import TextState
-from xlstm7b.generate.texts import Completion
+from xlstm7b.checkpoint import read_config, resolve
+from xlstm7b.devices import default_dtype, to_device
+from xlstm7b.generate.engine import Engine
+from xlstm7b.generate.params import SamplingParams
+from xlstm7b.generate.request import (
+    Completion,
+    Prompt,
+    Request,
+    RequestOutput,
+    RequestStatus,
+    is_prompt,
+)
+from xlstm7b.generate.state import SavedState
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import Tokenizer, load_tokenizer
-from xlstm7b.weights import read_config, resolve
 
-
-class Piece(NamedTuple):
-    """What one token added to a streamed text; the last piece has the whole completion."""
-
-    text: str
-    token_id: int
-    completion: Completion | None
+ShouldStop = Callable[[], bool]
+Progress = Callable[[int], None]
 
 
 class Generator:
     """A model and its tokenizer, ready to generate.
 
-    Any `XLSTM` will do; its weights are fused in place. States are kept in `state_dtype`.
+    At most `batch_size` requests run at a time. The recurrent state is kept in `state_dtype`. The
+    model's weights are stacked in place (`FusedModel`); it can still be trained and saved.
     """
 
     def __init__(
@@ -46,10 +48,12 @@ class Generator:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"state_dtype must be float32 or bfloat16, not {state_dtype}")
-        self.config, self.tokenizer = model.config, tokenizer
-        self.model = FusedModel(model)
+        self.model, self.config, self.tokenizer = model, model.config, tokenizer
         self.state_dtype, self.batch_size = state_dtype, batch_size
-        self._idle: dict[int, Decoder] = {}
+        self.device, self.dtype = model.lm_head.weight.device, model.lm_head.weight.dtype
+        self._idle: dict[int, Engine] = {}
+        self._parameters = [p for p in model.parameters() if not p.is_inference()]
+        self._weights_version = 0
 
     @classmethod
     def from_pretrained(
@@ -62,234 +66,264 @@ class Generator:
         state_dtype: torch.dtype = torch.float32,
         batch_size: int = 32,
     ) -> Self:
-        """Loads a checkpoint folder or hub id with the tokenizer that is in it.
+        """Loads a checkpoint folder or hub id with its tokenizer.
 
-        By default on a GPU if there is one, in bfloat16; else on the CPU, in the dtype stored.
+        By default on a GPU in bfloat16 if there is one; else on the CPU in the stored dtype.
         """
-        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if dtype is None and where.type == "cuda":
-            dtype = torch.bfloat16
+        where = to_device(device)
         folder = resolve(folder_or_hub_id)
         text = load_tokenizer(tokenizer or folder, read_config(folder).vocab_size)
-        model = XLSTM.from_pretrained(folder, dtype=dtype, device=where)
+        model = XLSTM.from_pretrained(folder, dtype=dtype or default_dtype(where), device=where)
         return cls(model, text, state_dtype=state_dtype, batch_size=batch_size)
 
     def generate(
         self,
         prompts: str | Sequence[Prompt] | None = None,
         *,
-        state: TextState | None = None,
+        state: SavedState | None = None,
         num_return_sequences: int = 1,
-        stop_strings: str | Sequence[str] = (),
         keep_state: bool = False,
         done: Callable[[int, Completion], None] | None = None,
-        should_stop: Callable[[], bool] = lambda: False,
-        **settings: Any,
+        should_stop: ShouldStop | None = None,
+        **sampling: Any,
     ) -> list[Completion]:
         """Continues every prompt, `num_return_sequences` times each, in the prompts' order.
 
-        Settings are those of `SamplingSettings`, and `do_sample=False` for temperature 0. With
-        `state`, prompt r is read on top of its row r; without prompts its texts go on as they are.
-        With `keep_state` each completion carries its state, which has read all of its tokens.
-        `done` and `should_stop` are as in `run`.
+        `sampling` are fields of `SamplingParams`, or `do_sample=False` for temperature 0. With
+        `state`, prompt r is read on top of its row r; without prompts, its rows are continued as
+        they are. With `keep_state` each completion carries its final state. `done` and
+        `should_stop` are as in `run`.
         """
-        requests = self.requests(prompts, state=state, stop_strings=stop_strings, **settings)
+        requests = self._requests(prompts, state, SamplingParams.from_options(**sampling))
         if num_return_sequences < 1:
             raise ValueError(f"num_return_sequences must be at least 1, not {num_return_sequences}")
+        for request in requests:
+            request.keep_state = keep_state
         if num_return_sequences == 1:
-            return self.run(
-                requests, state=state, keep_state=keep_state, done=done, should_stop=should_stop
-            )
-        requests = self.check(requests, state)
+            return self.run(requests, done=done, should_stop=should_stop)
+        # Each prompt is read once. Its copies start from the state after it.
         started = time.perf_counter()
-        place = self.read([request.prompt for request in requests], state=state)
-        speed = sum(len(request.ids) for request in requests) / (time.perf_counter() - started)
-        several = [
-            request.once_read().nth(n) for request in requests for n in range(num_return_sequences)
+        states = self._read(requests, None)
+        tokens = [len(request.prompt_token_ids) for request in requests]
+        speed = sum(tokens) / (time.perf_counter() - started)
+        copies = [
+            Request(
+                (),
+                request.params,
+                state=state,
+                keep_state=keep_state,
+                previous_prompt=request.prompt_token_ids,
+            ).with_seed_offset(n)
+            for request, state in zip(requests, states, strict=True)
+            for n in range(num_return_sequences)
         ]
-        finished = self._finished(several, place, keep_state, should_stop, num_return_sequences)
-        with_prompt = (
-            (
-                index,
-                replace(
-                    completion,
-                    prompt_tokens=len(several[index].already_read),
-                    prompt_tokens_per_second=speed,
-                ),
-            )
-            for index, completion in finished
-        )
-        return _collected(with_prompt, done)
+
+        def with_prompt(index: int, completion: Completion) -> Completion:
+            length = tokens[index // num_return_sequences]
+            return replace(completion, prompt_tokens=length, prompt_tokens_per_second=speed)
+
+        def report(index: int, completion: Completion) -> None:
+            if done is not None:
+                done(index, with_prompt(index, completion))
+
+        completed = self._run(copies, report, should_stop)
+        return [with_prompt(index, completed[index]) for index in sorted(completed)]
 
     def stream(
         self,
         prompt: Prompt | None = None,
         *,
-        state: TextState | None = None,
-        stop_strings: str | Sequence[str] = (),
+        state: SavedState | None = None,
         keep_state: bool = False,
-        should_stop: Callable[[], bool] = lambda: False,
-        progress: Callable[[int], None] | None = None,
-        **settings: Any,
-    ) -> Iterator[Piece]:
-        """Continues one prompt piece by piece. A mistake raises here, not at the first piece.
+        should_stop: ShouldStop | None = None,
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> Iterator[RequestOutput]:
+        """Continues one prompt; an output for each token, the last with the completion.
 
-        `should_stop` is asked at every token: True ends the text there. `progress` is told how many
-        tokens of the prompt were just read.
+        A mistake raises here, not at the first output. `should_stop` is polled at every step: True
+        ends the text after its latest token. `progress` is called with the number of prompt tokens
+        just read. Closing the iterator aborts the request.
         """
         prompts = None if prompt is None else [prompt]
-        requests = self.requests(prompts, state=state, stop_strings=stop_strings, **settings)
+        requests = self._requests(prompts, state, SamplingParams.from_options(**sampling))
         if len(requests) != 1:
-            raise ValueError(f"one text can be streamed, not {len(requests)}")
-        checked = self.check(requests, state)
-        steps = self._steps(checked, state, keep_state, should_stop, progress)
-        return (Piece(*pieces[0][1:]) for pieces in steps)
+            raise ValueError(f"one request can be streamed, not {len(requests)}")
+        requests[0].keep_state = keep_state
+        return (output for _, output in self._outputs(requests, should_stop, progress))
 
     def read(
         self,
         prompts: str | Sequence[Prompt],
         *,
-        state: TextState | None = None,
-        progress: Callable[[int], None] | None = None,
-    ) -> TextState:
-        """Reads prompts, on top of a state if there is one, and returns where that leads.
+        state: SavedState | None = None,
+        progress: Progress | None = None,
+    ) -> SavedState:
+        """Reads prompts, on top of a state if there is one; returns the state after them.
 
-        `progress` is told how many tokens were just read.
+        `progress` is called with the number of tokens just read.
         """
-        requests = self.check(self.requests(prompts, state=state), state)
-        parts = []
-        for group, start in self._groups(requests, state):
-            with self._decoder(len(group)) as decoder:
-                order = read_prompts(decoder, group, start, progress)
-                back = sorted(range(len(order)), key=order.__getitem__)
-                parts.append(taken(decoder, back))
-        return TextState.join(parts)
+        return SavedState.cat(
+            self._read(self._requests(prompts, state, SamplingParams()), progress)
+        )
 
     def run(
         self,
         requests: Sequence[Request],
         *,
-        state: TextState | None = None,
-        keep_state: bool = False,
         done: Callable[[int, Completion], None] | None = None,
-        should_stop: Callable[[], bool] = lambda: False,
+        should_stop: ShouldStop | None = None,
     ) -> list[Completion]:
-        """Completes requests, each by its own settings, at most `batch_size` of them at a time.
+        """Completes requests, at most `batch_size` at a time; completions in the same order.
 
-        `done` is told of every completion, with its request's index, as soon as it is there.
-        `should_stop` is asked at every token: True ends the texts there, and begins no more.
+        `done` is called with a request's index and completion as soon as it is there.
+        `should_stop` is polled at every step. True ends running requests after their latest token
+        and drops waiting ones, which then have no completion.
         """
-        checked = self.check(requests, state)
-        return _collected(self._finished(checked, state, keep_state, should_stop), done)
+        completed = self._run(requests, done, should_stop)
+        return [completed[index] for index in sorted(completed)]
 
-    def _finished(
+    def _run(
         self,
         requests: Sequence[Request],
-        state: TextState | None,
-        keep_state: bool,
-        should_stop: Callable[[], bool],
-        copies: int = 1,
-    ) -> Iterator[tuple[int, Completion]]:
-        """Completions with their requests' indices, as they come."""
-        first = 0
-        for group, start in self._groups(requests, state, copies):
-            if first and should_stop():
-                return
-            for pieces in self._steps(group, start, keep_state, should_stop):
-                for row, _, _, completion in pieces:
-                    if completion is not None:
-                        yield first + row, completion
-            first += len(group)
+        done: Callable[[int, Completion], None] | None,
+        should_stop: ShouldStop | None,
+    ) -> dict[int, Completion]:
+        completed: dict[int, Completion] = {}
+        for index, output in self._outputs(requests, should_stop):
+            if output.completion is not None:
+                completed[index] = output.completion
+                if done is not None:
+                    done(index, output.completion)
+        return completed
 
-    def requests(
+    def _read(self, requests: Sequence[Request], progress: Progress | None) -> list[SavedState]:
+        """The state after each prompt."""
+        reads = [
+            Request(request.prompt, request.params, state=request.state, prefill_only=True)
+            for request in requests
+        ]
+        states: dict[int, SavedState] = {}
+        for index, output in self._outputs(reads, None, progress):
+            assert output.completion is not None
+            assert output.completion.state is not None
+            states[index] = output.completion.state
+        for request, read in zip(requests, reads, strict=True):
+            request.prompt_token_ids = read.prompt_token_ids
+        return [states[index] for index in range(len(reads))]
+
+    def _requests(
         self,
         prompts: str | Sequence[Prompt] | None,
-        *,
-        state: TextState | None = None,
-        stop_strings: str | Sequence[str] = (),
-        **settings: Any,
+        state: SavedState | None,
+        params: SamplingParams,
     ) -> list[Request]:
-        """Prompts under common settings; with a state and no prompts, its rows as they are."""
+        """One request per prompt, each with its row of the state."""
         if prompts is None:
             if state is None:
                 raise ValueError("there is nothing to continue: give a prompt or a state")
             prompts = [()] * len(state)
-        return common_requests(prompts, stop_strings, settings)
+        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
+            prompts = [prompts]
+        prompts = list(prompts)
+        if not prompts:
+            raise ValueError("there are no prompts")
+        if not all(map(is_prompt, prompts)):
+            raise ValueError("prompts must be a list of strings or of lists of ids")
+        if state is None:
+            return [Request(prompt, params) for prompt in prompts]
+        state.check_model(self.config)
+        if len(state) != len(prompts):
+            raise ValueError(f"prompts: {len(prompts)}, but the state's rows: {len(state)}")
+        rows = [state] if len(state) == 1 else [state.select([row]) for row in range(len(state))]
+        return [
+            Request(prompt, params, state=row) for prompt, row in zip(prompts, rows, strict=True)
+        ]
 
-    def check(self, requests: Sequence[Request], state: TextState | None) -> list[Request]:
-        """The requests with their prompts as ids and all settings filled in, or a `ValueError`."""
-        if state is not None and state.config != self.config:
-            raise ValueError("the state is of another model")
-        if state is not None and len(state) != len(requests):
-            raise ValueError(f"prompts: {len(requests)}, but the state's rows: {len(state)}")
-        checked = []
+    def _outputs(
+        self,
+        requests: Sequence[Request],
+        should_stop: ShouldStop | None,
+        progress: Progress | None = None,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Checks the requests now; then, when iterated, runs them to the end."""
         for request in requests:
-            settings, prompt = request.settings, request.prompt
-            if settings.eos_token_id is None:
-                settings = replace(settings, eos_token_id=self.config.eos_token_id)
-            settings.check(self.config.vocab_size)
-            if isinstance(request.stop_strings, str):
-                raise ValueError("a request's stop_strings must be a tuple of strings")
-            if not all(request.stop_strings):
-                raise ValueError("a stop string must not be empty")
-            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-            check_tokens(self.config, ids)
-            if state is None:
-                ids = with_first_token(self.config, ids)
-            checked.append(replace(request, prompt=ids, settings=settings))
-        return checked
-
-    def _groups(
-        self, requests: Sequence[Request], state: TextState | None, copies: int = 1
-    ) -> Iterator[tuple[Sequence[Request], TextState | None]]:
-        """Requests with their places; each row of the state is that of `copies` requests."""
-        if 0 < len(requests) <= self.batch_size and copies == 1:
-            yield requests, state
-            return
-        for start in range(0, len(requests), self.batch_size):
-            group = requests[start : start + self.batch_size]
-            rows = [(start + index) // copies for index in range(len(group))]
-            yield group, None if state is None else state.select(rows)
-
-    @contextmanager
-    def _decoder(self, batch: int) -> Iterator[Decoder]:
-        """A decoder for so many rows, nobody else's for a while: two streams may be read in turn.
-
-        Two are kept for the next time: one row's, and the last one of more.
-        """
-        decoder = self._idle.pop(batch, None)
-        if decoder is None:
-            # What is let go makes room for what comes.
-            self._idle = {rows: kept for rows, kept in self._idle.items() if rows == 1}
-            decoder = Decoder(self.model, batch, state_dtype=self.state_dtype)
-        try:
-            yield decoder
-        finally:
-            self._idle[batch] = decoder
+            # A single prompt shares its prefix with no other.
+            request.prepare(self.config, self.tokenizer, shareable=len(requests) > 1)
+        return self._steps(requests, should_stop, progress)
 
     def _steps(
         self,
         requests: Sequence[Request],
-        state: TextState | None,
-        keep_state: bool,
-        should_stop: Callable[[], bool],
-        progress: Callable[[int], None] | None = None,
-    ) -> Iterator[list[Step]]:
-        with self._decoder(len(requests)) as decoder:
-            started = time.perf_counter()
-            order = read_prompts(decoder, requests, state, progress)
-            yield from continued(
-                decoder, self.tokenizer, order, requests, keep_state, should_stop, started
+        should_stop: ShouldStop | None,
+        progress: Progress | None,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        if not requests:
+            return
+        indices = {request: index for index, request in enumerate(requests)}
+        with self._engine(min(len(requests), self.batch_size)) as engine:
+            try:
+                for request in requests:
+                    engine.add_request(request)
+                read = 0
+                while engine.has_requests:
+                    outputs = engine.step()
+                    if progress is not None:
+                        position = sum(_prompt_tokens_read(request) for request in requests)
+                        if position > read:
+                            progress(position - read)
+                        read = position
+                    for output in outputs:
+                        if output.error is not None:
+                            raise output.error
+                        yield indices[output.request], output
+                    if should_stop is not None and should_stop():
+                        for request in requests:
+                            if request.status is RequestStatus.WAITING:
+                                engine.abort(request)
+                            elif request.output is not None and request.output.token_ids:
+                                engine.finish(request)
+            finally:
+                for request in requests:
+                    engine.abort(request)
+
+    @contextmanager
+    def _engine(self, slots: int) -> Iterator[Engine]:
+        """An engine with this many slots that no other call uses: two streams may be read in turn.
+
+        Two idle engines are kept: one with one slot, and the last one with more. An engine that
+        raised an error, or was interrupted, is not used again. No engine is after the weights have
+        changed, because engines keep states that were computed with them.
+        """
+        version = sum(parameter._version for parameter in self._parameters)
+        if version != self._weights_version:
+            self._idle.clear()
+            self._weights_version = version
+        engine = self._idle.pop(slots, None)
+        if engine is None:
+            # Freed first, to make room for the new one.
+            self._idle = {rows: kept for rows, kept in self._idle.items() if rows == 1}
+            engine = Engine(
+                self.model,
+                self.tokenizer,
+                slots=slots,
+                state_dtype=self.state_dtype,
+                long_gaps=1.0,  # all outputs are for one caller: throughput counts
             )
+        try:
+            yield engine
+        except GeneratorExit:  # the caller closed the stream
+            self._keep(slots, engine, version)
+            raise
+        self._keep(slots, engine, version)
+
+    def _keep(self, slots: int, engine: Engine, version: int) -> None:
+        if version == self._weights_version:  # else the weights changed while a stream was open
+            self._idle[slots] = engine
 
 
-def _collected(
-    finished: Iterator[tuple[int, Completion]], done: Callable[[int, Completion], None] | None
-) -> list[Completion]:
-    """Completions in their requests' order, when all have come."""
-    completions: dict[int, Completion] = {}
-    for index, completion in finished:
-        completions[index] = completion
-        if done is not None:
-            done(index, completion)
-    return [completions[index] for index in sorted(completions)]
+def _prompt_tokens_read(request: Request) -> int:
+    """The number of prompt tokens that were read, with the first token."""
+    if request.position < 0:
+        return 0
+    return request.position + len(request.prompt_token_ids) - len(request.read_token_ids)

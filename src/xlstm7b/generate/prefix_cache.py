@@ -1,102 +1,274 @@
-"""States of texts that were read, for texts that begin alike: on the device, the host, a disk."""
+"""The prefix cache: states after prompt prefixes, in device memory, in host memory and on disk."""
 
+import hashlib
+import json
+import logging
+from collections import OrderedDict, deque
 from collections.abc import Iterator
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Generic, Literal, TypeVar
 
 import torch
-from torch import Tensor
 
-from xlstm7b.generate.decoder import to_host
-from xlstm7b.generate.prefix_store import PrefixStore, Stored, TokenChain
-from xlstm7b.generate.state_folder import StateFolder
-from xlstm7b.generate.states import TextState
-from xlstm7b.mlstm import MLSTMState
-from xlstm7b.model import ModelState
+from xlstm7b.generate.request import HashedTokens, PrefixKey
+from xlstm7b.generate.state import SavedState, StateStore, StoreFull
+
+_LOG = logging.getLogger(__name__)
+_MAX_UNWRITTEN = 2  # states on their way to the disk; more are dropped
+_SAMPLES = 64  # numbers of each weight in a fingerprint
+
+Level = Literal["device", "host", "disk"]
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, eq=False)
+class Entry(Generic[Value]):
+    """A stored prefix."""
+
+    key: PrefixKey
+    prefix: bytes  # all ids, compared on a match: a hash alone is not trusted
+    value: Value
+    nbytes: int
+
+    def __len__(self) -> int:
+        return len(self.prefix) // 4
+
+
+class PrefixIndex(Generic[Value]):
+    """Entries of at most `max_bytes` in all; the least recently used are evicted first.
+
+    An ordinary LRU cache is not enough: entries have sizes, evicted entries move to another level,
+    and a lookup finds the longest stored prefix.
+    """
+
+    def __init__(self, max_bytes: float) -> None:
+        self._max_bytes, self.nbytes = max_bytes, 0
+        self._entries: OrderedDict[PrefixKey, Entry[Value]] = OrderedDict()
+        self._digests: dict[bytes, int] = {}  # number of entries with each hash in their key
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: PrefixKey) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[Entry[Value]]:
+        return iter([*self._entries.values()])
+
+    def fits(self, entry: Entry[Value]) -> bool:
+        """True if the entry alone is not too large."""
+        return entry.nbytes <= self._max_bytes
+
+    def add(self, entry: Entry[Value]) -> list[Entry[Value]]:
+        """Adds an entry; returns the evicted ones, which may be the entry itself."""
+        self.remove(entry.key)
+        if not self.fits(entry):
+            return [entry]
+        self._entries[entry.key] = entry
+        self._digests[entry.key[0]] = self._digests.get(entry.key[0], 0) + 1
+        self.nbytes += entry.nbytes
+        evicted = []
+        while self.nbytes > self._max_bytes:
+            evicted.append(next(iter(self._entries.values())))
+            self.remove(evicted[-1].key)
+        return evicted
+
+    def remove(self, key: PrefixKey) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self.nbytes -= entry.nbytes
+            self._digests[key[0]] -= 1
+            if not self._digests[key[0]]:
+                del self._digests[key[0]]
+
+    def touch(self, key: PrefixKey) -> None:
+        """Marks an entry as used."""
+        self._entries.move_to_end(key)
+
+    def longest(self, tokens: HashedTokens, longer_than: int) -> Entry[Value] | None:
+        """The entry of the longest stored prefix of `tokens` above this length."""
+        for _, lengths in tokens.block_lengths(longer_than, self._digests.keys()):
+            for length in lengths:
+                entry = self._entries.get(tokens.key(length))
+                if entry is not None and entry.prefix == tokens.prefix_bytes(length):
+                    return entry
+        return None
 
 
 class PrefixCache:
-    """Levels of so many bytes each. What is used comes up to the device; what is not sinks."""
+    """States by prefix in up to three levels of limited size.
+
+    A state that is used moves to the device level. A state that is evicted moves down one level.
+    """
 
     def __init__(
         self,
         device: torch.device,
         device_bytes: int,
         host_bytes: int = 0,
-        folder: StateFolder | None = None,
+        disk: "DiskLevel | None" = None,
     ) -> None:
-        self._device, self._folder = device, folder
-        self._on_device, self._on_host = PrefixStore(device_bytes), PrefixStore(host_bytes)
-        self.hits = {"device": 0, "host": 0, "disk": 0}
+        self._device, self._disk = device, disk
+        self._on_device = PrefixIndex[SavedState](device_bytes)
+        self._on_host = PrefixIndex[SavedState](host_bytes)
+        self.hits: dict[Level, int] = {"device": 0, "host": 0, "disk": 0}
 
     @property
-    def nbytes(self) -> dict[str, int]:
+    def nbytes(self) -> dict[Level, int]:
         """Bytes in use, by level."""
-        on_disk = 0 if self._folder is None else self._folder.nbytes
+        on_disk = 0 if self._disk is None else self._disk.nbytes
         return {"device": self._on_device.nbytes, "host": self._on_host.nbytes, "disk": on_disk}
 
-    def add(self, chain: TokenChain, length: int, state: TextState) -> None:
-        """Keeps the state at this place of a text. Nobody may write to it from now on."""
-        start = chain.start(length)
-        self._on_host.remove(chain.key(length))
-        self._put(Stored(chain.key(length), start, state, state.nbytes + len(start)))
+    def add(self, tokens: HashedTokens, length: int, state: SavedState) -> None:
+        """Stores the state after the first `length` tokens. It must not be written to later."""
+        prefix = tokens.prefix_bytes(length)
+        self._on_host.remove(tokens.key(length))
+        self._put(Entry(tokens.key(length), prefix, state, state.nbytes + len(prefix)))
 
-    def longest(self, chain: TokenChain, longer_than: int) -> tuple[int, TextState] | None:
-        """The state at the longest beginning of a text that is stored, if one is longer."""
-        while True:
-            level, best = "", None
-            for name, found in self._found(chain, longer_than):
-                if best is None or len(found) > len(best):
-                    level, best = name, found
-            if best is None:
-                return None
-            state = best.state
-            if state is None:
-                assert self._folder is not None
-                state = self._folder.load(best)
-            if state is not None:
-                break  # else the file was damaged: what is shorter may do
+    def longest(self, tokens: HashedTokens, longer_than: int) -> tuple[int, SavedState] | None:
+        """Length and state of the longest stored prefix above `longer_than` tokens."""
+        on_device = self._on_device.longest(tokens, longer_than)
+        on_host = self._on_host.longest(tokens, len(on_device) if on_device else longer_than)
+        found = on_host or on_device
+        level: Level = "host" if on_host else "device"
+        if self._disk is not None:
+            loaded = self._disk.longest(tokens, len(found) if found else longer_than)
+            if loaded is not None:
+                found, level = loaded, "disk"
+        if found is None:
+            return None
         self.hits[level] += 1
         if level == "device":
-            self._on_device.touch(best.key)
-        else:
-            state = _moved(state, self._device)
-            self._on_host.remove(best.key)
-            self._put(replace(best, state=state))
-        return len(best), state
+            self._on_device.touch(found.key)
+            return len(found), found.value
+        state = found.value.to(self._device, non_blocking=True)
+        self._on_host.remove(found.key)
+        self._put(replace(found, value=state))
+        return len(found), state
 
     def close(self) -> None:
-        """Waits for what is on its way to the disk."""
-        if self._folder is not None:
-            self._folder.close()
+        """Waits for states that are being written to disk."""
+        if self._disk is not None:
+            self._disk.close()
 
-    def _found(self, chain: TokenChain, longer_than: int) -> Iterator[tuple[str, Stored]]:
-        levels = {"device": self._on_device, "host": self._on_host, "disk": self._folder}
-        for name, level in levels.items():
-            found = None if level is None else level.longest(chain, longer_than)
-            if found is not None:
-                yield name, found
-
-    def _put(self, stored: Stored) -> None:
-        for sinks in self._on_device.add(stored):
-            if self._folder is None and not self._on_host.fits(sinks):
+    def _put(self, entry: Entry[SavedState]) -> None:
+        for evicted in self._on_device.add(entry):
+            if self._disk is None and not self._on_host.fits(evicted):
                 continue
-            assert sinks.state is not None
-            on_host = replace(sinks, state=_moved(sinks.state, torch.device("cpu")))
-            for gone in self._on_host.add(on_host):
-                if self._folder is not None:
-                    self._folder.save(gone)
+            on_host = replace(evicted, value=evicted.value.to("cpu", non_blocking=True))
+            for dropped in self._on_host.add(on_host):
+                if self._disk is not None:
+                    self._disk.save(dropped)
 
 
-def _moved(state: TextState, device: torch.device) -> TextState:
-    """The state elsewhere, without waiting for it; what is there already is not copied."""
+class DiskLevel:
+    """The cache's files. Written in the background; they are found again after a restart.
 
-    def move(tensor: Tensor) -> Tensor:
-        if tensor.is_cuda and device.type == "cpu":
-            return to_host(tensor)
-        return tensor.to(device, non_blocking=True)
+    Not thread-safe: the engine's thread calls it. `fingerprint` identifies the weights, because
+    states of other weights must not be used.
+    """
 
-    memory = ModelState(
-        tuple(MLSTMState(*map(move, block)) for block in state.memory.blocks),
-        move(state.memory.tokens_seen),
-    )
-    return TextState(state.config, memory, move(state.logits))
+    def __init__(self, store: StateStore, fingerprint: bytes, device: torch.device) -> None:
+        self._store, self._fingerprint, self._device = store, fingerprint, device
+        self._index = PrefixIndex[str](float("inf"))  # the store limits the bytes
+        # The first token, which all prompts have, is not part of a prefix.
+        self._first_tokens = int(store.config.force_bos_token_insert)
+        self._writer = ThreadPoolExecutor(1, "state-writer")
+        self._unwritten: set[str] = set()
+        self._written: deque[tuple[Entry[SavedState], int]] = deque()
+        store.folder.mkdir(parents=True, exist_ok=True)
+        for stored in reversed(store.list()):
+            try:
+                prefix = bytes.fromhex(stored.notes.get("prefix", ""))
+                tokens = HashedTokens.from_bytes(prefix)
+            except ValueError:
+                continue
+            if stored.name == self._name(prefix):
+                self._index.add(Entry(tokens.key(len(tokens)), prefix, stored.name, stored.nbytes))
+
+    @property
+    def nbytes(self) -> int:
+        return self._index.nbytes
+
+    def longest(self, tokens: HashedTokens, longer_than: int) -> Entry[SavedState] | None:
+        """The longest prefix whose file can be loaded. Damaged files are deleted."""
+        self._collect()
+        while (entry := self._index.longest(tokens, longer_than)) is not None:
+            state = None
+            try:
+                state = self._store.load(entry.value, device=self._device)
+            except KeyError:  # evicted, or deleted by another process
+                pass
+            except (OSError, ValueError) as error:
+                _LOG.warning("a cached state cannot be used: %s", error)
+            if state is not None and state.tokens_seen == [len(entry) + self._first_tokens]:
+                self._index.touch(entry.key)
+                return Entry(entry.key, entry.prefix, state, state.nbytes + len(entry.prefix))
+            self._forget(entry)
+        return None
+
+    def save(self, entry: Entry[SavedState]) -> None:
+        """Writes a state in the background. It is found once the file is complete."""
+        self._collect()
+        name = self._name(entry.prefix)
+        if entry.key in self._index:
+            self._index.touch(entry.key)
+        elif name not in self._unwritten and len(self._unwritten) < _MAX_UNWRITTEN:
+            self._unwritten.add(name)
+            copied = None
+            if self._device.type == "cuda":  # the copy to the host may still be running
+                copied = torch.cuda.Event()
+                copied.record()
+            self._writer.submit(self._write, name, entry, copied)
+
+    def close(self) -> None:
+        """Waits for files that are being written."""
+        self._writer.shutdown()
+        self._collect()
+
+    def _write(self, name: str, entry: Entry[SavedState], copied: torch.cuda.Event | None) -> None:
+        """Runs in the writer's thread."""
+        nbytes = 0
+        try:
+            if copied is not None:
+                copied.synchronize()
+            nbytes = self._store.save(name, entry.value, prefix=entry.prefix.hex()).nbytes
+        except StoreFull as error:
+            _LOG.warning("a cached state is dropped: %s", error)
+        except Exception:
+            _LOG.exception("a cached state could not be written to %s", self._store.folder)
+        self._written.append((entry, nbytes))
+
+    def _collect(self) -> None:
+        """Adds files that were written since the last call, and drops evicted ones."""
+        while self._written:
+            entry, nbytes = self._written.popleft()
+            name = self._name(entry.prefix)
+            self._unwritten.discard(name)
+            if nbytes:
+                self._index.add(Entry(entry.key, entry.prefix, name, nbytes))
+                for other in self._index:
+                    if not (self._store.folder / f"{other.value}.safetensors").exists():
+                        self._index.remove(other.key)
+
+    def _forget(self, entry: Entry[str]) -> None:
+        self._index.remove(entry.key)
+        with suppress(KeyError):
+            self._store.delete(entry.value)
+
+    def _name(self, prefix: bytes) -> str:
+        return f"prefix-{hashlib.sha256(self._fingerprint + prefix).hexdigest()}"
+
+
+def weights_fingerprint(
+    description: object, weights: Iterator[torch.Tensor], state_dtype: torch.dtype
+) -> bytes:
+    """A hash of a config, a dtype and a sample of all weights."""
+    samples = [
+        weight.flatten()[:: max(1, weight.numel() // _SAMPLES)][:_SAMPLES].double()
+        for weight in weights
+    ]
+    text = json.dumps([description, str(state_dtype)])
+    return hashlib.sha256(text.encode() + torch.cat(samples).cpu().numpy().tobytes()).digest()

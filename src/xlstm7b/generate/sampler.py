@@ -1,53 +1,92 @@
-"""From logits to the next token: every row of a batch by its own settings, seed and history."""
+"""Sampler: logits to tokens, each row with its own parameters, seed and history."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from xlstm7b.generate.randomness import draw, scramble, signed, uniform
-from xlstm7b.generate.sampling import MOST_LOGPROBS, NO_TOKEN, REALS, Needs, SamplingSettings
+from xlstm7b.generate.params import MAX_LOGPROBS, SamplingParams
+from xlstm7b.generate.request import BAD_LOGITS
+
+_REALS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+class Needs(NamedTuple):
+    """Which work a batch needs. A row that does not need some work is not changed by it."""
+
+    sampling: bool = False  # temperature above 0
+    filters: bool = False  # top_k, top_p or min_p
+    penalties: bool = False
+    bias: bool = False
+    minimum: bool = False  # min_new_tokens
+    logprobs: int | None = None  # the largest number that any row wants
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> "Needs":
+        sampling = params.temperature > 0
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        return cls(
+            sampling=sampling,
+            filters=sampling and (params.top_k, params.top_p, params.min_p) != (0, 1, 0),
+            penalties=penalties != (1, 0, 0),
+            bias=bool(params.logit_bias),
+            minimum=params.min_new_tokens > 0,
+            logprobs=params.logprobs,
+        )
+
+    @classmethod
+    def union(cls, rows: Iterable["Needs"]) -> "Needs":
+        """The union of the needs of several rows."""
+        *flags, counts = zip(*rows, strict=True)
+        return cls._make([*map(any, flags), max({*counts} - {None}, default=None)])
 
 
 class Sampler:
-    """A batch's settings and histories as tensors at fixed addresses.
+    """Parameters and histories of a batch as tensors at fixed addresses.
 
-    A call does nothing that a CUDA graph couldn't replay: it never waits for the device, and
-    no shape depends on data. What it finds stays in the public tensors until the next call.
+    A call does nothing that a CUDA graph could not replay: it never waits for the device, and no
+    shape depends on data. Its results stay in the public tensors until the next call.
     """
 
-    def __init__(self, batch: int, vocab_size: int, device: torch.device | str) -> None:
-        self._shape, self._device = (batch, vocab_size), device
-        # What was sampled, end of text included; −1 in a row that was over already, `NO_TOKEN` in
-        # one whose logits are not numbers, which is over with it.
-        self.tokens = self._new(batch) - 1
-        # Settings in one tensor a type: a row is written by one copy. Zeros suit an idle row.
-        self._integers = self._new(6, batch)
-        # What the model must read next; below 0 there is nothing, and then the row is over.
-        # In a row just set it is 0 until the first call, and only says that the row is not over.
+    def __init__(self, rows: int, vocab_size: int, device: torch.device | str) -> None:
+        self._shape, self._device = (rows, vocab_size), device
+        # The sampled tokens, end of text included. −1: the row was finished before; `BAD_LOGITS`:
+        # its logits were not finite, which finishes it.
+        self.tokens = self._new(rows) - 1
+        # One tensor per type, so that one copy writes all parameters of a row. 0 suits an idle row.
+        self._integers = self._new(6, rows)
+        # The token that the model reads next. Below 0 there is none: the row is finished or idle.
+        # In a new row it is 0 until the first call, which only marks the row as not finished.
         self.pending = self._integers[0].fill_(-1)
-        self.index = self._integers[1]  # how many tokens the row has sampled
+        self.index = self._integers[1]  # tokens sampled so far
         self._max_new, self._min_new, self._last_rank, self._key = self._integers[2:].unbind()
-        self._reals = self._new(len(REALS), batch, 1, dtype=torch.float64)
+        self._reals = self._new(len(_REALS), rows, 1, dtype=torch.float64)
         self._temperature, self._top_p, self._min_p = self._reals[:3].unbind()
         self._repetition, self._presence, self._frequency = self._reals[3:].unbind()
         self._ends = self._new(*self._shape, dtype=torch.bool)
-        # Of the logits as they came, before bias and all else. The first `Needs.logprobs` columns
-        # hold the likeliest tokens; what is in a row that is over means nothing.
-        self.logprob = self._new(batch, dtype=torch.float32)
-        self.top_logprobs = self._new(batch, MOST_LOGPROBS, dtype=torch.float32)
-        self.top_tokens = self._new(batch, MOST_LOGPROBS)
-        self._row_needs = [Needs()] * batch
+        # From the unchanged logits, before bias and penalties. The first `Needs.logprobs`
+        # columns hold the most likely tokens. Rows that are finished hold garbage.
+        self.logprob = self._new(rows, dtype=torch.float32)
+        self.top_logprobs = self._new(rows, MAX_LOGPROBS, dtype=torch.float32)
+        self.top_tokens = self._new(rows, MAX_LOGPROBS)
+        self._row_needs = [Needs()] * rows
 
     @property
     def needs(self) -> Needs:
-        """What the rows need together."""
+        """The union of the needs of all rows."""
         return Needs.union({*self._row_needs})
 
-    # Allocated by the first row that needs them, then kept: graphs hold their addresses.
+    # Allocated when a row first needs them, then kept: CUDA graphs hold their addresses.
 
     @cached_property
     def _bias(self) -> Tensor:
@@ -63,81 +102,101 @@ class Sampler:
 
     @torch.inference_mode()
     def set_row(
-        self, row: int, settings: SamplingSettings, *, seed: int, prompt: Sequence[int] = (),
-        generated: Sequence[int] = (),
-    ) -> None:  # fmt: skip
-        """Starts a text in a row, by settings that were checked; `seed` stands for theirs.
+        self,
+        row: int,
+        params: SamplingParams,
+        *,
+        seed: int,
+        prompt: Sequence[int] = (),
+        output: Sequence[int] = (),
+    ) -> None:
+        """Starts a request in a row. `params` were checked; `seed` replaces `params.seed`.
 
-        Penalties know of the prompt, and of what was `generated` behind it before.
+        Penalties count the tokens of `prompt`, and of `output`, which was generated before.
         """
         self.clear_row(row)
-        last_rank = min(settings.top_k or self._shape[1], self._shape[1]) - 1
-        key = int(scramble(torch.tensor(signed(seed))))
-        limits = settings.max_new_tokens, settings.min_new_tokens, last_rank
+        vocab_size = self._shape[1]
+        last_rank = min(params.top_k or vocab_size, vocab_size) - 1
+        key = int(scramble(torch.tensor(_signed(seed))))
+        limits = params.max_new_tokens, params.min_new_tokens, last_rank
         self._integers[:, row] = on_device([0, 0, *limits, key], self._device)
-        reals = [getattr(settings, name) for name in REALS]
+        reals = [getattr(params, name) for name in _REALS]
         self._reals[:, row, 0] = on_device(reals, self._device, torch.float64)
-        _mark(self._ends[row], settings.eos_token_ids)
-        needs = settings.needs
+        _mark(self._ends[row], params.eos_token_ids)
+        needs = Needs.of(params)
         if needs.penalties:
             _mark(self._in_prompt[row], prompt)
-            counts, before = self._counts[row].zero_(), on_device(generated, self._device)
+            counts, before = self._counts[row].zero_(), on_device(output, self._device)
             counts.scatter_add_(0, before, torch.ones_like(before, dtype=counts.dtype))
         if needs.bias:
-            biases = on_device([*settings.logit_bias.values()], self._device, torch.float32)
-            self._bias[row].index_copy_(0, on_device([*settings.logit_bias], self._device), biases)
+            biases = on_device([*params.logit_bias.values()], self._device, torch.float32)
+            self._bias[row].index_copy_(0, on_device([*params.logit_bias], self._device), biases)
         self._row_needs[row] = needs
 
     @torch.inference_mode()
     def clear_row(self, row: int) -> None:
-        """Leaves a row idle: it produces nothing, and needs nothing."""
-        self.stop_row(row)
+        """Makes a row idle: nothing is read or sampled in it."""
+        self.pending[row].fill_(-1)  # an assignment would copy a number, and wait for the copy
         if self._row_needs[row].bias:
             self._bias[row].zero_()
         self._row_needs[row] = Needs()
 
     @torch.inference_mode()
-    def stop_row(self, row: int) -> None:
-        """Ends a row's text: nothing more of it is read or sampled."""
-        self.pending[row].fill_(-1)  # assigned, a number would be copied, and waited for
-
-    @torch.inference_mode()
-    def take_row(self, row: int, other: "Sampler", source: int) -> None:
-        """Goes on in a row with the text that another sampler, or this one, has in `source`."""
-        self.clear_row(row)
-        needs = other._row_needs[source]
-        self.tokens[row] = other.tokens[source]
-        self._integers[:, row] = other._integers[:, source]
-        self._reals[:, row] = other._reals[:, source]
-        self._ends[row] = other._ends[source]
+    def move_row(self, source: int, target: int) -> None:
+        """Moves a request to another row; the source becomes idle."""
+        self.clear_row(target)
+        needs = self._row_needs[source]
+        self.tokens[target] = self.tokens[source]
+        self._integers[:, target] = self._integers[:, source]
+        self._reals[:, target] = self._reals[:, source]
+        self._ends[target] = self._ends[source]
         if needs.penalties:
-            self._in_prompt[row] = other._in_prompt[source]
-            self._counts[row] = other._counts[source]
+            self._in_prompt[target] = self._in_prompt[source]
+            self._counts[target] = self._counts[source]
         if needs.bias:
-            self._bias[row] = other._bias[source]
-        self._row_needs[row] = needs
+            self._bias[target] = self._bias[source]
+        self._row_needs[target] = needs
+        self.clear_row(source)
 
     def first(self, rows: int) -> Self:
-        """The first rows as a sampler to call, over the same memory; rows are set in this one."""
-        _ = self._bias, self._in_prompt, self._counts  # allocated, so that both have the same
+        """The first rows as a sampler over the same memory. Only to call: set rows in this one."""
+        _ = self._bias, self._in_prompt, self._counts  # allocated now, so that both share them
         view = copy.copy(self)
         for name, value in vars(self).items():
-            if isinstance(value, Tensor) and name not in ("_integers", "_reals"):  # for rows set
+            if isinstance(value, Tensor) and name not in ("_integers", "_reals"):
                 setattr(view, name, value[:rows])
         return view
 
     @torch.inference_mode()
+    def sample_rows(self, logits: Tensor, rows: Sequence[int]) -> Self:
+        """Samples in these rows only, from logits [B, V] of all. Returns their results."""
+        if list(rows) == list(range(self._shape[0])):
+            self(logits[: len(rows)], self.needs)
+            return self
+        index = on_device(rows, self._device)
+        part = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor) and name not in ("_integers", "_reals"):
+                setattr(part, name, value.index_select(0, index))
+        part._row_needs = [self._row_needs[row] for row in rows]
+        part(logits.index_select(0, index), part.needs)
+        for name in ("tokens", "pending", "index", "_counts"):
+            if name in vars(self):
+                vars(self)[name].index_copy_(0, index, vars(part)[name])
+        return part
+
+    @torch.inference_mode()
     def __call__(self, logits: Tensor, needs: Needs) -> None:
-        """One token a row from logits [B, V], which stay; `needs` holds at least the rows' own.
+        """One token per row from logits [B, V]; `needs` includes at least what the rows need.
 
         A row in which every token is banned gets token 0.
         """
         scores = self._scores(logits, needs)
         best, token = scores.max(-1, keepdim=True)  # NaN, if there is one
         if needs.sampling:
-            certain = (self._temperature == 0) | (best == -torch.inf)
+            greedy = (self._temperature == 0) | (best == -torch.inf)
             weights = self._weights(scores, best, needs)
-            token = torch.where(certain, token, draw(weights, uniform(self._key, self.index)))
+            token = torch.where(greedy, token, draw(weights, uniform(self._key, self.index)))
         self._record(logits, best, token, needs)
 
     def _scores(self, logits: Tensor, needs: Needs) -> Tensor:
@@ -156,55 +215,93 @@ class Sampler:
         return scores
 
     def _weights(self, scores: Tensor, best: Tensor, needs: Needs) -> Tensor:
-        """Probabilities in vocabulary order, but for a factor: 0 is a token never drawn.
+        """Unnormalised probabilities in vocabulary order; 0 is a token that is never drawn.
 
         They are whole numbers whose sums float64 holds exactly, in whatever order a device adds
-        them: a draw depends on no rounding, and so on no neighbour and no batch size. At 50304
-        tokens a weight is right to 2^-38 of the likeliest token's.
+        them. So a draw depends on no rounding, and on no other row. At 50304 tokens a weight is
+        exact to 2^-38 of the most likely token's.
         """
         scale = 2.0 ** (53 - self._shape[1].bit_length())
-        # At temperature 0 the best token is taken anyway: this only keeps NaN out.
+        # At temperature 0 the best token is taken anyway. The clamp only avoids NaN.
         exponents = (scores.double() - best) / self._temperature.clamp(min=1e-300)
         weights = (exponents.exp() * scale).round()
         if needs.filters:
             order = scores.argsort(stable=True, dim=-1, descending=True)
             ordered = weights.gather(-1, order)
-            reached = ordered.cumsum(-1)
-            # Before a token past the k likeliest all of their weight is reached: it goes, too.
-            enough = self._top_p * reached.gather(-1, self._last_rank[:, None])
-            ordered = ordered.where(reached - ordered < enough, 0)
+            total = ordered.cumsum(-1)
+            # top_k: after the first k tokens the sum has reached all that counts.
+            enough = self._top_p * total.gather(-1, self._last_rank[:, None])
+            ordered = ordered.where(total - ordered < enough, 0)
             weights = weights.scatter(-1, order, ordered)
             weights = weights.where(weights >= self._min_p * scale, 0)
         return weights
 
     def _record(self, logits: Tensor, best: Tensor, token: Tensor, needs: Needs) -> None:
         alive = (self.pending >= 0) & (self.index < self._max_new)
-        goes_on = alive & ~self._ends.gather(-1, token)[:, 0]
-        told = torch.where(best < torch.inf, token, NO_TOKEN)[:, 0]
-        self.tokens.copy_(torch.where(alive, told, -1))
-        self.pending.copy_(torch.where(goes_on, told, -1))
+        continues = alive & ~self._ends.gather(-1, token)[:, 0]
+        sampled = torch.where(best < torch.inf, token, BAD_LOGITS)[:, 0]
+        self.tokens.copy_(torch.where(alive, sampled, -1))
+        self.pending.copy_(torch.where(continues, sampled, -1))
         self.index += alive
         if needs.penalties:
             self._counts.scatter_add_(-1, token, alive[:, None].int())
         if needs.logprobs is not None:
             log_total = logits.logsumexp(-1, keepdim=True)
-            likeliest = logits.topk(needs.logprobs)
+            most_likely = logits.topk(needs.logprobs)
             self.logprob.copy_((logits.gather(-1, token) - log_total)[:, 0])
-            self.top_logprobs[:, : needs.logprobs] = likeliest.values - log_total
-            self.top_tokens[:, : needs.logprobs] = likeliest.indices
+            self.top_logprobs[:, : needs.logprobs] = most_likely.values - log_total
+            self.top_tokens[:, : needs.logprobs] = most_likely.indices
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
 
 def _mark(mask: Tensor, tokens: Sequence[int]) -> None:
-    """Makes a mask over the vocabulary true at these tokens alone."""
+    """Makes a mask over the vocabulary true at these tokens only."""
     mask.zero_().index_fill_(0, on_device(tokens, mask.device), True)
 
 
 def on_device(
     values: Sequence[Any], device: torch.device | str, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """Numbers on a device, without waiting for what it is busy with."""
+    """Numbers on a device, without waiting for the device."""
     tensor = torch.tensor(values, dtype=dtype, pin_memory=torch.device(device).type == "cuda")
     return tensor.to(device, non_blocking=True)
+
+
+# Random numbers that depend on a seed and an index only: the same on any device, in any batch.
+
+
+def draw(weights: Tensor, fraction: Tensor) -> Tensor:
+    """The first token [B, 1] at which the summed weights [B, V] exceed `fraction` [B, 1] of all.
+
+    A fraction below 1 times the total is below the total in float64 too, so a token is
+    found, and its weight is not 0.
+    """
+    total = weights.cumsum(-1)
+    token = torch.searchsorted(total, fraction * total[:, -1:], right=True)
+    # Only an idle row or a row of NaN can exceed the end. It must not stop the device for all rows.
+    return token.clamp(max=weights.shape[1] - 1)
+
+
+def uniform(key: Tensor, index: Tensor) -> Tensor:
+    """The index-th number of each key's splitmix64 sequence: 53 bits in [0, 1), as [B, 1]."""
+    bits = scramble(key + (index + 1) * _signed(0x9E3779B97F4A7C15))
+    return (_shift_right(bits, 11).double() * 2**-53)[:, None]
+
+
+def scramble(x: Tensor) -> Tensor:
+    """splitmix64's mixing function; int64 multiplication wraps around."""
+    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, by: int) -> Tensor:
+    """A shift that fills with zeros; int64's own fills with the sign bit."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(bits: int) -> int:
+    """64 bits as an int64."""
+    return bits - (bits >> 63 << 64)

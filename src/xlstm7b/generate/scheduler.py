@@ -1,297 +1,306 @@
-"""One round of the engine: a piece of prompt, a token for every running text, and telling of it.
+"""Scheduler: which requests get slots, which prompt chunks to read, and which states to store.
 
-A step's results are looked at when the next is under way, so that a GPU never waits for the host.
-By the time that a text is seen to be over, its last token has been read.
+Plain Python over requests: no tensors, no model. The engine calls it at every step and runs what it
+returns.
 """
 
-import secrets
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TypeVar
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-from xlstm7b.generate.decoder import Results
-from xlstm7b.generate.generator import Generator
-from xlstm7b.generate.jobs import Job, Piece
-from xlstm7b.generate.prefix_cache import PrefixCache
-from xlstm7b.generate.prefix_store import Beginnings, TokenChain
-from xlstm7b.generate.slots import Slots
-from xlstm7b.generate.states import TextState
-from xlstm7b.generate.texts import GrowingText, Speeds, peak_memory
+from xlstm7b.generate.request import BLOCK, HashedTokens, Request, RequestStatus, digest
 
-_Result = TypeVar("_Result")
+
+@dataclass(frozen=True)
+class PrefillLimits:
+    """How much prompt one step reads.
+
+    Prompts are cut at multiples of `chunk_tokens` only, so that a stored state continues exactly
+    where an uncached prompt would have been cut. While requests generate, a step reads at most
+    `chunk_tokens`, to keep the gaps between their tokens short. When none does, it reads up to
+    `idle_tokens`, in chunks of up to `idle_chunk_tokens`. It also does so when many requests wait,
+    but only for a share of `long_gaps` of all gaps between tokens, which become longer. At most
+    `max_rows` prompts are read together, 1 on a CPU. However short they are, they cost as much as
+    `pass_tokens`, because the weights must be read.
+    """
+
+    chunk_tokens: int
+    idle_chunk_tokens: int
+    idle_tokens: int
+    max_rows: int
+    pass_tokens: int = 1
+    long_gaps: float = 0.01
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Prompt tokens start … end − 1 of a request. `store`: the prefix cache keeps the state."""
+
+    request: Request
+    start: int
+    end: int
+    store: bool
+
+    def __len__(self) -> int:
+        return self.end - self.start
 
 
 class Scheduler:
-    """The texts that have a row each. Only the engine's thread may call it.
+    """The queue, the slots, and the next work of each request. Not thread-safe.
 
-    Prompts are cut at multiples of `piece_tokens` from the text's start, unless the rest is short,
-    and of `cache_interval`. With `keeps_all` states are stored at the latter, where a prompt parts
-    from an earlier one, and at the ends of prompts and texts; without, only what several texts
-    that are here share.
+    With `store_all`, states are stored at every multiple of `cache_interval`, where a prompt
+    differs from an earlier one, and at the ends of prompts. Without, only the state after a whole
+    prompt that other requests start with.
     """
 
     def __init__(
-        self,
-        generator: Generator,
-        slots: Slots,
-        cache: PrefixCache,
-        *,
-        piece_tokens: int,
-        cache_interval: int,
-        keeps_all: bool,
+        self, slots: int, limits: PrefillLimits, *, cache_interval: int, store_all: bool
     ) -> None:
-        self._device, self._tokenizer = generator.model.device, generator.tokenizer
-        self._slots, self.cache = slots, cache
-        self._piece, self._interval, self._keeps_all = piece_tokens, cache_interval, keeps_all
-        self._beginnings = Beginnings()
-        self.active: dict[Job, None] = {}
-        self._reading: deque[Job] = deque()  # in the order of their turns
-        self._running: list[Job] = []
-        self._under_way: deque[Callable[[], None]] = deque()  # results, and who is to be told
+        self.slots, self._limits = slots, limits
+        self._interval, self.store_all = cache_interval, store_all
+        self._recent = RecentPrompts()
+        self.waiting: deque[Request] = deque()
+        self.prefilling: deque[Request] = deque()  # in the order in which they read
+        self.running: list[Request] = []
+        self._free = set(range(slots))
         self._admitted = 0
-        self.prompt_tokens = self.generated_tokens = self.cached_tokens = self.steps = 0
-        self.seconds = self.model_seconds = 0.0  # of steps that are over
-        self._model_seconds = 0.0  # of this one
-        self.job_seconds = 1.0  # how long a text has its row, of late
+        self._budget = 0  # tokens that this step may still read
+        self._chunk_limit = 0  # tokens that one request may read in this step
+        self._turn_ends: dict[Request, int] = {}  # how far requests may read in this step
+        self._spare_gaps = float(slots)  # gaps that may still be made longer
 
     @property
-    def longest_piece(self) -> int:
-        """A piece with a rest that is too short for a turn of its own."""
-        return self._piece + self._piece // 2
+    def active(self) -> list[Request]:
+        """Requests that hold a slot."""
+        return [*self.prefilling, *self.running]
 
-    def admit(self, job: Job) -> None:
-        """Gives a text a free row, in which its prompt waits between pieces."""
-        job.row = max(self._slots.free)  # those in front are for running texts
-        self._slots.free.remove(job.row)
-        self._admitted += 1
-        job.number, job.admitted = self._admitted, time.monotonic()
-        if self._keeps_all and job.chain is not None:
-            job.parting = self._beginnings.meet(job.chain)
-        self.active[job] = None
-        self._reading.append(job)
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
 
-    def step(self, waiting: Sequence[Job]) -> None:
-        """One round; `waiting` are the texts that have no row yet."""
-        started, self._model_seconds = time.perf_counter(), 0.0
-        for job in [job for job in self.active if job.finished]:
-            self._leave(job)
-        self._read(waiting)
-        later = self._decode()
-        while len(self._under_way) > later:
-            self._under_way.popleft()()
-        if not self.active:
-            self._under_way.clear()
-        self.steps += 1
-        self.seconds += time.perf_counter() - started
-        self.model_seconds += self._model_seconds
+    def admit(self) -> list[Request]:
+        """Gives free slots to waiting requests, first come, first served.
 
-    def _read(self, waiting: Sequence[Job]) -> None:
-        """Reads on in prompts, in turn: one piece, and what more fits into a piece's tokens.
-
-        Where states are stored on the way the model stops, but the turn goes on.
+        The lowest free slot is taken: a decode step computes all slots up to the highest in use.
         """
-        left = self._piece
-        for _ in range(len(self._reading)):
-            job = self._reading[0]
-            if self._is_read_by_another(job):
-                self._reading.rotate(-1)
-                continue
-            self._slots.load(self._place(job))
-            end = self._turn_end(job)
-            if end - job.position > left and left < self._piece:
-                self._slots.park(job.row)
-                return
-            left -= end - job.position
-            self._reading.popleft()
-            while job.position < end:
-                self._read_piece(job, min(end, self._next_stored(job)))
-                self._store_prompt(job, waiting)
-            if job.position < len(job.ids):
-                self._slots.park(job.row)
-                self._reading.append(job)
-            else:
-                self._begin(job)
+        admitted = []
+        while self.waiting and self._free:
+            request = self.waiting.popleft()
+            request.slot = min(self._free)
+            self._free.remove(request.slot)
+            self._admitted += 1
+            request.order, request.status = self._admitted, RequestStatus.PREFILL
+            if self.store_all and request.hashed is not None:
+                request.shared_prefix_len = self._recent.add(request.hashed)
+            self.prefilling.append(request)
+            admitted.append(request)
+        return admitted
 
-    def _is_read_by_another(self, job: Job) -> bool:
-        """Whether a text that came earlier is about to store a longer beginning of this one."""
-        if job.chain is None:
+    def start_step(self) -> None:
+        """Sets the token budget of a new step."""
+        limits, running = self._limits, len(self.running)
+        self._turn_ends.clear()
+        self._budget = self._chunk_limit = limits.chunk_tokens
+        # Limited, so that long steps do not follow each other after hours of even load.
+        self._spare_gaps = min(self._spare_gaps + limits.long_gaps * running, 4.0 * self.slots)
+        if not running:
+            self._budget, self._chunk_limit = limits.idle_tokens, limits.idle_chunk_tokens
+        elif 4 * len(self.prefilling) >= self.slots and self._spare_gaps >= running:
+            # A quarter of the slots waits for prefill: one long step fills them sooner.
+            self._budget = limits.idle_tokens
+            self._spare_gaps -= running
+
+    def next_prefill(self, restore: Callable[[Request], None]) -> list[PrefillChunk]:
+        """The next chunks to read together, one per request; empty when the step has enough.
+
+        `restore(request)` loads the longest stored prefix into the request's slot and sets its
+        position. Rows are padded to the longest, so a batch costs rows × longest tokens. Call it
+        until it returns nothing, and read each batch before the next call.
+        """
+        batch: list[PrefillChunk] = []
+        longest = 0
+        for _ in range(len(self.prefilling)):
+            request = self.prefilling[0]
+            chunk = None
+            if not self._should_wait_for_prefix(request):
+                restore(request)
+                chunk = self._chunk(request)
+                if chunk is not None and not self._fits(batch, longest, chunk):
+                    break
+            self.prefilling.rotate(-1)
+            if chunk is not None:
+                batch.append(chunk)
+                longest = max(longest, len(chunk))
+                if not self._may_join(batch):
+                    break
+        if longest:
+            self._budget -= max(len(batch) * longest, self._limits.pass_tokens)
+        for chunk in batch:
+            chunk.request.position = chunk.end
+        return batch
+
+    def _fits(self, batch: list[PrefillChunk], longest: int, chunk: PrefillChunk) -> bool:
+        if not len(chunk):
+            return not batch  # nothing to read: it does not join a batch
+        if self._budget <= 0:
             return False
-        if job.follows is not None:
-            other, end = job.follows
+        if len(batch) >= self._limits.max_rows and max(longest, len(chunk)) > 1:
+            return False  # only single tokens may exceed it
+        cost = max((len(batch) + 1) * max(longest, len(chunk)), self._limits.pass_tokens)
+        whole_budget = self._budget >= self._limits.chunk_tokens
+        return cost <= self._budget or (not batch and whole_budget)
+
+    def _may_join(self, batch: list[PrefillChunk]) -> bool:
+        """True if another row may be added. Single tokens are read as in decoding, on CPUs too."""
+        if not len(batch[-1]):
+            return False
+        if all(len(chunk) == 1 for chunk in batch):
+            return True
+        return len(batch) < self._limits.max_rows
+
+    def _should_wait_for_prefix(self, request: Request) -> bool:
+        """True if an earlier request is about to cache a longer prefix of this prompt.
+
+        Waiting for it is cheaper than prefilling the same tokens twice.
+        """
+        if request.hashed is None:
+            return False
+        if request.waits_for is not None:
+            other, end = request.waits_for
             if not other.finished and other.position < end:
                 return True
-        job.follows = None
-        for other in self._reading:
-            if other.number < job.number and other.chain is not None:
-                end = min(self._next_stored(other), len(other.ids))
-                same = end <= len(job.ids) and other.chain.key(end) == job.chain.key(end)
-                if job.position < end and same:
-                    job.follows = other, end
+        request.waits_for = None
+        for other in self.prefilling:
+            if other.order < request.order and other.hashed is not None:
+                end = min(self._next_stored(other), len(other.read_token_ids))
+                if max(request.position, other.position) < end and request.hashed.has_prefix(
+                    other.hashed, end
+                ):
+                    request.waits_for = other, end
                     return True
         return False
 
-    def _next_stored(self, job: Job) -> int:
-        if not self._keeps_all:
-            return len(job.ids)
-        due = (job.position // self._interval + 1) * self._interval
-        return min(due, job.parting) if job.parting > job.position else due
+    def _next_stored(self, request: Request) -> int:
+        """The next position at which this request's state is stored on the way."""
+        if not self.store_all or request.hashed is None:
+            return len(request.read_token_ids)
+        position = max(request.position, 0)
+        due = (position // self._interval + 1) * self._interval
+        shared = request.shared_prefix_len
+        return min(due, shared) if shared > position else due
 
-    def _place(self, job: Job) -> TextState | int | None:
-        """Where the text goes on: from a stored state if one spares reading, else from its own."""
-        found = None if job.chain is None else self.cache.longest(job.chain, job.position)
-        if found is None:
-            return job.row if job.position else job.state
-        length, state = found
-        job.cached_tokens += length - job.position
-        self.cached_tokens += length - job.position
-        job.position = length
-        return state
+    def _chunk(self, request: Request) -> PrefillChunk | None:
+        """The next chunk of this request; None if it has read its share of this step.
 
-    def _turn_end(self, job: Job) -> int:
-        if len(job.ids) <= job.position + self.longest_piece:
-            return len(job.ids)  # by itself the rest would cost a turn and a pass over the weights
-        return (job.position // self._piece + 1) * self._piece
-
-    def _read_piece(self, job: Job, end: int) -> None:
-        start, job.position = job.position, end
-        piece = job.ids[start:end]
-        self.prompt_tokens += len(piece)
-        if job.top is None:
-            self._in_model(partial(self._slots.read, piece))
-            return
-        targets = job.request.ids[start + 1 : end + 1]
-        read = partial(self._slots.read_scored, piece, targets, job.top)
-        self._under_way.append(partial(self._tell_scores, job, targets, self._in_model(read), end))
-
-    def _store_prompt(self, job: Job, waiting: Sequence[Job]) -> None:
-        if job.chain is None:
-            return
-        end, is_whole = job.position, job.position == len(job.ids)
-        if self._keeps_all:
-            due = is_whole or end % self._interval == 0 or end == job.parting
-        else:
-            others = (other.chain for other in (*self._reading, *waiting))
-            key = job.chain.key(end)
-            due = is_whole and any(c and len(c) >= end and c.key(end) == key for c in others)
-        if due:
-            self.cache.add(job.chain, end, self._slots.read_state())
-
-    def _begin(self, job: Job) -> None:
-        """The prompt was read: what is next?"""
-        if job.text is None:
-            if job.top is None:
-                self._finish(job, _nothing(job), self._slots.read_state())
-            elif not job.ids:
-                self._finish(job, _nothing(job))
-            return
-        self._slots.release(job.row)
-        job.row = min(self._slots.free)
-        self._slots.free.remove(job.row)
-        request = job.request
-        settings, prompt = request.settings, [*request.already_read, *job.ids]
-        seed = secrets.randbits(64) if settings.seed is None else settings.seed
-        results = self._slots.begin(job.row, settings, seed, prompt, request.already_generated)
-        self._running.append(job)
-        self._under_way.append(partial(self._tell_tokens, results, [(0, job)]))
-
-    def _decode(self) -> int:
-        """Starts a token of every running text; returns how many results are to be waited for."""
-        if not self._running:
-            return 0
-        moved = self._slots.lower_row([job.row for job in self._running])
-        for job in self._running:
-            if moved is not None and job.row == moved[0]:
-                job.row = moved[1]
-        results = self._in_model(partial(self._slots.decode, [job.row for job in self._running]))
-        rows = [(job.row, job) for job in self._running]
-        self._under_way.append(partial(self._tell_tokens, results, rows))
-        return 1
-
-    def _tell_tokens(self, results: Results, rows: Sequence[tuple[int, Job]]) -> None:
-        tokens, *logprobs = self._in_model(results.lists)
-        now = time.monotonic()
-        for row, job in rows:
-            if job.finished:
-                continue
-            text = job.text
-            assert text is not None
-            job.first_token = job.first_token or now
-            before = len(text.token_ids)
-            try:
-                given = text.push(tokens[row], *(part[row] for part in logprobs))
-            except FloatingPointError as error:
-                job.deliver(error)  # the next step frees its row
-                continue
-            self.generated_tokens += len(text.token_ids) - before
-            wanted = job.request.settings.logprobs
-            piece = Piece(
-                given,
-                (*text.token_ids[before:],),
-                () if wanted is None else (*text.logprobs[before:],),
-                (*text.top_logprobs[before:],) if wanted else (),
-                None,
-                job.cached_tokens,
-            )
-            if text.finish_reason is None:
-                job.deliver(piece)
-            else:
-                self._finish(job, piece, self._end_state(job, text))
-
-    def _tell_scores(self, job: Job, targets: Sequence[int], results: Results, end: int) -> None:
-        logprobs, top_logprobs, top_tokens = self._in_model(results.lists)
-        top = (dict(zip(*pair, strict=True)) for pair in zip(top_tokens, top_logprobs, strict=True))
-        piece = Piece("", (*targets,), (*logprobs,), (*top,), None, 0, len(targets))
-        if job.finished:
-            return
-        if end == len(job.ids) and job.text is None:
-            self._finish(job, piece)
-        else:
-            job.deliver(piece)
-
-    def _end_state(self, job: Job, text: GrowingText) -> TextState | None:
-        """The state at the end of a text, if anyone wants it."""
-        stored = self._keeps_all and job.chain is not None
-        if not stored and not job.keep_state:
+        A chunk ends where a state is stored; the request may read another one in the same step. A
+        short rest joins the chunk before it: alone it would cost a whole pass over the weights.
+        """
+        position, length = request.position, len(request.read_token_ids)
+        if request not in self._turn_ends:
+            size, end = self._limits.chunk_tokens, length
+            if length > position + self._chunk_limit + size // 4:
+                chunks = max(1, min(self._chunk_limit, self._budget) // size)
+                end = (position // size + chunks) * size
+            self._turn_ends[request] = end
+        elif position >= self._turn_ends[request] < length:
             return None
-        state = self._slots.view(job.row).clone()
-        if stored and text.token_ids:
-            chain = TokenChain(text.token_ids, before=job.chain)
-            self.cache.add(chain, len(chain), state)
-        return state if job.keep_state else None
+        end = min(self._turn_ends[request], self._next_stored(request))
+        return PrefillChunk(request, position, end, self._is_stored(request, end))
 
-    def _finish(self, job: Job, piece: Piece, state: TextState | None = None) -> None:
-        now = time.monotonic()
-        first = job.first_token or now
-        prompt_tokens = len(job.request.ids)
-        memory = peak_memory(self._device)
-        speeds = Speeds(prompt_tokens, first - job.admitted, now - first, memory)
-        self.job_seconds += (now - job.admitted - self.job_seconds) / 16
-        text = job.text
-        if text is None:
-            text = GrowingText(self._tokenizer, job.request.settings)
-            text.finish("length")
-        self._leave(job)
-        job.deliver(piece._replace(completion=text.completion(speeds, state)))
+    def _is_stored(self, request: Request, end: int) -> bool:
+        if request.hashed is None or end == request.position:
+            return False
+        is_whole = end == len(request.read_token_ids)
+        if self.store_all:
+            return is_whole or end % self._interval == 0 or end == request.shared_prefix_len
+        others: Iterable[Request] = (*self.prefilling, *self.waiting)
+        return is_whole and any(
+            other is not request
+            and other.hashed is not None
+            and other.hashed.has_prefix(request.hashed, end)
+            for other in others
+        )
 
-    def _leave(self, job: Job) -> None:
-        """Frees a text's row, and all else that it holds."""
-        self._slots.release(job.row)
-        job.state = job.follows = None
-        del self.active[job]
-        if job in self._running:
-            self._running.remove(job)
-        elif job in self._reading:
-            self._reading.remove(job)
+    def start_decoding(self, request: Request) -> None:
+        """Marks the prompt as read: the request generates from now on."""
+        self.prefilling.remove(request)
+        self.running.append(request)
+        request.status = RequestStatus.RUNNING
 
-    def _in_model(self, work: Callable[[], _Result]) -> _Result:
-        """Does what is the model's work, or waits for it, and takes the time."""
-        started = time.perf_counter()
-        result = work()
-        self._model_seconds += time.perf_counter() - started
-        return result
+    def to_decode(self) -> list[Request]:
+        """Running requests that still need a decode step, in no order.
+
+        A step is launched before the results of the previous one are known, but never past
+        `max_new_tokens`. The last token is read only if the final state is wanted.
+        """
+        return [request for request in self.running if request.reads < self.reads_needed(request)]
+
+    def reads_needed(self, request: Request) -> int:
+        """Decode steps for max_new_tokens tokens; the first token comes from the prefill."""
+        if request.prefill_only:
+            return 0
+        return request.params.max_new_tokens - 1 + self.wants_final_state(request)
+
+    def wants_final_state(self, request: Request) -> bool:
+        """True if the state after the last token will be returned or stored."""
+        return request.keep_state or (self.store_all and request.hashed is not None)
+
+    def move_to_front(self, bucket: Callable[[int], int]) -> tuple[Request, int] | None:
+        """The running request in the highest slot and a lower free slot, if moving saves work.
+
+        It does if fewer slots are then computed per step; `bucket(n)` is how many are computed for
+        n slots.
+        """
+        last = max(self.running, key=lambda request: request.slot)
+        if bucket(last.slot + 1) == bucket(len(self.running)):
+            return None
+        lowest = min(self._free, default=last.slot)
+        if lowest >= last.slot:
+            return None
+        self._free.remove(lowest)
+        self._free.add(last.slot)
+        return last, lowest
+
+    def remove(self, request: Request) -> None:
+        """Removes a request from the queue or from its slot, which becomes free."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+            return
+        if request in self.prefilling:
+            self.prefilling.remove(request)
+        elif request in self.running:
+            self.running.remove(request)
+        else:
+            return
+        self._free.add(request.slot)
 
 
-def _nothing(job: Job) -> Piece:
-    return Piece("", (), (), (), None, job.cached_tokens)
+class RecentPrompts:
+    """Recent prompts; finds the length of the shared prefix.
+
+    Where two prompts differ for the first time, a third is likely to differ too (the end of a
+    system prompt), so a state is stored there.
+    """
+
+    def __init__(self, max_hashes: int = 1 << 16) -> None:
+        self._max_hashes = max_hashes
+        self._hashes: OrderedDict[bytes, None] = OrderedDict()
+
+    def add(self, tokens: HashedTokens) -> int:
+        """Adds a prompt; returns how many tokens, in whole blocks, it shares with a different one.
+
+        A prompt that is known as a whole shares nothing: its own end is stored already.
+        """
+        hashes = [block_hash for block_hash, _ in tokens.block_lengths(BLOCK)]
+        whole = digest(*tokens.key(len(tokens)))
+        shared = 0
+        if whole not in self._hashes:
+            matches = (index for index, known in enumerate(hashes) if known in self._hashes)
+            shared = BLOCK * (len(hashes) - next(matches, len(hashes)))
+        for block_hash in (whole, *hashes):
+            self._hashes[block_hash] = None
+            self._hashes.move_to_end(
+                block_hash
+            )  # the first blocks come last, so they are kept longest
+        while len(self._hashes) > self._max_hashes:
+            self._hashes.popitem(last=False)
+        return shared

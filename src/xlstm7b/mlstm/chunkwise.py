@@ -1,21 +1,22 @@
-"""The mLSTM in chunks: parallel inside a chunk, recurrent from chunk to chunk. Any device, any T.
+"""The chunkwise form of the mLSTM in plain PyTorch: any device, any sequence length.
 
-Inside a chunk the quadratic form of `parallel.py` runs for all chunks at once; the state is carried
-over the chunks' borders by one update a chunk. With b_t the log-forget summed from the chunk's
-first token (or the last reset in it) to t, and (C, n, m) the state before the chunk:
+Inside a chunk it is the quadratic form of `parallel.py`, for all chunks at once. Between chunks it
+is recurrent: one state update for each chunk. With b_t the sum of log forget gates from the chunk's
+first token (or the last reset in the chunk) to t, and (C, n, m) the state before the chunk:
 
     D_ts = b_t − b_s + ĩ_s        m_t = max(b_t + m, max_s D_ts)
     intra_t = Σ_s exp(D_ts − m_t) (q_t·k_s) v_s        inter_t = exp(b_t + m − m_t) Cᵀ q_t
 
-A reset cuts the sums: s runs over t's own document, and behind a reset the state counts as 0. Sums
-are taken over masked terms, never as differences across a border, so that borders are bit-exact.
+At a reset the sums start again: s runs over the document of t only, and after a reset the state
+counts as 0. Terms of other documents are masked before they are summed, never subtracted from a
+sum. So no bit of a document's result depends on the documents before it.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xlstm7b.mlstm.state import MLSTMState
+from xlstm7b.mlstm.recurrent import MLSTMState
 
 CHUNK_SIZE = 64
 
@@ -32,19 +33,19 @@ def chunkwise_sequence(
     eps: float = 1e-6,
     chunk_size: int = CHUNK_SIZE,
 ) -> tuple[Tensor, MLSTMState]:
-    """Time grows with T, memory beyond inputs and outputs with T · chunk_size a head."""
+    """Time is linear in T. Extra memory is T · chunk_size numbers for each row and head."""
     batch, length = i.shape[:2]
     size = min(chunk_size, length)
     padding = -length % size
 
     def chunked(x: Tensor, fill: float = 0.0) -> Tensor:
-        """[B, T, NH, …] → [B, NH, chunks, size, …], the tail filled up."""
+        """[B, T, NH, …] → [B, NH, chunks, size, …]; the last chunk is padded with `fill`."""
         if padding:
-            # Not F.pad: its backward has other strides under torch.compile than in truth.
+            # Not F.pad: under torch.compile its backward pass expects other strides than it gets.
             x = torch.cat([x, x.new_full((batch, padding, *x.shape[2:]), fill)], dim=1)
         return x.reshape(batch, -1, size, *x.shape[2:]).movedim(3, 1).contiguous()
 
-    # Filling with closed input and open forget gates leaves the state untouched.
+    # Padding has closed input gates and open forget gates, so it does not change the state.
     q_c, k_c, v_c = (chunked(x.to(i.dtype)) for x in (q, k, v))
     i_c, log_f = chunked(i, -torch.inf), chunked(F.logsigmoid(f))
     q_c = q_c * q.shape[-1] ** -0.5
@@ -68,7 +69,7 @@ def chunkwise_sequence(
     S = (q_c @ k_c.mT) * from_token
     numerator, normaliser = S @ v_c, S.sum(-1)
     q_c = q_c * from_state[..., None]
-    k_c = k_c * from_token[..., -1, :, None]  # weights of each token in the next chunk's state
+    k_c = k_c * from_token[..., -1, :, None]  # each token's weight in the state after the chunk
     kept = from_state[..., -1]
     inter, inter_normaliser = [], []
     for c in range(kept.shape[-1]):
@@ -86,10 +87,9 @@ def chunkwise_sequence(
 
 
 def _stabilisers(b: Tensor, D: Tensor, carried: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-    """The recurrence's own m at each position, and the m that each position's document began with.
+    """The m that each position's document starts from in its chunk, and m at each position.
 
-    From chunk to chunk m follows the recurrence itself, so nothing is lost over a long text; behind
-    a reset it starts from 0.
+    m is the same as in the recurrent form. After a reset it starts from 0.
     """
     carried = carried.expand(b.shape)
     highest = D.amax(-1)

@@ -1,18 +1,46 @@
-"""The mLSTM one step at a time, equation by equation: the oracle for every other form.
+"""The recurrent form of the mLSTM: the paper's equations, one token at a time.
 
     m_t = max(logσ(f̃_t) + m_{t−1}, ĩ_t)
     f_t = exp(logσ(f̃_t) + m_{t−1} − m_t)          i_t = exp(ĩ_t − m_t)
     C_t = f_t C_{t−1} + i_t k_t v_tᵀ               n_t = f_t n_{t−1} + i_t k_t
     h̃_t = C_tᵀ (q_t/√d_qk) / (max(|n_tᵀ q_t/√d_qk|, exp(−m_t)) + ε)
 
-All arithmetic is in the gates' dtype (float32, or float64 for the oracle).
+In float64 it is the reference that every other form is tested against. All arithmetic is in the
+gates' dtype.
 """
+
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xlstm7b.mlstm.state import MLSTMState
+
+class MLSTMState(NamedTuple):
+    """The state of one layer. Its size does not depend on the number of tokens read.
+
+    C and n are stored divided by exp(m), which keeps them in range: the values that the equations
+    without stabiliser would have are C·exp(m) and n·exp(m). No gradient flows through m.
+    """
+
+    C: Tensor  # [B, NH, d_qk, d_hv]
+    n: Tensor  # [B, NH, d_qk]
+    m: Tensor  # [B, NH]
+
+    @classmethod
+    def zeros(
+        cls,
+        batch: int,
+        heads: int,
+        d_qk: int,
+        d_hv: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> Self:
+        """The state before the first token: C_0 = n_0 = m_0 = 0."""
+        shape = (batch, heads, d_qk, d_hv)
+        return cls(*(torch.zeros(shape[:n], dtype=dtype, device=device) for n in (4, 3, 2)))
 
 
 def recurrent_step(
@@ -21,7 +49,7 @@ def recurrent_step(
     """One token for every row and head: q, k [B, NH, d_qk], v [B, NH, d_hv], i, f [B, NH]."""
     q_scaled, k, value = q.to(i.dtype) * q.shape[-1] ** -0.5, k.to(i.dtype), v.to(i.dtype)
     C, n, m = (part.to(i.dtype) for part in state)
-    # m cancels from every result (all but ε), so treating it as a constant leaves gradients exact.
+    # m cancels from every result except for ε, so gradients are exact with m as a constant.
     decayed = F.logsigmoid(f) + m.detach()
     m_new = torch.maximum(decayed, i).detach()
     f_act = torch.exp(decayed - m_new)[..., None]
@@ -45,7 +73,7 @@ def recurrent_sequence(
     resets: Tensor | None = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, MLSTMState]:
-    """The whole sequence by `recurrent_step`; the state is set to 0 before a reset's update."""
+    """`recurrent_step` for each token. The state is set to 0 before a document's first token."""
     outputs = []
     for t in range(q.shape[1]):
         if resets is not None:

@@ -1,4 +1,4 @@
-"""The small parts: soft-cap, RMSNorm, linear layers with a stated output precision, SwiGLU."""
+"""The residual block and the layers it is made of. Parameters have the names of the checkpoint."""
 
 from typing import Any
 
@@ -6,141 +6,80 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """a · tanh(x / a): keeps x within ±a (paper, "Gate Soft-Capping" and logit soft-cap)."""
-    return cap * torch.tanh(x / cap)
+from xlstm7b.config import ModelConfig
+from xlstm7b.mlstm import MLSTMState, headwise_norm, mlstm_sequence, mlstm_step
 
 
-# Whether this CPU has matrix instructions for a 16-bit dtype; PyTorch crawls without. Asked once,
-# and not within a function: torch.compile could not see through it.
-_CPU_MULTIPLIES = {
-    torch.bfloat16: torch.backends.mkldnn.is_available()
-    and torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-    torch.float16: torch.backends.mkldnn.is_available()
-    and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
-}
+class Block(nn.Module):
+    """The block (post up-projection): z = x + mLSTM(RMSNorm(x)); y = z + SwiGLU(RMSNorm(z))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm_mlstm = RMSNorm(config.embedding_dim, config.norm_eps)
+        self.mlstm_layer = MLSTMLayer(config)
+        self.norm_ffn = RMSNorm(config.embedding_dim, config.norm_eps)
+        self.ffn = SwiGLU(config.embedding_dim, config.ffn_dim)
+
+    def forward(
+        self, x: Tensor, state: MLSTMState | None, resets: Tensor | None, padded: Tensor | None
+    ) -> tuple[Tensor, MLSTMState]:
+        y, state = self.mlstm_layer(self.norm_mlstm(x), state, resets, padded)
+        z = x + y
+        return z + self.ffn(self.norm_ffn(z)), state
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x Wᵀ in x's dtype."""
-    if x.device.type == "cpu" and weight.dtype.itemsize == 2:
-        if weight.dtype == torch.bfloat16 and x.numel() == weight.shape[1]:
-            # One row is bound by reading W, which `mv` does several times faster than `F.linear`.
-            return torch.mv(weight, x.flatten()).view(*x.shape[:-1], -1)
-        if not _CPU_MULTIPLIES[weight.dtype]:
-            return F.linear(x.float(), weight.float()).to(x.dtype)
-    return F.linear(x, weight)
+class MLSTMLayer(nn.Module):
+    """Projections and gates around the cell: h = σ(õ) ⊙ Norm(h̃), then the output projection.
 
-
-_ROWS_A_PIECE = 8192
-
-
-def product_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """x Wᵀ for x [R, K], accumulated and returned in float32 (float64 stays)."""
-    if weight.dtype.itemsize >= 4:
-        return F.linear(x, weight)
-    if x.is_cuda:
-        return torch.mm(x, weight.mT, out_dtype=torch.float32)
-    # Widened by pieces: a vocabulary's whole head in float32 would be a second copy of it.
-    pieces = [F.linear(x.float(), rows.float()) for rows in weight.split(_ROWS_A_PIECE)]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
-
-
-@torch.library.custom_op("xlstm7b::linear_float32", mutates_args=())
-def _linear_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """`product_float32` for x [..., K]: PyTorch's own has no gradient."""
-    y = product_float32(x.flatten(0, -2), _whole_tiles(weight))
-    return y[:, : len(weight)].contiguous().view(*x.shape[:-1], len(weight))
-
-
-@_linear_float32.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], len(weight), dtype=torch.float32)
-
-
-@torch.library.custom_op("xlstm7b::linear_float32_backward", mutates_args=())
-def _linear_float32_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x and W, by products in their dtype."""
-    rows = _whole_tiles(grad.flatten(0, -2).mT.to(x.dtype))
-    dx = linear(rows.mT, _whole_tiles(weight).mT).view(x.shape)
-    return dx, linear(rows, x.flatten(0, -2).mT)[: len(weight)].clone()
-
-
-@_linear_float32_backward.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight)
-
-
-def _whole_tiles(rows: Tensor) -> Tensor:
-    """Gates are few: with 8 rows of them, memory is aligned as GPUs' fast products want it."""
-    return F.pad(rows, (0, 0, 0, -len(rows) % 8))
-
-
-def _keep_factors(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    gradients: tuple[Tensor, Tensor] = _linear_float32_backward(grad, *ctx.saved_tensors)
-    return gradients
-
-
-_linear_float32.register_autograd(_backward, setup_context=_keep_factors)
-
-
-def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b, accumulated and returned in float32 (float64 stays) whatever the weights' dtype."""
-    if weight.dtype.itemsize >= 4:
-        return F.linear(x, weight, bias)
-    y: Tensor = _linear_float32(x, weight)
-    return y if bias is None else y + bias.float()
-
-
-class Linear(nn.Linear):
-    """A linear layer without bias, in the weights' dtype."""
-
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
-
-    def reset_parameters(self) -> None:
-        """Left to `model/init.py`, which knows the whole model."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
-
-
-class Float32Linear(nn.Linear):
-    """A linear layer whose result leaves in float32: the gates' pre-activations and the head."""
-
-    def reset_parameters(self) -> None:
-        """Left to `model/init.py`, which knows the whole model."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear_float32(x, self.weight, self.bias)
-
-
-class NormWeight(nn.Module):
-    """The scale of a norm, under the name the checkpoint gives it.
-
-    A module that is called for it, so that tensor parallelism can hand out its own part.
+    The number of heads comes from the shape of the gates, not from the config. So the same code
+    runs under tensor parallelism, where a layer has only some of the heads.
     """
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
-        self.eps = eps
+        width = config.embedding_dim
+        self.q = Linear(width, config.qk_dim)
+        self.k = Linear(width, config.qk_dim)
+        self.v = Linear(width, config.v_dim)
+        self.ogate_preact = Linear(width, config.v_dim)
+        self.igate_preact = Float32Linear(width, config.num_heads)
+        self.fgate_preact = Float32Linear(width, config.num_heads)
+        self.multihead_norm = NormWeight(config.v_dim, config.cell_norm_eps)
+        self.out_proj = Linear(config.v_dim, width)
+        self.gate_soft_cap = config.gate_soft_cap
+        self.eps = config.eps
 
-    def forward(self) -> Tensor:
-        return self.weight
-
-
-class RMSNorm(NormWeight):
-    """x / √(mean(x²) + ε) · w: the reduction in float32, cast back, then the weight."""
-
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        wide = x if x.dtype.itemsize >= 4 else x.float()
-        return F.rms_norm(wide, x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight
+    def forward(
+        self, x: Tensor, state: MLSTMState | None, resets: Tensor | None, padded: Tensor | None
+    ) -> tuple[Tensor, MLSTMState]:
+        i = soft_cap(self.igate_preact(x), self.gate_soft_cap)
+        f = soft_cap(self.fgate_preact(x), self.gate_soft_cap)
+        if padded is not None:
+            i = i.masked_fill(padded[..., None], -torch.inf)
+            f = f.masked_fill(padded[..., None], torch.inf)
+        heads = (i.shape[-1], -1)
+        q, k, v = (layer(x).unflatten(-1, heads) for layer in (self.q, self.k, self.v))
+        gate = self.ogate_preact(x).unflatten(-1, heads)
+        norm_weight, norm_eps = self.multihead_norm(), self.multihead_norm.eps
+        if x.shape[1] == 1 and resets is None and state is not None:
+            q, k, v, i, f, gate = (part.squeeze(1) for part in (q, k, v, i, f, gate))
+            h, state = mlstm_step(
+                q,
+                k,
+                v,
+                i,
+                f,
+                state,
+                gate=gate,
+                norm_weight=norm_weight,
+                norm_eps=norm_eps,
+                eps=self.eps,
+            )
+            h = h.unsqueeze(1)
+        else:
+            h, state = mlstm_sequence(q, k, v, i, f, state=state, resets=resets, eps=self.eps)
+            h = headwise_norm(h, norm_weight, norm_eps) * torch.sigmoid(gate)
+        return self.out_proj(h.flatten(-2)), state
 
 
 class SwiGLU(nn.Module):
@@ -155,3 +94,147 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.proj_down(F.silu(self.proj_up_gate(x)) * self.proj_up(x))
         return y
+
+
+class NormWeight(nn.Module):
+    """The weight of a norm. The norm itself is computed elsewhere.
+
+    It is a module that is called, so that tensor parallelism can return a part of the weight.
+    """
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class RMSNorm(NormWeight):
+    """x / √(mean(x²) + ε) · w. The reduction is in float32; the weight is applied in x's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        wide = x if x.dtype.itemsize >= 4 else x.float()
+        return F.rms_norm(wide, x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight
+
+
+class _NoReset:
+    """A base class of layers that leave their weights to `init_parameters` in lm.py."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Embedding(_NoReset, nn.Embedding):
+    """The input embedding."""
+
+
+class Linear(_NoReset, nn.Linear):
+    """A linear layer without bias, in the weights' dtype."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
+class Float32Linear(_NoReset, nn.Linear):
+    """A linear layer that returns float32: for the gates' pre-activations and the logits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear_float32(x, self.weight, self.bias)
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """cap · tanh(x / cap): limits x to ±cap (paper, "Gate Soft-Capping" and logit soft-cap)."""
+    return cap * torch.tanh(x / cap)
+
+
+# True if this CPU has matrix instructions for the dtype; without them PyTorch is very slow.
+# Computed at import, because torch.compile cannot trace these calls.
+_CPU_HAS_MATMUL = {
+    torch.bfloat16: torch.backends.mkldnn.is_available()
+    and torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    torch.float16: torch.backends.mkldnn.is_available()
+    and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+}
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x Wᵀ in x's dtype."""
+    if x.device.type == "cpu" and weight.dtype.itemsize == 2:
+        if weight.dtype == torch.bfloat16 and x.numel() == weight.shape[1]:
+            # For one row the time is that of reading W. `mv` does it several times faster.
+            return torch.mv(weight, x.flatten()).view(*x.shape[:-1], -1)
+        if not _CPU_HAS_MATMUL[weight.dtype]:
+            return F.linear(x.float(), weight.float()).to(x.dtype)
+    return F.linear(x, weight)
+
+
+def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b, summed and returned in float32 for 16-bit weights, else in the weights' dtype."""
+    if weight.dtype.itemsize >= 4:
+        return F.linear(x, weight, bias)
+    y: Tensor = _linear_float32(x, weight)
+    return y if bias is None else y + bias.float()
+
+
+def product_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """x Wᵀ for x [R, K], summed and returned in float32 (float64 stays). It has no gradient."""
+    if weight.dtype.itemsize >= 4:
+        return F.linear(x, weight)
+    if x.is_cuda:
+        return torch.mm(x, weight.mT, out_dtype=torch.float32)
+    # Part by part: a float32 copy of the whole head would take too much memory.
+    parts = [F.linear(x.float(), rows.float()) for rows in weight.split(_WIDENED_ROWS)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+_WIDENED_ROWS = 8192
+
+
+@torch.library.custom_op("xlstm7b::linear_float32", mutates_args=())
+def _linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """`product_float32` for x [..., K], with a gradient."""
+    y = product_float32(x.flatten(0, -2), _pad_rows(weight))
+    return y[:, : len(weight)].contiguous().view(*x.shape[:-1], len(weight))
+
+
+@_linear_float32.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight), dtype=torch.float32)
+
+
+@torch.library.custom_op("xlstm7b::linear_float32_backward", mutates_args=())
+def _linear_float32_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x and W, by products in their dtype."""
+    rows = _pad_rows(grad.flatten(0, -2).mT.to(x.dtype))
+    dx = linear(rows.mT, _pad_rows(weight).mT).view(x.shape)
+    return dx, linear(rows, x.flatten(0, -2).mT)[: len(weight)].clone()
+
+
+@_linear_float32_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _pad_rows(rows: Tensor) -> Tensor:
+    """Pads to a multiple of 8 rows, the alignment that fast GPU matrix products need.
+
+    The gates have one row per head, often fewer than 8.
+    """
+    return F.pad(rows, (0, 0, 0, -len(rows) % 8))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    gradients: tuple[Tensor, Tensor] = _linear_float32_backward(grad, *ctx.saved_tensors)
+    return gradients
+
+
+_linear_float32.register_autograd(_backward, setup_context=_setup_context)

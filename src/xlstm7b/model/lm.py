@@ -1,5 +1,6 @@
-"""XLSTM: embedding → blocks → RMSNorm → linear head → soft-cap."""
+"""XLSTM, the language model: embedding → blocks → RMSNorm → linear head → soft-cap."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Self
@@ -7,25 +8,16 @@ from typing import Literal, Self
 import torch
 from torch import Tensor, nn
 
+from xlstm7b.checkpoint import open_checkpoint, save_checkpoint
 from xlstm7b.config import ModelConfig
 from xlstm7b.mlstm import MLSTMState
-from xlstm7b.model.block import Block
-from xlstm7b.model.init import init_parameters
-from xlstm7b.model.layers import Float32Linear, RMSNorm, soft_cap
-from xlstm7b.model.logprobs import head_logprobs, head_loss
-from xlstm7b.model.state import ModelState
-from xlstm7b.weights import open_checkpoint, save_checkpoint
-
-
-class Embedding(nn.Embedding):
-    """A table of vectors, left to `model/init.py` to fill."""
-
-    def reset_parameters(self) -> None:
-        """Left to `model/init.py`, which knows the whole model."""
+from xlstm7b.model.head import head_logprobs, head_loss
+from xlstm7b.model.layers import Block, Embedding, Float32Linear, RMSNorm, soft_cap
+from xlstm7b.model.model_state import ModelState
 
 
 class Backbone(nn.Module):
-    """Everything but the head, under the checkpoint's names."""
+    """The model without its head."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -35,9 +27,9 @@ class Backbone(nn.Module):
 
 
 class XLSTM(nn.Module):
-    """The language model. Parameters carry the names of the released checkpoint.
+    """The language model. Its parameters have the names of the released checkpoint.
 
-    A new model holds the training initialisation; under `torch.device("meta")` it holds nothing.
+    A new model has the training initialisation, or no data under `torch.device("meta")`.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -45,7 +37,7 @@ class XLSTM(nn.Module):
         self.config = config
         self.backbone = Backbone(config)
         self.lm_head = Float32Linear(config.embedding_dim, config.vocab_size, bias=False)
-        if not self.lm_head.weight.is_meta:  # where there is nothing to fill, and PyTorch is slow
+        if not self.lm_head.weight.is_meta:  # on meta, initialisation does nothing, slowly
             init_parameters(self, config)
 
     def forward(
@@ -57,17 +49,21 @@ class XLSTM(nn.Module):
         lengths: Tensor | None = None,
         logits: Literal["all", "last"] = "all",
     ) -> tuple[Tensor, ModelState]:
-        """float32 logits [B, T, V], or [B, V] at each row's last token, and the state behind it.
+        """Returns float32 logits and the state after the last token.
 
-        tokens [B, T]; `state` is what earlier tokens left (None: nothing yet) and is not changed.
-        `resets` [B, T] is True on a document's first token. With `lengths` [B] rows are padded on
-        the right: the state returned is the one at each row's own length, and what the logits hold
-        past it means nothing. A row of length 0 returns its state unchanged. Lengths are at most T,
-        which is checked on a CPU alone: to look at them would be to wait for a GPU.
+        Args:
+            tokens: Token ids [B, T].
+            state: The state after earlier tokens, or None at the start. It is not changed.
+            resets: bool [B, T], True at the first token of each document.
+            lengths: int [B], from 0 to T, if rows are padded on the right. The returned state is
+                the one at each row's length; logits after it are meaningless. A row of length 0
+                returns its state unchanged. The range is only checked on a CPU, because reading
+                values from a GPU would wait for it.
+            logits: "all" returns [B, T, V], "last" returns [B, V] at each row's last token.
         """
         if logits not in ("all", "last"):
             raise ValueError(f'logits must be "all" or "last", not {logits!r}')
-        x, state, _ = self._read(tokens, state, resets, lengths)
+        x, state, _ = self._hidden(tokens, state, resets, lengths)
         if logits == "last":
             if lengths is None:
                 x = x[:, -1]
@@ -85,35 +81,32 @@ class XLSTM(nn.Module):
         resets: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, ModelState]:
-        """float32 log p(targets[b, t] | tokens[b, …t]) as [B, T], 0 past a row's length.
+        """float32 log p(targets[b, t] | tokens[b, …t]) as [B, T], 0 after a row's length.
 
-        The head runs in pieces, forward and backward: memory does not grow by tokens × vocabulary.
+        The head runs on a part of the tokens at a time, forward and backward, so the logits of all
+        tokens are never in memory together.
         """
         if targets.shape != tokens.shape:
             raise ValueError(
                 f"targets {list(targets.shape)} and tokens {list(tokens.shape)} differ in shape"
             )
-        x, state, padded = self._read(tokens, state, resets, lengths)
-        logprobs = head_logprobs(
-            self.backbone.out_norm(x),
-            self.lm_head.weight,
-            targets,
-            self.config.output_logit_soft_cap,
-        )
+        x, state, padded = self._hidden(tokens, state, resets, lengths)
+        x, cap = self.backbone.out_norm(x), self.config.output_logit_soft_cap
+        logprobs = head_logprobs(x, self.lm_head.weight, targets, cap)
         return logprobs if padded is None else logprobs.masked_fill(padded, 0), state
 
     def loss(
         self, tokens: Tensor, targets: Tensor, weights: Tensor, *, resets: Tensor | None = None
     ) -> Tensor:
-        """−Σ weights · log p(targets) over [B, T], as training wants it: one number, float32.
+        """−Σ weights · log p(targets) over [B, T], for training: one float32 number.
 
-        What `token_logprobs` gives, at the price of one product with the head less.
+        It equals the sum over `token_logprobs`, with one product with the head less.
         """
-        x, _, _ = self._read(tokens, None, resets, None)
+        x, _, _ = self._hidden(tokens, None, resets, None)
         cap = self.config.output_logit_soft_cap
         return head_loss(self.backbone.out_norm(x), self.lm_head.weight, targets, weights, cap)
 
-    def _read(
+    def _hidden(
         self,
         tokens: Tensor,
         state: ModelState | None,
@@ -122,9 +115,10 @@ class XLSTM(nn.Module):
     ) -> tuple[Tensor, ModelState, Tensor | None]:
         """Hidden vectors before the last norm, the new state, and which positions are padding."""
         if tokens.dim() != 2 or tokens.shape[1] < 1 or tokens.is_floating_point():
-            raise ValueError(f"tokens must be whole numbers [B, T], not {list(tokens.shape)}")
+            kind = f"{tokens.dtype} {list(tokens.shape)}".removeprefix("torch.")
+            raise ValueError(f"tokens must be integers [B, T] with T of at least 1, not {kind}")
         batch, length = tokens.shape
-        # Without a state each layer starts its own, for the heads that it has.
+        # Without a state, each layer makes its own, for the heads that it has.
         before: Sequence[MLSTMState | None] = [None] * self.config.num_blocks
         seen = torch.zeros(batch, dtype=torch.long, device=tokens.device)
         if state is not None:
@@ -135,37 +129,38 @@ class XLSTM(nn.Module):
         if lengths is not None:
             if lengths.shape != (batch,):
                 raise ValueError(f"lengths must have shape {[batch]}, not {list(lengths.shape)}")
-            looked_at = lengths.device.type == "cpu" and not torch.compiler.is_compiling()
-            if looked_at and ((lengths < 0) | (lengths > length)).any():
+            can_check = lengths.device.type == "cpu" and not torch.compiler.is_compiling()
+            if can_check and ((lengths < 0) | (lengths > length)).any():
                 raise ValueError(f"lengths must be between 0 and {length}, not {lengths.tolist()}")
             padded = torch.arange(length, device=tokens.device) >= lengths[:, None]
             resets = None if resets is None else resets & ~padded
         seen = seen + (length if lengths is None else lengths)
         x = self.backbone.embeddings(tokens)
-        blocks = []
-        for block, memory in zip(self.backbone.blocks, before, strict=True):
-            x, memory = block(x, memory, resets, padded)
-            blocks.append(memory)
-        return x, ModelState(tuple(blocks), seen), padded
+        after = []
+        for block, cell_state in zip(self.backbone.blocks, before, strict=True):
+            x, cell_state = block(x, cell_state, resets, padded)
+            after.append(cell_state)
+        return x, ModelState(tuple(after), seen), padded
 
     @classmethod
     def empty(
         cls, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str | None = None
     ) -> Self:
-        """A model whose parameters hold nothing yet, in one block of memory.
+        """A model with uninitialised parameters, all in one block of memory.
 
-        Allocated one by one they would take more than they hold: PyTorch's allocator for GPUs
-        rounds large tensors up, the one for CPUs on ARM leaves gaps, which huge pages make real.
+        Separate tensors would take more memory than they hold: PyTorch's GPU allocator rounds large
+        tensors up, and its CPU allocator on ARM leaves gaps.
         """
         with torch.device("meta"):
             model = cls(config).to(dtype)
         parameters = dict(model.named_parameters())
-        sizes = [-(-p.numel() // 64) * 64 for p in parameters.values()]  # aligned, as PyTorch's own
-        block = torch.empty(sum(sizes), dtype=dtype, device=device)
-        places = zip(parameters.items(), block.split(sizes), strict=True)
-        model.load_state_dict(
-            {name: place[: p.numel()].view(p.shape) for (name, p), place in places}, assign=True
-        )
+        sizes = [-(-p.numel() // 64) * 64 for p in parameters.values()]  # aligned as in PyTorch
+        memory = torch.empty(sum(sizes), dtype=dtype, device=device).split(sizes)
+        filled = {
+            name: part[: p.numel()].view(p.shape)
+            for (name, p), part in zip(parameters.items(), memory, strict=True)
+        }
+        model.load_state_dict(filled, assign=True)
         return model
 
     @classmethod
@@ -176,9 +171,9 @@ class XLSTM(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> Self:
-        """Reads a checkpoint folder or hub id, casting each tensor on its way into the model.
+        """Loads a checkpoint folder or hub id. Tensors are cast one by one while they are read.
 
-        `dtype` defaults to the one stored, `device` to PyTorch's default.
+        `dtype` is by default the stored one, `device` PyTorch's default.
         """
         checkpoint = open_checkpoint(folder_or_hub_id)
         model = cls.empty(checkpoint.config, dtype=dtype or checkpoint.dtype, device=device)
@@ -186,5 +181,36 @@ class XLSTM(nn.Module):
         return model
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes a Hugging Face folder that this package and `transformers` read."""
+        """Writes a Hugging Face folder that this package and `transformers` can load."""
         save_checkpoint(folder, self.config, self.named_parameters())
+
+
+def init_parameters(model: nn.Module, config: ModelConfig) -> None:
+    """Sets every parameter as in the training of the released model, from PyTorch's global RNG."""
+    for name, parameter in model.named_parameters():
+        init_parameter(name, parameter, config)
+
+
+@torch.no_grad()
+def init_parameter(name: str, parameter: Tensor, config: ModelConfig) -> None:
+    """Sets one parameter, by its name.
+
+    Matrices are N(0, √(2/(5d))), those that write to the residual stream N(0, 2/(NB·√d)). The gates
+    start independent of the input: the input gate nearly closed (paper, "Negative Input Gate Bias
+    Initialization"), the forget gates open, over a range of time scales.
+    """
+    small = math.sqrt(2 / (5 * config.embedding_dim))
+    residual = 2 / (config.num_blocks * math.sqrt(config.embedding_dim))
+    match name.split(".")[-2:]:
+        case ["igate_preact", "bias"]:
+            parameter.fill_(config.igate_bias_init_range)
+        case ["fgate_preact", "bias"]:
+            parameter.copy_(torch.linspace(3.0, 6.0, len(parameter)))
+        case ["igate_preact" | "fgate_preact" | "ogate_preact", "weight"]:
+            parameter.zero_()
+        case ["out_proj" | "proj_down", "weight"]:
+            parameter.normal_(std=residual)
+        case ["norm_mlstm" | "norm_ffn" | "multihead_norm" | "out_norm", "weight"]:
+            parameter.fill_(1.0)
+        case _:
+            parameter.normal_(std=small)

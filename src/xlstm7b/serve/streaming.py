@@ -1,219 +1,190 @@
-"""From the engine's thread to clients: pieces of texts as they come, events as they are written.
+"""Outputs on their way from the engine thread to a client: queued, merged, sent as events.
 
-The engine never waits for a reader. One that falls far behind loses its stream; of one that stops
-reading, the connection is closed (`lifecycle.py`).
+The engine never waits for a client. Outputs for a slow client are merged. If more than MAX_QUEUED
+wait, the stream ends. If a client reads nothing, its connection is closed (`server.py`).
 """
 
 import asyncio
 import json
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from xlstm7b.generate.engine import EngineStopped, Job, Piece, QueueFull
-from xlstm7b.serve.limits import ApiError
-from xlstm7b.serve.metrics import Metrics
+from xlstm7b.generate.request import Request, RequestOutput
+from xlstm7b.serve.engine_thread import EngineStopped, EngineThread, QueueFull
+from xlstm7b.serve.prometheus import Metrics
+from xlstm7b.serve.protocol import ApiError, Json
 
-FAR_BEHIND = 4096  # pieces that wait for their reader, besides what the sockets hold
+MAX_QUEUED = 4096  # outputs that wait for their client, not counting what the sockets hold
 
 _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-_News = Piece | Exception
 _Result = TypeVar("_Result")
 
 
-@dataclass
-class _Timing:
-    submitted: float
-    last_token: float | None = None
+class OutputQueue:
+    """The engine requests of one HTTP request, and the outputs that the handler has not read yet.
 
+    It belongs to one event loop.
+    """
 
-class Outbox:
-    """What the engine's thread has to say to the event loop, which is woken once for all of it."""
-
-    def __init__(self) -> None:
-        self._calls: deque[Callable[[], None]] = deque()
-        self._is_woken = False
-
-    def put(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-        """Has something called in the loop; in the order in which it was put."""
-        self._calls.append(call)
-        if not self._is_woken:
-            self._is_woken = True
-            with suppress(RuntimeError):  # the loop has ended, and all requests with it
-                loop.call_soon_threadsafe(self._empty)
-
-    def _empty(self) -> None:
-        self._is_woken = False  # first: what is put from now on wakes the loop again
-        while self._calls:
-            self._calls.popleft()()
-
-
-class Texts:
-    """The texts that one request waits for: jobs of the engine, and what it says of them."""
-
-    def __init__(self, metrics: Metrics, outbox: Outbox) -> None:
-        self._loop, self._outbox = asyncio.get_running_loop(), outbox
-        self._waiting: list[tuple[int, _News]] = []
+    def __init__(self, engine: EngineThread, metrics: Metrics) -> None:
+        self._engine, self._metrics = engine, metrics
+        self._loop = asyncio.get_running_loop()
+        self._requests: list[Request] = []
+        self._submitted = 0.0  # time
+        self._last_token: list[float | None] = []  # time of each request's latest token
+        self._outputs: list[tuple[int, RequestOutput]] = []
         self._arrived = asyncio.Event()
-        self._metrics = metrics
-        self._jobs: list[Job] = []
-        self._timings: list[_Timing] = []
         self._unfinished = 0
-        self._fell_behind = False
+        self._is_too_slow = False
 
-    def submit(self, submit: Callable[[Callable[[_News], None]], Job]) -> None:
-        """Gives the engine one more text; an `ApiError` takes back all of them."""
-        index = len(self._jobs)
-
-        def receive(news: _News) -> None:  # called in the engine's thread
-            self._outbox.put(self._loop, partial(self._put, index, news))
-
-        self._timings.append(_Timing(time.monotonic()))
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Submits all requests. If one is refused, aborts the others and raises an `ApiError`."""
+        self._submitted = time.monotonic()
+        self._last_token = [None] * len(requests)
         try:
-            self._jobs.append(submit(receive))
-        except (ValueError, QueueFull, EngineStopped) as error:
-            self.cancel()
+            for index, request in enumerate(requests):
+                self._engine.submit(request, partial(self._put, index), loop=self._loop)
+                self._requests.append(request)
+                self._unfinished += 1
+        except (QueueFull, EngineStopped) as error:
+            self.abort()
             raise to_api_error(error) from error
-        self._unfinished += 1
 
-    def cancel(self) -> None:
-        """Frees what the unfinished texts hold."""
-        for job in self._jobs:
-            job.cancel()
+    def abort(self) -> None:
+        """Aborts all unfinished requests."""
         if self._unfinished:
-            self._metrics.aborted(self._unfinished)
+            for request in self._requests:
+                self._engine.abort(request)
+            self._metrics.finished.labels("abort").inc(self._unfinished)
             self._unfinished = 0
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """(which text, what it grew by) until all have ended; an `ApiError` if one cannot.
+    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """Yields (index of the request, output) until all are finished; `ApiError` if one fails.
 
-        What has come since it was last asked for is one piece of each text: under load clients get
-        fewer chunks of more tokens, and the server has less to do.
+        All outputs that one request had since the last call are merged into one. Under load clients
+        get fewer chunks with more tokens, and the server has less to do.
         """
-        while self._unfinished or self._waiting:
+        while self._unfinished or self._outputs:
             await self._arrived.wait()
             self._arrived.clear()
-            waiting, self._waiting = self._waiting, []
-            grown: dict[int, list[Piece]] = {}
+            arrived, self._outputs = self._outputs, []
+            by_request: dict[int, list[RequestOutput]] = {}
             failure: Exception | None = None
-            for index, news in waiting:
-                if isinstance(news, Piece):
-                    grown.setdefault(index, []).append(news)
+            for index, output in arrived:
+                if output.error is None:
+                    by_request.setdefault(index, []).append(output)
                 else:
-                    failure = failure or news
-            for index, pieces in grown.items():
-                yield index, Piece.joined(pieces)
+                    failure = failure or output.error
+            for index, outputs in by_request.items():
+                yield index, RequestOutput.merge(outputs)
             if failure is not None:
-                self.cancel()
+                self.abort()
                 raise to_api_error(failure)
-        if self._fell_behind:
-            raise ApiError(408, "the stream ended because its reader fell too far behind")
+        if self._is_too_slow:
+            raise ApiError(408, "the stream ended because the client read it too slowly")
 
-    def _put(self, index: int, news: _News) -> None:
-        if not self._unfinished:  # cancelled while this was on its way
+    def _put(self, index: int, output: RequestOutput) -> None:
+        """Called in the event loop, for every output of the engine."""
+        if not self._unfinished:  # aborted while this was on its way
             return
-        if isinstance(news, Piece):
-            self._measure(self._timings[index], news)
-        if len(self._waiting) < FAR_BEHIND:
-            self._waiting.append((index, news))
+        self._measure(index, output)
+        if len(self._outputs) < MAX_QUEUED:
+            self._outputs.append((index, output))
             self._arrived.set()
         else:
-            self._fell_behind = True
-            self.cancel()
+            self._is_too_slow = True
+            self.abort()
 
-    def _measure(self, timing: _Timing, piece: Piece) -> None:
+    def _measure(self, index: int, output: RequestOutput) -> None:
         now = time.monotonic()
-        if len(piece.token_ids) > piece.scored_tokens:
-            if timing.last_token is None:
-                self._metrics.first_token(now - timing.submitted)
+        if output.token_ids:
+            last = self._last_token[index]
+            if last is None:
+                self._metrics.first_token.observe(now - self._submitted)
             else:
-                self._metrics.next_token(now - timing.last_token)
-            timing.last_token = now
-        if piece.completion is not None:
+                self._metrics.next_token.observe(now - last)
+            self._last_token[index] = now
+        if output.completion is not None:
             self._unfinished -= 1
-            self._metrics.finished(piece.completion.finish_reason, now - timing.submitted)
+            self._metrics.finished.labels(output.completion.finish_reason).inc()
+            self._metrics.request.observe(now - self._submitted)
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """What a client is told; never a path or a trace."""
+    """The error as the client sees it. It never shows a path or a traceback."""
     match error:
-        case ApiError():
-            return error
-        case ValueError():  # of a request that was checked before it was taken
-            return ApiError(400, str(error))
         case QueueFull():
-            return ApiError(429, "the server's queue is full", retry_after=error.retry_after)
+            return ApiError(429, "the queue is full", retry_after=error.retry_after)
         case EngineStopped():
-            return ApiError(503, f"the server is not available: {error.reason}", retry_after=5)
+            return ApiError(503, f"the server is not available: {error}", retry_after=5)
         case _:
-            return ApiError(500, "the model failed while this request was in flight")
+            return ApiError(500, "the model failed while this request was running")
 
 
-async def or_gone(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """What the work gives. If the client leaves first, the work ends: `ClientDisconnect`."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_leaving(receive))
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """The result of `work`. If the client disconnects first, cancels it: `ClientDisconnect`."""
+    working = asyncio.ensure_future(work)
+    disconnecting = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, disconnecting), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientDisconnect
         return await working
     finally:
-        for task in (working, leaving):
+        for task in (working, disconnecting):
             task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await asyncio.gather(working, disconnecting, return_exceptions=True)
 
 
-async def _leaving(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-class EventStream(Response):
-    """Server-sent events. However it ends, `at_the_end` is closed, and `ended` says how."""
+class EventStream(StreamingResponse):
+    """Server-sent events, ended by [DONE] or by an error event.
+
+    `cleanup` is closed however the stream ends. `ended` says how it ended.
+    FastAPI's EventSourceResponse has no error events, more work per event, and cleans up only when
+    its generator is garbage collected.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[dict[str, Any]]) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
-        self._events, self.at_the_end = events, ExitStack()
+    def __init__(self, events: AsyncIterator[Json]) -> None:
+        super().__init__((), headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._events, self.cleanup = events, ExitStack()
         self.ended: Literal["whole", "error", "abort"] = "abort"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self.at_the_end, suppress(ClientDisconnect):
-            await or_gone(receive, self._send_all(send))
+        with self.cleanup:
+            await super().__call__(scope, receive, send)
 
-    async def _send_all(self, send: Send) -> None:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": self.status_code,
-                "headers": self.raw_headers,
-            }
-        )
+    async def stream_response(self, send: Send) -> None:
+        head = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **head})
 
-        async def tell(data: str) -> None:
+        async def send_event(data: str) -> None:
             body = f"data: {data}\n\n".encode()
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
         failure: Exception | None = None
         try:
             async for event in self._events:
-                await tell(_to_json(event))
-            await tell("[DONE]")
+                await send_event(_to_json(event))
+            await send_event("[DONE]")
             self.ended = "whole"
         except Exception as error:
             failure, self.ended = error, "error"
-            known = error if isinstance(error, ApiError) else ApiError(500, "the server failed")
-            await tell(_to_json(known.content))
+            known = error if isinstance(error, ApiError) else ApiError(500, "internal server error")
+            await send_event(_to_json(known.content))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         if failure is not None and not isinstance(failure, ApiError):
-            raise failure  # to the log
+            raise failure  # for the request log

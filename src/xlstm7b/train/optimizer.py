@@ -1,4 +1,4 @@
-"""AdamW over XLSTM's parameters, and the gradient's true global norm on any layout."""
+"""AdamW for the parameters of an XLSTM, and the global gradient norm on any layout."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,7 +14,7 @@ _FUSED_ON = {"cuda", "cpu", "mps", "xpu"}
 
 
 def is_decayed(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay applies: to every matrix, the gates' and the head's too.
+    """True if weight decay applies: to every matrix, those of the gates and the head included.
 
     Not to the embedding, norms and biases (paper, appendix B; so in the authors' code).
     """
@@ -22,7 +22,7 @@ def is_decayed(name: str, parameter: Tensor) -> bool:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups for AdamW: what decays, and what does not."""
+    """Two groups for AdamW: with and without weight decay."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -36,7 +36,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.AdamW:
     """AdamW, fused where the device can. Its averages are float32 because the parameters are."""
     parameters = list(model.parameters())
-    assert all(p.dtype == torch.float32 for p in parameters), "AdamW wants float32 master weights"
+    assert all(p.dtype == torch.float32 for p in parameters), "AdamW needs float32 weights"
     return torch.optim.AdamW(
         parameter_groups(model, settings.weight_decay),
         lr=settings.lr,
@@ -53,23 +53,26 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """The 2-norm of all gradients as one vector: a plain float32 number, the same on every rank.
+    """The 2-norm of all gradients as one vector: a plain float32 tensor, equal on every rank.
 
-    Plain tensors count as replicated; shards of DTensors are summed over the mesh dimensions that
-    hold them, any meshes and placements together. `torch.nn.utils.get_total_norm` (torch ≥ 2.6)
-    takes one mesh at a time. A NaN or infinity anywhere makes the norm one too.
+    Plain tensors count as replicated. Shards of DTensors are summed over the mesh dimensions that
+    hold them; meshes and placements may differ between parameters, while
+    `torch.nn.utils.get_total_norm` takes one mesh. A NaN or infinity anywhere shows in the norm.
     """
-    alike: dict[Any, list[Tensor]] = {}  # what is summed over the same processes goes together
-    for gradient in _gradients(parameters):
+    groups: dict[Any, list[Tensor]] = {}  # by the processes that the squares are summed over
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
         key = None
         if isinstance(gradient, DTensor):
-            gradient = _whole_values(gradient)
+            gradient = _without_partial_sums(gradient)
             split = [dim for dim, p in enumerate(gradient.placements) if not p.is_replicate()]
             key = (gradient.device_mesh, *split)
             gradient = gradient.to_local()
-        alike.setdefault(key, []).append(gradient)
+        groups.setdefault(key, []).append(gradient)
     squares = []
-    for key, tensors in alike.items():
+    for key, tensors in groups.items():
         norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
         square = torch.stack(norms).square().sum()
         if key is not None:
@@ -80,28 +83,24 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
 
+def _without_partial_sums(gradient: DTensor) -> DTensor:
+    """Adds partial sums up: their norms do not give the norm of the sum."""
+    if not any(p.is_partial() for p in gradient.placements):
+        return gradient
+    placements = [Replicate() if p.is_partial() else p for p in gradient.placements]
+    return gradient.redistribute(placements=placements)
+
+
 @torch.no_grad()
 def clipped_step(
     optimizer: torch.optim.Optimizer, max_norm: float, norm: Tensor, is_bad: Tensor
 ) -> None:
-    """An update with gradients times min(1, max_norm / norm); where `is_bad` is true, none at all.
+    """An update with gradients scaled by min(1, max_norm / norm); no update where `is_bad` is true.
 
-    AdamW's fused kernel does both, by the attributes that PyTorch's gradient scaler gives it: no
-    pass over the gradients of its own, and the host waits for nothing.
+    AdamW's fused kernel does both through the attributes of PyTorch's gradient scaler. So there is
+    no extra pass over the gradients, and the host does not wait for the device.
     """
     scaled: Any = optimizer
     scaled.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)
     scaled.found_inf = is_bad.float()
     optimizer.step()
-
-
-def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    return [p.grad for p in parameters if p.grad is not None]
-
-
-def _whole_values(gradient: DTensor) -> DTensor:
-    """Without partial sums, whose norms would say nothing of the sum's."""
-    if not any(p.is_partial() for p in gradient.placements):
-        return gradient
-    placements = [Replicate() if p.is_partial() else p for p in gradient.placements]
-    return gradient.redistribute(placements=placements)

@@ -1,38 +1,38 @@
-"""What a recipe amounts to before it runs: tokens, FLOPs, memory per GPU, days.
+"""The plan of a recipe, for `train --dry-run`: tokens, FLOPs, memory per GPU, days.
 
-Memory is an estimate, per GPU, for P parameters of which this GPU holds
+Memory per GPU is an estimate. Of the P parameters a GPU holds
 
     P_local = (block matrices / tp + embedding, head and norms) / dp_shard
 
-- weights, gradients and AdamW's two averages in float32: 4, 4 and 8 bytes × P_local
-- gathered: what computation holds whole, in its own dtype (e bytes): weights of two blocks (one
-  being prefetched), the embedding and the head, and gradients of one block and the head; nothing
-  where float32 weights are not sharded
-- activations: e bytes × tokens of a micro-batch × blocks × values kept per token and block; with
-  d the width, q, v and F the widths of q or k, v and the FFN, and those three divided by tp:
-      none       4 d + 2 q + 4 v + 3 F: inputs of every norm, projection, the cell, its norm
-      selective  2 d + 2 q + 3 v + 2 F: what matrix products and the cell return; the rest again
-      block      d, and once what `none` keeps: a block's input, the block again when needed
-- cell: C and its gradient at each chunk's border, for one block in the backward pass
-- head: the pieces of logits, and their gradient's sum for the head, in float32
+- weights, gradients, adamw: float32 weights, gradients and AdamW's two averages, 4, 4 and 8 bytes
+  × P_local
+- gathered: weights in the computation's dtype (e bytes): two blocks (one is prefetched), the
+  embedding and the head, and the gradients of one block and the head. Nothing if float32 weights
+  are not sharded.
+- activations: e bytes × tokens of a micro-batch × blocks × values kept per token and block. With d
+  the width, q, v and F the widths of q or k, v and the feed-forward, those three divided by tp:
+      none       4 d + 2 q + 4 v + 3 F: the inputs of every norm and projection, the cell, its norm
+      selective  2 d + 2 q + 3 v + 2 F: the outputs of matrix products and of the cell
+      block      d, and once the values of `none`: a block's input, and the block computed again
+- cell: the kernels keep C at every chunk boundary for the backward pass, in each block (`block`: in
+  the one that is computed again), and the gradient of C for one block
+- head: pieces of the logits, and the gradient of the head's weight, in float32
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from xlstm7b import accounting
+from xlstm7b.accounting import H100_FLOPS, PAPER_MFU, parameter_counts, training_flops
 from xlstm7b.train.recipe import Layout, Recipe
 
-H100_FLOPS = 989e12  # dense bfloat16 of one H100, as its maker states it
-PAPER_MFU = 0.374  # of that: 9.15K tokens a second on each H100 (paper, table 2)
-_CHUNK = 64
-_LOGITS_A_PIECE = 1 << 28  # as in model/logprobs.py
-_HEAD_BUFFERS = 3  # logits, their softmax, and one on the way
+KERNEL_CHUNK = 256  # the Triton kernels' chunk; to import it from mlstm would load torch
+_LOGITS_PER_PIECE = 1 << 28  # of the head's loss on a GPU
+_HEAD_BUFFERS = 3  # logits, their softmax, and a temporary
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe on so many GPUs, in raw numbers."""
+    """A recipe on a number of GPUs, in raw numbers."""
 
     recipe: Recipe
     layout: Layout
@@ -45,12 +45,12 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Updates that this recipe makes: a later stage starts where its predecessor ended."""
+        """Updates of this recipe. A later stage starts at the last step of the one before."""
         return self.recipe.run.steps - self.recipe.start_step
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all GPUs, at the given share of their peak."""
+        """Over all GPUs."""
         return self.tokens / self.seconds
 
     @property
@@ -58,14 +58,14 @@ class Plan:
         return self.flops / (self.mfu * self.peak_flops * self.layout.world)
 
 
-def resolved(
+def make_plan(
     recipe: Recipe,
     *,
     gpus: int | None = None,
     mfu: float = PAPER_MFU,
     peak_flops: float = H100_FLOPS,
 ) -> Plan:
-    """The plan on so many GPUs; by default as many as the recipe's layout asks for, at least."""
+    """The plan for a number of GPUs, by default the smallest that the recipe's layout allows."""
     if not 0 < mfu <= 1:
         raise ValueError(f"the MFU must be above 0 and at most 1, not {mfu}")
     if not 0 < peak_flops < float("inf"):
@@ -76,9 +76,9 @@ def resolved(
     return Plan(
         recipe=recipe,
         layout=layout,
-        parameters=accounting.parameter_counts(recipe.model)["total"],
+        parameters=parameter_counts(recipe.model)["total"],
         tokens=tokens,
-        flops=accounting.training_flops(recipe.model, context, _CHUNK) * (tokens // context),
+        flops=training_flops(recipe.model, context) * (tokens // context),
         memory=memory_per_gpu(recipe, layout),
         mfu=mfu,
         peak_flops=peak_flops,
@@ -86,15 +86,15 @@ def resolved(
 
 
 def memory_per_gpu(recipe: Recipe, layout: Layout) -> dict[str, int]:
-    """Bytes on each GPU at the largest micro-batch, by what holds them: the module's formula."""
-    config, tp = recipe.model, layout.tp
+    """Bytes on each GPU at the largest micro-batch, by the formulas at the top of this file."""
+    config, tp, mode = recipe.model, layout.tp, recipe.run.activation_checkpointing
     itemsize = 4 if recipe.run.precision == "float32" else 2
-    counts = accounting.parameter_counts(config)
+    counts = parameter_counts(config)
     blocks = counts["mlstm_projections"] + counts["gates"] + counts["ffn"]
     ends = counts["embedding"] + counts["head"]
     local = -(-(blocks // tp + ends + counts["norms"]) // layout.dp_shard)
     block = blocks // tp // config.num_blocks
-    held_apart = itemsize == 2 or layout.dp_shard > 1
+    is_gathered = itemsize == 2 or layout.dp_shard > 1
 
     micro = max(recipe.micro_batches(start, layout)[0] for start, _ in recipe.ramp.stages)
     tokens = micro * recipe.data.context_length
@@ -104,35 +104,36 @@ def memory_per_gpu(recipe: Recipe, layout: Layout) -> dict[str, int]:
         "none": config.num_blocks * everything,
         "selective": config.num_blocks * (2 * d + 2 * q + 3 * v + 2 * f),
         "block": config.num_blocks * d + everything,
-    }[recipe.run.activation_checkpointing]
+    }[mode]
     state = config.num_heads // tp * config.d_qk * config.d_hv
-    chunks = micro * -(-recipe.data.context_length // _CHUNK)
-    pieces = min(_LOGITS_A_PIECE, tokens * config.vocab_size)
+    boundaries = micro * (-(-recipe.data.context_length // KERNEL_CHUNK) + 1)
+    states = boundaries * (1 + (1 if mode == "block" else config.num_blocks))
+    pieces = min(_LOGITS_PER_PIECE, tokens * config.vocab_size)
     parts = {
         "weights": 4 * local,
         "gradients": 4 * local,
         "adamw": 8 * local,
-        "gathered": held_apart * itemsize * (3 * block + ends + counts["head"]),
+        "gathered": is_gathered * itemsize * (3 * block + ends + counts["head"]),
         "activations": itemsize * tokens * kept,
-        "cell": 2 * itemsize * chunks * state,
+        "cell": itemsize * states * state,
         "head": 4 * (_HEAD_BUFFERS * pieces + counts["head"]),
     }
     return {**parts, "total": sum(parts.values())}
 
 
 def key_steps(recipe: Recipe) -> list[int]:
-    """Where learning rate or batch change their course within the recipe, with its two ends."""
+    """The first and last step, and those at which a phase of schedule or batch ramp ends."""
     first, last = recipe.start_step, recipe.run.steps
     corners = {*recipe.learning_rate.corners(), *(start for start, _ in recipe.ramp.stages)}
     return [first, *sorted(step for step in corners if first < step < last), last]
 
 
 def describe(plan: Plan) -> dict[str, dict[str, Any]]:
-    """The plan as nested sections, in raw numbers and a few words: for `--dry-run` and JSON."""
-    recipe, layout = plan.recipe, plan.layout
-    config, optimizer, batch = recipe.model, recipe.optimizer, recipe.batch
+    """The plan in nested sections of numbers and strings, to print or to write as JSON."""
+    recipe, layout, config = plan.recipe, plan.layout, plan.recipe.model
+    context = recipe.data.context_length
     micro, accumulation = recipe.micro_batches(recipe.run.steps, layout)
-    start = {"from": recipe.init_from or "new weights", "at_step": recipe.start_step}
+    optimizer = recipe.optimizer
     return {
         "model": {
             "embedding_dim": config.embedding_dim,
@@ -142,17 +143,17 @@ def describe(plan: Plan) -> dict[str, dict[str, Any]]:
             "parameters": plan.parameters,
         },
         "run": {
-            "start": start,
+            "start": {"from": recipe.init_from or "new weights", "at_step": recipe.start_step},
             "steps": plan.steps,
             "tokens": plan.tokens,
-            "tokens_per_step": batch.sequences * recipe.data.context_length,
+            "tokens_per_step": recipe.batch.sequences * context,
             "tokens_per_parameter": plan.tokens / plan.parameters,
-            "context_length": recipe.data.context_length,
+            "context_length": context,
         },
         "flops": {
             "training": plan.flops,
             "per_token": plan.flops / plan.tokens,
-            "per_step": plan.flops // (plan.tokens // recipe.data.context_length) * batch.sequences,
+            "per_step": plan.flops // (plan.tokens // context) * recipe.batch.sequences,
         },
         "layout": {
             **layout._asdict(),
@@ -192,6 +193,6 @@ def describe(plan: Plan) -> dict[str, dict[str, Any]]:
                 "tokens": round(share * plan.tokens),
                 "path": recipe.data.sources[name].path,
             }
-            for name, share in recipe.data.weights().items()
+            for name, share in recipe.data.shares().items()
         },
     }

@@ -1,4 +1,4 @@
-"""The processes of a run: how they meet, and how all of them learn that the first one failed."""
+"""The processes of a run: how they connect, and how one process's error reaches all of them."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from xlstm7b.data.writing import alone_in
+from xlstm7b.files import lock_folder
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 @contextmanager
 def process_group(device_type: str) -> Iterator[None]:
-    """The one that `torchrun` describes, or one of this process alone."""
+    """The process group that `torchrun` describes, or one of this process alone."""
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timedelta(minutes=10))
@@ -29,27 +29,27 @@ def process_group(device_type: str) -> Iterator[None]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     try:
         yield
-        dist.barrier()  # nobody hangs up while another still talks
+        dist.barrier()  # no process leaves while another still communicates
     finally:
         dist.destroy_process_group()
 
 
 @contextmanager
 def run_folder(folder: Path) -> Iterator[None]:
-    """Where a run is, and no other meanwhile; made if need be, and gone again if nothing comes."""
+    """Creates and locks the folder of a run. Removes it at the end if nothing was written."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     with ExitStack() as stack:
 
         def enter() -> None:
             folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(alone_in(folder, "training in"))
+            stack.enter_context(lock_folder(folder, "training in"))
 
         in_first_process(enter)
         try:
             yield
         finally:
             if dist.get_rank() == 0:
-                with suppress(OSError):  # there is something in it
+                with suppress(OSError):  # the folder is not empty
                     for path in missing:
                         path.rmdir()
 
@@ -57,7 +57,7 @@ def run_folder(folder: Path) -> Iterator[None]:
 def in_first_process(
     work: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs
 ) -> Result | None:
-    """The first process does this while all wait; where it cannot, all raise."""
+    """Calls `work` in the first process while all wait. If it fails, all processes raise."""
     result = failure = None
     if dist.get_rank() == 0:
         try:
@@ -65,12 +65,12 @@ def in_first_process(
         except Exception as error:
             failure = error
     if any_process(failure is not None):
-        raise failure or OSError("the first process failed: it says why")
+        raise failure or OSError("the first process failed; its own message says why")
     return result
 
 
 def any_process(holds: bool) -> bool:
-    """Whether something holds in any of the processes; all of them ask."""
+    """True if `holds` is true in any process. A collective: every process must call it."""
     answer = torch.tensor(int(holds))
     dist.all_reduce(answer, dist.ReduceOp.MAX)
     return bool(answer)

@@ -1,82 +1,111 @@
-"""A recipe: everything that determines a training run, as frozen dataclasses read from TOML.
+"""Recipes: everything that determines a training run, read from TOML and checked by pydantic.
 
     recipe = load_recipe("7b", ["optimizer.lr=4e-4", "data.sources.dclm.path=/data/dclm"])
 
-Names are those of the files in `xlstm7b/recipes/`; anything with a `/` or ending in `.toml` is a
-path. A file may build on another (`extends = "7b"`): its tables are laid over the other's, lists
-and the mixture `[data.sources]` replace it whole. Reading is in `train/settings.py`; defaults here
-are the paper's (xLSTM 7B, arXiv 2503.13427, appendix B) wherever it gives a number.
+A name is that of a file in `xlstm7b/recipes/`; anything with a `/` or ending in `.toml` is a path.
+A file may extend another (`extends = "7b"`): its tables are merged into the other's. Lists and the
+mixture `[data.sources]` replace the other's as a whole. Defaults are the paper's (xLSTM 7B, arXiv
+2503.13427, appendix B) wherever it gives a number.
+
+Nothing is ignored or guessed: an unknown setting, a wrong type or a value out of range is a
+`ValueError` of one sentence that names the setting.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from difflib import get_close_matches
+from functools import wraps
+from importlib.resources import files
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, NamedTuple, Self
-
-from xlstm7b.config import ModelConfig
-from xlstm7b.train.schedule import BatchRamp, Decay, LearningRate, micro_batches
-from xlstm7b.train.settings import (
-    Count,
-    Fraction,
-    NonNegative,
-    Positive,
-    PositiveOrInf,
-    Seed,
-    Settings,
-    Tally,
-    build,
-    overridden,
-    read_tables,
+from pathlib import Path
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    Self,
+    TypeVar,
+    dataclass_transform,
+    get_args,
+    get_type_hints,
 )
 
+from pydantic import ConfigDict, Field, PlainValidator, StrictBool, StrictInt, ValidationError
+from pydantic.dataclasses import dataclass
 
-@dataclass(frozen=True)
-class Source(Settings):
-    """One prepared folder of token shards in the mixture."""
+from xlstm7b.config import ModelConfig
+from xlstm7b.data import Packing
+from xlstm7b.train.schedule import BatchRamp, Decay, LearningRate, micro_batches
 
-    SECTION: ClassVar[str] = "data.sources"
-    path: str
-    weight: Positive = 1.0
+T = TypeVar("T")
+AtLeast1 = Annotated[int, Field(strict=True, ge=1)]
+AtLeast0 = Annotated[int, Field(strict=True, ge=0)]
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+PositiveOrInf = Annotated[float, Field(strict=True, gt=0)]
+NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Below1 = Annotated[float, Field(strict=True, ge=0, lt=1)]
 
 
-@dataclass(frozen=True)
-class Data(Settings):
-    """What is read. Documents never see each other: the cell's state is reset at each border."""
+@dataclass_transform(frozen_default=True)
+def section(cls: type[T]) -> type[T]:
+    """A frozen dataclass whose instances have passed all checks, or raised a one-line error."""
+    checked: Any = dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls)
+    init = checked.__init__
 
-    SECTION: ClassVar[str] = "data"
-    context_length: Count
-    sources: Mapping[str, Source]
+    @wraps(init)
+    def one_line_errors(self: T, /, *arguments: Any, **settings: Any) -> None:
+        try:
+            init(self, *arguments, **settings)
+        except ValidationError as error:
+            raise ValueError(_sentence(error, checked)) from error
+
+    checked.__init__ = one_line_errors
+    return checked  # type: ignore[no-any-return]
+
+
+@section
+class Source:
+    """One source of the mixture."""
+
+    path: str  # a folder that `xlstm7b prepare` wrote
+    weight: Positive = 1.0  # weights need not sum to 1
+
+
+@section
+class Data:
+    """The training data. The state is reset at every document: documents are independent."""
+
+    context_length: AtLeast1
+    sources: dict[str, Source]
     validation: str = ""  # a prepared folder of held-out text
-    validation_sequences: Tally = 0  # how many windows of it to read each time; 0: all
-    packing: Literal["windows", "best-fit"] = "windows"
+    validation_sequences: AtLeast0 = 0  # sequences of it to read at each validation; 0: all
+    packing: Packing = "windows"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not self.sources:
             raise ValueError("data.sources names no source; give at least one with a path")
 
-    def weights(self) -> dict[str, float]:
-        """Each source's share of the tokens: they sum to 1, whatever the file's weights sum to."""
+    def shares(self) -> dict[str, float]:
+        """Each source's share of the tokens. Shares sum to 1, whatever the weights sum to."""
         total = sum(source.weight for source in self.sources.values())
         return {name: source.weight / total for name, source in self.sources.items()}
 
 
-@dataclass(frozen=True)
-class Batch(Settings):
-    """The global batch, in sequences of the context length; one update per batch."""
+@section
+class Batch:
+    """The global batch, in sequences of the context length. There is one update per batch."""
 
-    SECTION: ClassVar[str] = "batch"
-    sequences: Count
-    ramp: tuple[tuple[Tally, Count], ...] = ()  # (from step, sequences), the first from step 0
-    micro_batch: Count = 1  # most sequences that one process takes at once
+    sequences: AtLeast1
+    ramp: tuple[tuple[AtLeast0, AtLeast1], ...] = ()  # (from step, sequences), first from step 0
+    micro_batch: AtLeast1 = 1  # at most this many sequences at once in one process
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not self.ramp:
             return
         starts = [start for start, _ in self.ramp]
         if starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
-            raise ValueError(f"batch.ramp must start at step 0 and go up in steps, not {starts}")
+            raise ValueError(f"the steps in batch.ramp must start at 0 and increase, not {starts}")
         if self.ramp[-1][1] != self.sequences:
             raise ValueError(
                 f"batch.ramp ends at {self.ramp[-1][1]} sequences, "
@@ -84,61 +113,57 @@ class Batch(Settings):
             )
 
 
-@dataclass(frozen=True)
-class Optimizer(Settings):
-    """AdamW; the defaults are the paper's. The authors' released code has lr 4e-4 and β1 0.9."""
+@section
+class Optimizer:
+    """AdamW. The authors' released code has lr 4e-4 and β1 0.9 instead."""
 
-    SECTION: ClassVar[str] = "optimizer"
-    lr: Positive = 5e-4
-    betas: tuple[Fraction, Fraction] = (0.99, 0.95)
+    lr: Positive = 5e-4  # at the peak of the schedule
+    betas: tuple[Below1, Below1] = (0.99, 0.95)
     eps: Positive = 1e-8
-    weight_decay: NonNegative = 0.1  # on matrices, but not the embedding's
-    clip: PositiveOrInf = 0.5  # of the gradient's global norm; inf: not at all
+    weight_decay: NonNegative = 0.1  # for matrices, except the embedding
+    clip: PositiveOrInf = 0.5  # largest global gradient norm; inf: no clipping
 
 
-@dataclass(frozen=True)
-class Schedule(Settings):
-    """The learning rate over the steps: see `train/schedule.py` for the formulas."""
+@section
+class Schedule:
+    """The learning rate by step. `train/schedule.py` has the formulas."""
 
-    SECTION: ClassVar[str] = "schedule"
     kind: Decay = "cosine"
-    warmup: Tally = 3000
-    decay: Tally = 0  # steps; 0: all that warm-up and cool-down leave of the run
-    cooldown: Tally = 0
-    factor: Positive = 0.1  # what the decay ends at, relative to the peak …
-    reference: Tally = 0  # … or, exponential only, what it reaches after so many of its steps
+    warmup: AtLeast0 = 3000
+    decay: AtLeast0 = 0  # in steps; 0: all steps between warm-up and cool-down
+    cooldown: AtLeast0 = 0
+    factor: Positive = 0.1  # learning rate at the end of the decay, relative to the peak
+    reference: AtLeast0 = 0  # exponential only: `factor` is reached after this many steps instead
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.reference and self.kind != "exponential":
             raise ValueError(
-                f"schedule.reference is for an exponential decay, but schedule.kind is {self.kind}"
+                f"schedule.reference needs the kind exponential, but schedule.kind is {self.kind}"
             )
 
 
-@dataclass(frozen=True)
-class Run(Settings):
-    """How long, how exactly, and what is written on the way. Intervals are in steps; 0: never."""
+@section
+class Run:
+    """Length, precision, checkpoints and logs. Intervals are in steps; 0 means never."""
 
-    SECTION: ClassVar[str] = "run"
-    steps: Count
-    seed: Seed = 0
+    steps: AtLeast1
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**64)] = 0
     precision: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 on GPUs only
     activation_checkpointing: Literal["none", "block", "selective"] = "none"
-    compile: bool = True
+    compile: StrictBool = True  # on GPUs, block by block
     nan_policy: Literal["skip", "stop"] = "skip"
-    save_every: Tally = 1000
-    keep_last: Count = 2
-    keep_every: Tally = 0
-    validate_every: Tally = 0
-    keep_best: bool = True  # the checkpoint with the lowest held-out loss, beside the last ones
-    log_every: Count = 50  # mean and max over 50 steps, as in the paper's figure 2
-    time_limit: NonNegative = 0.0  # hours after which to save and stop; 0: none
-    tensorboard: bool = False
+    save_every: AtLeast0 = 1000
+    keep_last: AtLeast1 = 2
+    keep_every: AtLeast0 = 0
+    validate_every: AtLeast0 = 0
+    keep_best: StrictBool = True  # also keep the checkpoint with the lowest validation loss
+    log_every: AtLeast1 = 50  # mean and max over 50 steps, as in the paper's figure 2
+    time_limit: NonNegative = 0.0  # hours after which to save and stop; 0: no limit
+    tensorboard: StrictBool = False
 
 
 class Layout(NamedTuple):
-    """One process per GPU: replicas of shards of tensor-parallel groups."""
+    """The device mesh, one process per GPU: replicas of shards of tensor-parallel groups."""
 
     dp_replicate: int
     dp_shard: int
@@ -153,64 +178,88 @@ class Layout(NamedTuple):
         return self.data_parallel * self.tp
 
 
-@dataclass(frozen=True)
-class Parallel(Settings):
+@section
+class Parallel:
     """The device mesh. FSDP: dp_shard; DDP: dp_replicate; HSDP: both; tp splits heads and FFN.
 
-    One of the two data-parallel sizes may be −1: as many as the processes allow.
+    One of the two data-parallel sizes may be −1: all processes that the others leave.
     """
 
-    SECTION: ClassVar[str] = "parallel"
-    dp_shard: int = -1
-    dp_replicate: int = 1
-    tp: Count = 1
+    dp_shard: StrictInt = -1
+    dp_replicate: StrictInt = 1
+    tp: AtLeast1 = 1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for name, size in (("dp_shard", self.dp_shard), ("dp_replicate", self.dp_replicate)):
             if size < 1 and size != -1:
-                raise ValueError(f"parallel.{name} must be at least 1, or -1 for the rest: {size}")
+                raise ValueError(
+                    f"parallel.{name} must be at least 1, or -1 for all processes, not {size}"
+                )
         if self.dp_shard == self.dp_replicate == -1:
-            raise ValueError("of parallel.dp_shard and parallel.dp_replicate only one can be -1")
+            raise ValueError("parallel.dp_shard and parallel.dp_replicate cannot both be -1")
 
     def layout(self, world: int | None = None) -> Layout:
-        """The mesh for so many processes; without a number, the fewest that this allows."""
+        """The mesh for `world` processes, by default the fewest possible."""
         given = self.tp * abs(self.dp_shard) * abs(self.dp_replicate)
         world = given if world is None else world
-        free = -1 in (self.dp_shard, self.dp_replicate)
-        if world < 1 or (world % given if free else world != given):
+        is_open = -1 in (self.dp_shard, self.dp_replicate)
+        if world < 1 or (world % given if is_open else world != given):
+            needed = f"a multiple of {given}" if is_open else str(given)
             raise ValueError(
                 f"{world} processes cannot form dp_replicate {self.dp_replicate} × "
-                f"dp_shard {self.dp_shard} × tp {self.tp}; "
-                + (f"their number must be a multiple of {given}" if free else f"it takes {given}")
+                f"dp_shard {self.dp_shard} × tp {self.tp}; their number must be {needed}"
             )
         rest = world // given
         replicate = rest if self.dp_replicate == -1 else self.dp_replicate
         return Layout(replicate, rest if self.dp_shard == -1 else self.dp_shard, self.tp)
 
 
-@dataclass(frozen=True)
-class Recipe(Settings):
-    """A whole run. Every instance is consistent: a contradiction is a `ValueError` that says which.
+def _read_model(table: Any) -> ModelConfig:
+    """`size = "7b"`, the fields of a `ModelConfig`, or a size with some fields changed."""
+    if isinstance(table, ModelConfig):
+        return table
+    if not isinstance(table, Mapping):
+        raise ValueError(f"model must be a table, not {table!r}")
+    names = [field.name for field in fields(ModelConfig)]
+    for key in table:
+        if key not in ("size", *names):
+            raise ValueError(_unknown(f"model.{key}", str(key), ["size", *names]))
+    values = dict(table)
+    size = values.pop("size", None)
+    try:
+        if isinstance(size, str):
+            return ModelConfig(**asdict(ModelConfig.named(size)) | values)
+        if size is not None:
+            raise ValueError(f"size must be a string, not {size!r}")
+        for needed in ("embedding_dim", "num_blocks", "num_heads"):
+            if needed not in values:
+                raise ValueError(f"{needed} is missing; give it, or a size")
+        return ModelConfig(**values)
+    except ValueError as error:
+        raise ValueError(f"model: {error}") from error
 
-    `init_from` with `start_step` 0 takes weights only, from a folder or a hub id, and starts anew:
-    fine-tuning. With `start_step` it is a run's folder, whose checkpoint at that step goes on with
-    its optimizer, under this recipe's data and schedule: the paper's second stage.
+
+@section
+class Recipe:
+    """A whole run. Every instance is consistent: a contradiction is a `ValueError`.
+
+    `init_from` alone takes the weights of a folder or hub id and starts at step 0: fine-tuning.
+    With `start_step` it is the folder of a run; training continues from that run's checkpoint at
+    this step, optimizer included, with this recipe's data and schedule: the paper's second stage.
     """
 
     name: str
-    model: ModelConfig
+    model: Annotated[ModelConfig, PlainValidator(_read_model)]
     data: Data
     batch: Batch
     run: Run
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    schedule: Schedule = field(default_factory=Schedule)
-    parallel: Parallel = field(default_factory=Parallel)
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    parallel: Parallel = Parallel()
     init_from: str = ""
-    start_step: Tally = 0
+    start_step: AtLeast0 = 0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         steps, warmup, cooldown = self.run.steps, self.schedule.warmup, self.schedule.cooldown
         if steps < warmup:
             raise ValueError(f"run.steps ({steps}) is less than schedule.warmup ({warmup})")
@@ -222,10 +271,13 @@ class Recipe(Settings):
         if self.start_step >= steps:
             raise ValueError(f"start_step ({self.start_step}) is not before run.steps ({steps})")
         if self.start_step and not self.init_from:
-            raise ValueError("start_step needs init_from: the run whose checkpoint it goes on from")
+            raise ValueError("start_step needs init_from: the folder of the run to continue")
         if self.run.validate_every and not self.data.validation:
             raise ValueError("run.validate_every needs data.validation: a folder of held-out text")
-        for what, size in (("heads", self.model.num_heads), ("FFN's width", self.model.ffn_dim)):
+        for what, size in (
+            ("number of heads", self.model.num_heads),
+            ("feed-forward width", self.model.ffn_dim),
+        ):
             if size % self.parallel.tp:
                 raise ValueError(
                     f"parallel.tp ({self.parallel.tp}) does not divide the {what} ({size})"
@@ -247,7 +299,7 @@ class Recipe(Settings):
         return BatchRamp(self.batch.ramp or ((0, self.batch.sequences),))
 
     def layout(self, world: int | None = None) -> Layout:
-        """The mesh for so many processes, among which every batch of the run divides evenly."""
+        """The mesh for `world` processes. Every batch of the run must divide evenly among them."""
         layout = self.parallel.layout(world)
         for start, sequences in self.ramp.stages:
             if sequences % layout.data_parallel:
@@ -258,12 +310,12 @@ class Recipe(Settings):
         return layout
 
     def micro_batches(self, step: int, layout: Layout) -> tuple[int, int]:
-        """Size and number of the micro-batches that each process takes at this step."""
+        """Size and number of each process's micro-batches at this step."""
         per_process = self.ramp.sequences(step) // layout.data_parallel
         return micro_batches(per_process, self.batch.micro_batch)
 
     def tokens_between(self, start: int, end: int) -> int:
-        """Tokens that the steps from `start` up to `end` train on."""
+        """Tokens of the steps start … end − 1."""
         sequences = self.ramp.sequences_before(end) - self.ramp.sequences_before(start)
         return sequences * self.data.context_length
 
@@ -273,13 +325,140 @@ class Recipe(Settings):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        return build(cls, values, "")
+        return cls(**values)
+
+
+# Error messages
+
+
+def _sentence(error: ValidationError, cls: Any) -> str:
+    """One sentence for the first of pydantic's errors. Unknown settings come before all others."""
+    first = min(error.errors(), key=lambda found: found["type"] != "unexpected_keyword_argument")
+    location = first["loc"]
+    name = "" if cls is Recipe else f".{cls.__name__.lower()}"
+    name += "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    name = name.removeprefix(".")
+    match first["type"]:
+        case "missing":
+            return f"{name} is missing"
+        case "value_error":
+            return str(first["ctx"]["error"])
+        case "unexpected_keyword_argument":
+            for part in location[:-1]:
+                hints = get_type_hints(cls) if is_dataclass(cls) else {}
+                cls = hints.get(str(part)) or get_args(cls)[1]  # a section, or a dict of them
+            return _unknown(name, str(location[-1]), [field.name for field in fields(cls)])
+        case "dataclass_type" | "dict_type":
+            return f"{name} must be a table, not {first['input']!r}"
+        case "too_long":
+            return f"{name} must have {first['ctx']['max_length']} values, not {first['input']!r}"
+    wanted = first["msg"].removeprefix("Input should be ").replace("valid tuple", "list")
+    return f"{name} must be {wanted}, not {first['input']!r}"
+
+
+def _unknown(name: str, key: str, known: list[str]) -> str:
+    near = get_close_matches(key, known, n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+    return f"unknown setting {name}; {hint}"
+
+
+# Files and overrides
 
 
 def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Reads a named recipe or a TOML file, with `a.b=c` settings laid over it."""
-    name, tables = read_tables(name_or_path)
+    """Reads a named recipe or a TOML file, then applies `a.b=c` overrides."""
+    name, tables = _read_tables(name_or_path)
+    for (*outer, last), value in parse_overrides(overrides):
+        table = tables
+        for key in outer:
+            inner = table.get(key)
+            table[key] = dict(inner) if isinstance(inner, Mapping) else {}
+            table = table[key]
+        table[last] = value
     try:
-        return Recipe.from_dict({"name": name, **overridden(tables, overrides)})
+        return Recipe.from_dict({"name": name, **tables})
     except ValueError as error:
         raise ValueError(f"recipe {name_or_path}: {error}") from error
+
+
+def recipe_names() -> list[str]:
+    """The recipes that come with the package."""
+    return sorted(
+        file.name.removesuffix(".toml")
+        for file in (files("xlstm7b") / "recipes").iterdir()
+        if file.name.endswith(".toml")
+    )
+
+
+def parse_overrides(settings: Iterable[str]) -> list[tuple[list[str], Any]]:
+    """`["optimizer.lr=4e-4", "data.validation=books/valid"]` as keys and values.
+
+    Values are TOML. A value that is not TOML is a string, so paths need no quotes.
+    """
+    parsed = []
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        keys = [key.strip() for key in name.split(".")]
+        if not equals or not all(keys):
+            raise ValueError(f"a setting is written a.b=c, not {setting!r}")
+        try:
+            read = tomllib.loads(f"value = {text}")
+        except tomllib.TOMLDecodeError:
+            read = {}
+        value = read.get("value")
+        is_plain = len(read) == 1 and isinstance(value, bool | int | float | str | list | dict)
+        parsed.append((keys, value if is_plain else text.strip()))
+    return parsed
+
+
+def _read_tables(name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
+    """A recipe's name, and its tables merged into those of the recipes that it extends."""
+    tables: dict[str, Any] = {}
+    wanted, folder = str(name_or_path), None
+    seen: list[str] = []
+    while wanted:
+        label, folder, text = _find(wanted, folder)
+        if label in seen:
+            raise ValueError(f"recipes extend each other: {' → '.join([*seen, label])}")
+        seen.append(label)
+        try:
+            base = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"recipe {label} is not a TOML file: {error}") from error
+        wanted = base.pop("extends", "")
+        if not isinstance(wanted, str):
+            raise ValueError(f"recipe {label}: extends must be a string, not {wanted!r}")
+        data, base_data = tables.get("data"), base.get("data")
+        if isinstance(data, dict) and isinstance(base_data, dict) and "sources" in data:
+            base_data.pop("sources", None)  # a mixture is replaced, not merged
+        tables = _merge(base, tables)
+    return Path(seen[0]).name.removesuffix(".toml"), tables
+
+
+def _find(wanted: str, folder: Path | None) -> tuple[str, Path | None, str]:
+    """Label, folder that relative paths start from, and text of a named recipe or a file."""
+    if "/" not in wanted and not wanted.endswith(".toml"):
+        if wanted not in recipe_names():
+            raise ValueError(
+                f"unknown recipe {wanted!r}; choose from {', '.join(recipe_names())}, "
+                "or give the path of a .toml file"
+            )
+        text = (files("xlstm7b") / "recipes" / f"{wanted}.toml").read_text(encoding="utf-8")
+        return wanted, None, text
+    path = ((folder or Path()) / wanted).resolve()
+    if not path.is_file():
+        raise ValueError(f"there is no recipe file {path}")
+    try:
+        return str(path), path.parent, path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"recipe {path} is not a text file: {error}") from error
+
+
+def _merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges tables recursively; any other value of `top` replaces that of `base`."""
+    merged = dict(base)
+    for key, value in top.items():
+        under = merged.get(key)
+        both = isinstance(under, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merge(under, value) if both else value  # type: ignore[arg-type]
+    return merged

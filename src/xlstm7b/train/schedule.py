@@ -1,7 +1,7 @@
-"""Learning rate, batch size and tokens as functions of the step, exact at every corner.
+"""Learning rate and batch size as functions of the step.
 
-Steps count the updates made before: step 0 is the first update, step `steps − 1` the last. As in
-the authors' code the warm-up starts at 0, so the first update only fills AdamW's averages.
+A step is numbered by the updates made before it: step 0 is the first update, `steps − 1` the last.
+As in the authors' code the warm-up starts at 0, so the first update only fills AdamW's averages.
 """
 
 import math
@@ -18,10 +18,10 @@ class LearningRate:
     With peak α, warm-up W, decay of D steps, factor φ, cool-down of N steps, and t = step − W:
 
         step < W           α · step / W
-        t < D              exponential: α · φ^(t / R), R the `reference`, D where none is given
+        t < D              exponential: α · φ^(t / R), R the `reference`, or D if that is 0
                            cosine:      α · (φ + (1 − φ) (1 + cos(π t / D)) / 2)
                            linear:      α · (1 − (1 − φ) t / D);  constant: α
-        t < D + N          from the decay's value at t = D to zero, linearly
+        t < D + N          linear from the decay's value at t = D to zero
         after              0; without a cool-down, the decay's value at t = D
     """
 
@@ -68,10 +68,10 @@ class LearningRate:
 
 @dataclass(frozen=True)
 class BatchRamp:
-    """The global batch in sequences, by stages (from this step on, so many): the first from 0.
+    """The global batch in stages of (first step, sequences). The first stage starts at step 0.
 
-    The paper's is 128, 256 and 512 sequences from steps 0, 2000 and 4000 (appendix B); the learning
-    rate is not rescaled along.
+    The paper has 128, 256 and 512 sequences from steps 0, 2000 and 4000 (appendix B), and does not
+    rescale the learning rate with them.
     """
 
     stages: tuple[tuple[int, int], ...]
@@ -89,10 +89,7 @@ class BatchRamp:
         )
 
 
-def micro_batches(sequences: int, at_most: int) -> tuple[int, int]:
-    """One process's sequences as equal micro-batches: their size, the largest allowed, and number.
-
-    During a ramp there may be fewer sequences than a micro-batch could hold.
-    """
-    size = next(n for n in range(min(at_most, sequences), 0, -1) if sequences % n == 0)
+def micro_batches(sequences: int, limit: int) -> tuple[int, int]:
+    """Size and number of equal micro-batches for one process: the largest size up to `limit`."""
+    size = next(n for n in range(min(limit, sequences), 0, -1) if sequences % n == 0)
     return size, sequences // size

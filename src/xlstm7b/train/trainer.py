@@ -1,7 +1,7 @@
-"""Training: batches in, updates, checkpoints out, on one process or many.
+"""The training loop: batches, updates, metrics and checkpoints, on one process or many.
 
-Every process runs this. There is always a process group, of one process where `torchrun` started
-none, so that there is one way to do it: FSDP2 keeps float32 masters and computes in bfloat16.
+Every process runs this. There is always a process group, of one process if `torchrun` started none,
+so there is one code path: FSDP2 keeps float32 weights and computes in bfloat16.
 """
 
 import math
@@ -18,35 +18,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from xlstm7b.checkpoint import resolve
 from xlstm7b.data.loader import Batch, Loader, check_tokenizers
 from xlstm7b.data.shards import ShardFolder, open_folder
-from xlstm7b.train.build import build_model, check_tokenizer
-from xlstm7b.train.checkpoint import Checkpoints, steps
-from xlstm7b.train.gates import gate_statistics
-from xlstm7b.train.metrics import Metrics
-from xlstm7b.train.optimizer import (
-    build_optimizer,
-    clipped_step,
-    gradient_norm,
-    set_learning_rate,
-)
-from xlstm7b.train.parallel import reshard
+from xlstm7b.tokenizer import tokenizer_fingerprint
+from xlstm7b.train.metrics_log import MetricsLog
+from xlstm7b.train.monitor import gate_statistics, validation_loss
+from xlstm7b.train.optimizer import build_optimizer, clipped_step, gradient_norm, set_learning_rate
 from xlstm7b.train.processes import in_first_process
 from xlstm7b.train.recipe import Recipe
-from xlstm7b.train.validation import held_out_loss
+from xlstm7b.train.run_checkpoints import CheckpointManager, saved_steps
+from xlstm7b.train.sharded_model import build_model, reshard
 
-_MOST_SKIPS = 20  # in a row: a run that is given so many comes back no more
+_MAX_SKIPPED = 20  # consecutive non-finite steps before the run aborts
 Report = Callable[[dict[str, Any]], None]
 
 
 class Update(NamedTuple):
-    """What one step did."""
+    """The result of one step."""
 
     loss: float
     gradient_norm: float
-    tokens: int  # targets that counted
-    applied: bool  # False where loss or gradient were not finite, and nothing was changed
-    stop: bool  # whether some process was asked to stop
+    tokens: int  # targets that count in the loss
+    applied: bool  # False if loss or gradient were not finite; then no weight was changed
+    stop: bool  # True if any process received a signal to stop
 
 
 class Trainer:
@@ -56,57 +51,59 @@ class Trainer:
         self.recipe, self.folder = recipe, folder
         self.device = torch.device(device_type)
         self.layout = recipe.layout(dist.get_world_size())
-        self._sources = {
+        # 1. The data. All folders must have one tokenizer.
+        sources = {
             name: (open_folder(source.path), source.weight)
             for name, source in recipe.data.sources.items()
         }
         self._validation: ShardFolder | None = None
-        folders = {name: folder for name, (folder, _) in self._sources.items()}
+        folders = {name: folder for name, (folder, _) in sources.items()}
         if recipe.data.validation:
             self._validation = folders["data.validation"] = open_folder(recipe.data.validation)
         check_tokenizers(folders, recipe.model.vocab_size)
         self._tokenizer = next(iter(folders.values())).tokenizer_fingerprint
-        rank = dist.get_rank() // self.layout.tp  # tensor-parallel neighbours read the same text
         self.loader = Loader(
-            self._sources,
+            sources,
             context_length=recipe.data.context_length,
             global_batch=recipe.ramp.sequences(recipe.start_step),
-            rank=rank,
+            rank=dist.get_rank() // self.layout.tp,  # a tensor-parallel group reads the same data
             world_size=self.layout.data_parallel,
             seed=recipe.run.seed,
             stage=recipe.start_step,
-            packing="stream" if recipe.data.packing == "windows" else "best_fit",
+            packing=recipe.data.packing,
             vocab_size=recipe.model.vocab_size,
             pin_memory=device_type == "cuda",
         )
-        # What is loaded from a checkpoint of a run needs no other weights before.
-        is_new = not recipe.start_step and not steps(folder / "checkpoints")
+        # The same sample during the whole run, so that gate statistics can be compared.
+        self._gate_sample = self.loader.first_sample()
+        # 2. The model. `init_from` is not read if a checkpoint of a run will be loaded.
+        is_new = not recipe.start_step and not saved_steps(folder / "checkpoints")
         init_from = recipe.init_from if is_new else ""
         if init_from:
-            check_tokenizer(init_from, self._tokenizer)
+            _check_tokenizer(init_from, self._tokenizer)
         self.model = build_model(recipe, self.layout, self.device, init_from=init_from)
-        model: Any = self.model  # FSDP has given it methods of its own
-        self._sum_over_copies: Callable[[bool], None] = model.set_requires_all_reduce
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
-        self.checkpoints = Checkpoints(
+        # 3. The state of the run.
+        self.checkpoints = CheckpointManager(
             folder / "checkpoints",
             keep_last=recipe.run.keep_last,
             keep_every=recipe.run.keep_every,
         )
         self.step = recipe.start_step
-        self.best: dict[str, Any] | None = None  # the step with the lowest held-out loss
-        # The same text over the whole run, so that intervals can be compared.
-        self._watched_text = self.loader.first_window()
-        self._asked_to_stop = False
-        self.skipped = self._skipped_in_a_row = 0  # steps that were not applied
+        self.best: dict[str, Any] | None = None  # step and validation loss of the best checkpoint
+        self._stop_requested = False
+        self.skipped = self._skipped_in_a_row = 0  # non-finite steps
 
     def resume(self) -> bool:
-        """Goes on from the last checkpoint of this folder, or of the run that a stage follows."""
-        found = steps(self.checkpoints.folder)
+        """Loads the last checkpoint of this run, or the one that a later stage starts from.
+
+        Returns True if this run had a checkpoint.
+        """
+        found = saved_steps(self.checkpoints.folder)
         if found and found[-1] > self.recipe.run.steps:
             raise ValueError(
-                f"the run in {self.folder} is at step {found[-1]} already, which is behind the "
-                f"last one asked for, run.steps ({self.recipe.run.steps})"
+                f"the run in {self.folder} is already at step {found[-1]}, after run.steps "
+                f"({self.recipe.run.steps})"
             )
         if found:
             run = self.checkpoints.load(found[-1], self.model, self.optimizer)
@@ -114,52 +111,55 @@ class Trainer:
             self.step, self.best = run["step"], run["best"] if self.recipe.run.keep_best else None
         elif self.recipe.start_step:
             before = Path(self.recipe.init_from) / "checkpoints"
-            if self.recipe.start_step not in steps(before):
+            if self.recipe.start_step not in saved_steps(before):
                 raise ValueError(f"{before} has no checkpoint of step {self.recipe.start_step}")
-            earlier = Checkpoints(before, keep_last=1, keep_every=0)
+            earlier = CheckpointManager(before, keep_last=1, keep_every=0)
             run = earlier.load(self.recipe.start_step, self.model, self.optimizer)
             if run.get("tokenizer", self._tokenizer) != self._tokenizer:
                 raise ValueError(
-                    f"the run in {self.recipe.init_from} read text of another tokenizer than this"
+                    f"the run in {self.recipe.init_from} was trained with another tokenizer than "
+                    "that of this data"
                 )
         return bool(found)
 
     def train(self, report: Report) -> None:
-        """Runs to the last step, to the time limit, until SIGTERM or Ctrl-C; saves at the end."""
+        """Runs to the last step, the time limit, SIGTERM or Ctrl-C. Saves at the end."""
         run = self.recipe.run
         deadline = time.monotonic() + 3600 * run.time_limit if run.time_limit else math.inf
         metrics = in_first_process(
-            Metrics,
+            MetricsLog,
             self.folder / "metrics.jsonl",
             start=self.step,
             interval=run.log_every,
             tensorboard=run.tensorboard,
         )
         try:
-            with self._stopping_on_signals():
+            with self._stop_on_signals():
                 while self.step < run.steps and not self._take_step(deadline, metrics, report):
                     pass
-                self.checkpoints.finish()
+                self.checkpoints.finish_save()
         except BaseException as error:
-            self.checkpoints.settle()
+            self.checkpoints.finish_save_after_failure()
             if isinstance(error, OSError | FloatingPointError):
-                raise type(error)(f"{error}; {self.checkpoints.last()}") from error
+                raise type(error)(f"{error}; {self.checkpoints.describe_last()}") from error
             raise
         self.loader.close()
         if metrics is not None:
             metrics.close()
 
-    def _take_step(self, deadline: float, metrics: Metrics | None, report: Report) -> bool:
-        """One step and all that is due behind it; whether the run was asked to stop."""
+    def _take_step(self, deadline: float, metrics: MetricsLog | None, report: Report) -> bool:
+        """One update, then metrics and checkpoints. Returns True if the run should stop."""
         run = self.recipe.run
+        # 1. The update.
         began = time.perf_counter()
-        self._asked_to_stop |= time.monotonic() > deadline
+        self._stop_requested |= time.monotonic() > deadline
         update = self.update()
         if update.applied:
             self._skipped_in_a_row = 0
         else:
             self._count_skip(update)
-        line = {
+        # 2. Metrics, validation, gate statistics.
+        line: dict[str, Any] = {
             "step": self.step - 1,
             "loss": update.loss,
             "gradient_norm": update.gradient_norm,
@@ -174,112 +174,118 @@ class Trainer:
         if run.validate_every and self.step % run.validate_every == 0:
             line |= self.validate()
         if self.step % run.log_every == 0:
-            line |= self._watch_gates()
-        in_first_process(self._write_down, line, metrics, report)
-        self.checkpoints.finish(wait=False)
+            line |= gate_statistics(self.model, self._gate_sample, self.device)
+            reshard(self.model)
+        in_first_process(self._log, line, metrics, report)
+        # 3. Checkpoints. After a skipped step none is due: it would replace a good one.
+        self.checkpoints.finish_save(wait=False)
         at_end = update.stop or self.step == run.steps
         is_best = self.best is not None and self.best["step"] == self.step
-        # What cannot learn any more does not push out what could.
         is_due = update.applied and run.save_every and self.step % run.save_every == 0
         if at_end or is_best or is_due:
-            self._save()
+            state = {
+                "loader": self.loader.state_dict(),
+                "recipe": self.recipe.to_dict(),
+                "best": self.best,
+                "tokenizer": self._tokenizer,
+            }
+            self.checkpoints.start_save(self.step, self.model, self.optimizer, state)
         return update.stop
 
     def _count_skip(self, update: Update) -> None:
         self.skipped += 1
         self._skipped_in_a_row += 1
-        if self.recipe.run.nan_policy == "skip" and self._skipped_in_a_row < _MOST_SKIPS:
+        if self.recipe.run.nan_policy == "skip" and self._skipped_in_a_row < _MAX_SKIPPED:
             return
-        self.checkpoints.finish()
-        row = f", the last of {n} in a row" if (n := self._skipped_in_a_row) > 1 else ""
+        self.checkpoints.finish_save()
+        row = f", the last of {n} such steps in a row" if (n := self._skipped_in_a_row) > 1 else ""
         raise FloatingPointError(
             f"loss {update.loss} and gradient norm {update.gradient_norm} at step "
             f"{self.step - 1}{row}"
         )
 
     def update(self) -> Update:
-        """One step: every target of the global batch counts alike, whoever computes it."""
+        """One step. Every target of the global batch has the same weight in the loss."""
         recipe, step = self.recipe, self.step
+        # 1. The batch. All processes add up their targets and requests to stop.
         sequences = recipe.ramp.sequences(step)
         if sequences != self.loader.global_batch:
             self.loader.set_global_batch(sequences)
         batch = next(self.loader)
         size, count = recipe.micro_batches(step, self.layout)
-        asked = float(self._asked_to_stop)
-        counts = torch.tensor([float(batch["mask"].sum()), asked], dtype=torch.float64)
+        stop = float(self._stop_requested)
+        counts = torch.tensor([float(batch.mask.sum()), stop], dtype=torch.float64)
         dist.all_reduce(counts)
         targets = counts[0].item() / self.layout.tp
-        # FSDP takes the mean over data-parallel processes; this makes it the mean over targets.
+        # 2. Forward and backward. FSDP averages over data-parallel processes; this scale makes
+        # the result the mean over targets. Replicas are summed with the last micro-batch.
         scale = self.layout.data_parallel / max(targets, 1.0)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        model: Any = self.model  # FSDP has added methods
         for index in range(count):
-            self._sum_over_copies(index == count - 1)
-            rows = slice(index * size, (index + 1) * size)
-            loss = self._loss(batch, rows, scale)
+            model.set_requires_all_reduce(index == count - 1)
+            loss = self._loss(batch, slice(index * size, (index + 1) * size), scale)
             loss.backward()
             total += loss.detach()
         dist.all_reduce(total)
         loss = total / self.layout.world
+        # 3. The optimizer's step, without effect if a number is not finite.
         norm = gradient_norm(self.model.parameters()).to(self.device)
         is_bad = ~(loss.isfinite() & norm.isfinite())
         set_learning_rate(self.optimizer, recipe.learning_rate(step))
         clipped_step(self.optimizer, recipe.optimizer.clip, norm, is_bad)
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        # The only wait for the device in a step, when all of it is under way.
+        # 4. The only wait for the device in a step, after everything has been launched.
         mean_loss, whole_norm, skipped = torch.stack([loss, norm, is_bad]).tolist()
         return Update(mean_loss, whole_norm, round(targets), not skipped, counts[1].item() > 0)
 
     def _loss(self, batch: Batch, rows: slice, scale: float) -> Tensor:
         tokens, targets, resets, mask = (
-            batch[name][rows].to(self.device, non_blocking=True)
-            for name in ("tokens", "targets", "resets", "mask")
+            part[rows].to(self.device, non_blocking=True) for part in batch
         )
         return self.model.loss(tokens, targets, mask * scale, resets=resets)
 
     def validate(self) -> dict[str, Any]:
-        """Loss on held-out text; where it is the lowest so far, this step is the best."""
+        """The loss on held-out text. If it is the lowest so far, this step becomes the best."""
         assert self._validation is not None
-        found = held_out_loss(self.model, self._validation, self.recipe, self.layout, self.device)
+        found = validation_loss(self.model, self._validation, self.recipe, self.layout, self.device)
         reshard(self.model)
         loss = found["validation_loss"]
         if self.recipe.run.keep_best and loss < (self.best or {}).get("validation_loss", math.inf):
             self.best = {"step": self.step, "validation_loss": loss}
         return found
 
-    def _watch_gates(self) -> dict[str, Any]:
-        gates = gate_statistics(self.model, self._watched_text, self.device)
-        reshard(self.model)
-        return gates
-
-    def _write_down(self, line: dict[str, Any], metrics: Metrics | None, report: Report) -> None:
+    def _log(self, line: dict[str, Any], metrics: MetricsLog | None, report: Report) -> None:
         assert metrics is not None, "the first process has them"
         metrics.write(**line)
         if self.step % self.recipe.run.log_every == 0:
             line = line | metrics.over_interval()
         report(line)
 
-    def _save(self) -> None:
-        run = {
-            "loader": self.loader.state_dict(),
-            "recipe": self.recipe.to_dict(),
-            "best": self.best,
-            "tokenizer": self._tokenizer,
-        }
-        self.checkpoints.start(self.step, self.model, self.optimizer, run)
-
     @contextmanager
-    def _stopping_on_signals(self) -> Iterator[None]:
-        def ask(number: int, frame: FrameType | None) -> None:
-            self._asked_to_stop = True
+    def _stop_on_signals(self) -> Iterator[None]:
+        def request_stop(number: int, frame: FrameType | None) -> None:
+            self._stop_requested = True
             if number == signal.SIGINT:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-                if dist.get_rank() == 0:  # not by print, which may have been interrupted
+                if dist.get_rank() == 0:  # not with print, which the signal may have interrupted
                     os.write(2, b"\nsaving after this step; Ctrl-C again to stop at once\n")
 
-        before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        signals = (signal.SIGTERM, signal.SIGINT)
+        before = {number: signal.signal(number, request_stop) for number in signals}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _check_tokenizer(init_from: str, fingerprint: str | None) -> None:
+    """Raises a `ValueError` if the weights come with another tokenizer than that of the data."""
+    folder = resolve(init_from)
+    if (folder / "tokenizer.json").is_file() and tokenizer_fingerprint(folder) != fingerprint:
+        raise ValueError(
+            f"the data was prepared with another tokenizer than that of {init_from}: prepare it "
+            f"with --tokenizer {folder}"
+        )

@@ -1,1 +1,1 @@
-"""The cell's Triton kernels: the chunkwise form, forward and backward, and the fused step."""
+"""The cell's Triton kernels: the chunkwise form with its backward pass, and the fused step."""

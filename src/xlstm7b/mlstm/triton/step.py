@@ -1,7 +1,8 @@
-"""`mlstm_step` in one launch: cell, norm and gate (paper, "Fused Generation Kernels").
+"""`mlstm_step` as one kernel: cell, norm and gate (paper, "Fused Generation Kernels").
 
-A head's state is cut into tiles along d_hv, one program each. Whoever finishes a head last knows
-that all have read n and m: it writes those, and normalises the head.
+Each program has a tile of one head's state, cut along d_hv. n and m may only be overwritten after
+every program of the head has read them. So the program that finishes last writes them, and it
+normalises the head.
 """
 
 import torch
@@ -10,9 +11,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from xlstm7b.mlstm.state import MLSTMState
-from xlstm7b.mlstm.triton.gates import log_sigmoid
-from xlstm7b.mlstm.triton.launch import Tile, padded, step_tile
+from xlstm7b.mlstm import MLSTMState
+from xlstm7b.mlstm.triton.chunk_gates import log_sigmoid
+from xlstm7b.mlstm.triton.launch_params import Tile, padded, step_tile
 
 
 @triton.jit
@@ -25,6 +26,10 @@ def step_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PADDED_K: tl.constexpr, PADDED_V: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_GATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """One program: BLOCK_V columns of one head's C, and the same elements of h.
+
+    One long function, because nearly half of its lines are arguments and pointers.
+    """
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row // NH, row % NH
     d_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -33,7 +38,7 @@ def step_kernel(
     n_head, m_head = n + batch * n_stride_b + head * DK, m + batch * m_stride_b + head
     q_head = q + batch * q_stride_b + head * q_stride_h
     k_head = k + batch * k_stride_b + head * k_stride_h
-    # Nearly all bytes are C's: its first block is asked for before anything is waited for.
+    # Nearly all bytes are in C, so its first block is loaded before anything else.
     d_k = tl.arange(0, BLOCK_K)
     mask = (d_k < DK)[:, None] & in_v[None, :]
     C_t = tl.load(C_head + d_k[:, None] * DV, mask=mask, other=0.0)
@@ -48,7 +53,7 @@ def step_kernel(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    if HAS_NORM and HAS_GATE:  # early, for whoever finishes last is waited for
+    if HAS_NORM and HAS_GATE:  # early: the last program of a head is on the critical path
         gate_at = gate + batch * gate_stride_b + head * gate_stride_h + all_v
         gate_v = tl.load(gate_at, mask=in_all_v, other=0.0).to(tl.float32)
     k_all = tl.load(k_head + all_k, mask=in_all, other=0.0).to(tl.float32)
@@ -83,13 +88,13 @@ def step_kernel(
             h_t *= tl.sigmoid(tl.load(gate_at, mask=in_v, other=0.0).to(tl.float32))
         tl.store(h + row * DV + d_v, h_t, mask=in_v)
 
-    tl.debug_barrier()  # every thread's part is read and written before the head counts as done
+    tl.debug_barrier()  # all threads have read and written their part
     if tl.atomic_add(arrived + row, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(arrived + row, 0)
         tl.store(n_head + all_k, n_t, mask=in_all)
         tl.store(m_head, m_new)
         if HAS_NORM:
-            # Past the first-level cache, which need not know what other programs wrote.
+            # .cg skips the L1 cache, which may not have what other programs wrote.
             x = tl.load(raw + row * DV + all_v, mask=in_all_v, other=0.0, cache_modifier=".cg")
             centred = tl.where(in_all_v, x - tl.sum(x, 0) / DV, 0.0)
             x = centred * tl.rsqrt(tl.sum(centred * centred, 0) / DV + norm_eps) * norm_v
@@ -99,19 +104,20 @@ def step_kernel(
 
 
 class _Counters:
-    """Zeros on a device, one a head, handed out in turn; every launch leaves its own as zeros.
+    """Counters of finished programs, one for each head. Every launch resets its own to 0.
 
-    Launches on other streams, and graphs replayed beside them, thus have counters of their own.
+    They are handed out in turn, so that concurrent launches (other streams, CUDA graphs) do not
+    share them. The memory is never freed, because a CUDA graph keeps its address.
     """
 
     def __init__(self, device: torch.device) -> None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("take one step before a CUDA graph is captured, as a warm-up")
+            raise RuntimeError("call mlstm_step once before you capture a CUDA graph")
         self.zeros = torch.zeros(1 << 20, dtype=torch.int32, device=device)
         self.next = 0
 
     def take(self, rows: int) -> Tensor:
-        rows = -(-rows // 4) * 4  # so that every share is aligned as Triton assumes
+        rows = -(-rows // 4) * 4  # Triton assumes pointers that are aligned to 16 bytes
         if self.next + rows > len(self.zeros):
             self.next = 0
         self.next += rows
@@ -126,10 +132,11 @@ def launch_step(
     gate: Tensor | None, norm_weight: Tensor | None, norm_eps: float, eps: float, tile: Tile,
     overlap: bool = False,
 ) -> Tensor:  # fmt: skip
-    """h of one token, [B, NH, d_hv]; the state is updated in place.
+    """Returns h of one token, [B, NH, d_hv]. Updates the state in place.
 
-    With `overlap` (Hopper's programmatic dependent launch) the state is read before the launch in
-    front has ended: it must have been written at least two launches ago.
+    With `overlap` (programmatic dependent launch, Hopper and later) the kernel reads the state
+    before the previous kernel has ended, so at least one other kernel must run between the one
+    that wrote the state and this one.
     """
     batch, heads, d_k = q.shape
     d_v = v.shape[-1]
@@ -166,15 +173,15 @@ def _(q, k, v, i, f, C, n, m, gate, norm_weight, norm_eps, eps):
 
 
 def triton_step(
-    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: MLSTMState, *,
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: MLSTMState,
     gate: Tensor | None, norm_weight: Tensor | None, norm_eps: float, eps: float, inplace: bool,
 ) -> tuple[Tensor, MLSTMState]:  # fmt: skip
-    """The fused step, on the given state or on a copy of it."""
+    """`mlstm_step` by the fused kernel, on the given state or on a copy of it."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     if gate is not None and gate.stride(-1) != 1:
         gate = gate.contiguous()
     if inplace and not all(part[:1].is_contiguous() for part in state):
-        raise ValueError("a row of a state that is updated in place must be contiguous")
+        raise ValueError("with inplace=True, each row of the state must be contiguous")
     if not inplace:
         state = MLSTMState(*(part.clone(memory_format=torch.contiguous_format) for part in state))
     h = mlstm_fused_step(q, k, v, i, f, *state, gate, norm_weight, norm_eps, eps)

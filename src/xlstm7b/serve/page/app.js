@@ -1,14 +1,13 @@
-// A chat page over /v1/chat/completions. Conversations live in this browser alone, each under a key
-// of its own, so that several tabs don't overwrite each other's. Every request sends its whole
-// conversation: the server finds the state of what it has read before, so going on, regenerating
-// and forking read only what is new.
+// A chat page for /v1/chat/completions. Conversations are stored in this browser only, each under
+// its own key, so that several tabs do not overwrite each other. Every request sends the whole
+// conversation; the server finds the part that it has read before in its prefix cache.
 
-import { ask, stream } from "./server.js";
+import { callServer, stream } from "./server.js";
 
 const find = (id) => document.getElementById(id);
 const list = find("messages"), input = find("input"), picker = find("conversations");
 const settingsForm = document.querySelector("#settings form");
-const KEPT = "xlstm7b/"; // before a conversation's id
+const CONVERSATION = "xlstm7b/"; // and a conversation's id: its key in localStorage
 const SETTINGS = "xlstm7b-settings", CURRENT = "xlstm7b-current", KEY = "xlstm7b-key";
 
 let stateBytes = 0;
@@ -16,35 +15,36 @@ let settings = attempt(() => JSON.parse(localStorage.getItem(SETTINGS))) ?? {};
 let conversations = load();
 let current = conversations.find((one) => one.id === attempt(() => Number(sessionStorage[CURRENT])))
   ?? conversations.at(-1);
-let answering = null; // an AbortController while an answer grows
+let answering = null; // an AbortController while an answer streams
 
 function attempt(work) {
   try {
     return work();
-  } catch { /* this browser stores nothing, or what is stored is not ours */ }
+  } catch { /* storage is disabled, or holds something else */ }
 }
 
 function load() {
-  const keys = attempt(() => Object.keys(localStorage).filter((key) => key.startsWith(KEPT))) ?? [];
+  const stored = attempt(() => Object.keys(localStorage)) ?? [];
+  const keys = stored.filter((key) => key.startsWith(CONVERSATION));
   const found = keys.map((key) => attempt(() => JSON.parse(localStorage.getItem(key))))
     .filter((one) => one?.messages).sort((a, b) => a.id - b.id);
-  for (const { messages } of found) { // one may have been left before its answer's first word
+  for (const { messages } of found) { // the page was closed before the answer's first word
     if (messages.at(-1)?.content === "") messages.pop();
   }
-  return found.length ? found : [fresh(0)];
+  return found.length ? found : [newConversation(0)];
 }
 
-function fresh(last, title = "New conversation", messages = []) {
-  return { id: Math.max(Date.now(), last + 1), title, messages, draft: "" };
+function newConversation(lastId, title = "New conversation", messages = []) {
+  return { id: Math.max(Date.now(), lastId + 1), title, messages, draft: "" };
 }
 
 function save() {
   try {
-    localStorage.setItem(KEPT + current.id, JSON.stringify(current));
+    localStorage.setItem(CONVERSATION + current.id, JSON.stringify(current));
     localStorage.setItem(SETTINGS, JSON.stringify(settings));
     sessionStorage.setItem(CURRENT, current.id);
   } catch {
-    tell("This browser stores no more: what is said from now on is lost when the page is closed.");
+    showError("The browser's storage is full: new messages are lost when this page is closed.");
   }
 }
 
@@ -57,9 +57,9 @@ function open(conversation) {
 }
 
 function element(name, text, properties = {}) {
-  const made = document.createElement(name);
-  made.textContent = text;
-  return Object.assign(made, properties);
+  const created = document.createElement(name);
+  created.textContent = text;
+  return Object.assign(created, properties);
 }
 
 function show() {
@@ -68,14 +68,14 @@ function show() {
   list.replaceChildren(...current.messages.map(toArticle));
   list.scrollTop = list.scrollHeight;
   input.value = current.draft;
-  fit();
+  fitInput();
 }
 
 function setAnswering(controller) {
   answering = controller;
   const busy = controller !== null;
   document.body.classList.toggle("busy", busy);
-  list.ariaBusy = busy; // it is read out when it is whole
+  list.ariaBusy = busy; // screen readers wait until it is complete
   find("send").hidden = busy;
   find("stop").hidden = !busy;
   for (const control of [picker, find("new"), find("delete")]) control.disabled = busy;
@@ -104,10 +104,10 @@ function fork(length) {
   const { title, messages } = current;
   const forks = conversations.filter((one) => one.title.startsWith(`${title} / `)).length;
   const copy = structuredClone(messages.slice(0, length));
-  open(fresh(conversations.at(-1).id, `${title} / ${forks + 1}`, copy));
+  open(newConversation(conversations.at(-1).id, `${title} / ${forks + 1}`, copy));
 }
 
-// The last answer is replaced by another; one that has been gone on from is left to a fork.
+// Replaces the last answer. For an earlier answer it makes a fork, so that later messages are kept.
 function regenerate(index) {
   if (index < current.messages.length - 1) {
     fork(index);
@@ -136,22 +136,22 @@ function readSettings() {
   return numbers;
 }
 
-// `before` is the answer that stays if there is no other.
-async function answer(before) {
+// `previous` is the answer to restore if there is no new one.
+async function answer(previous) {
   const { messages } = current;
   const numbers = readSettings();
   const system = settings.system.trim();
-  const asked = [...(system ? [{ role: "system", content: system }] : []), ...messages];
+  const sent = [...(system ? [{ role: "system", content: system }] : []), ...messages];
   const reply = { role: "assistant", content: "" };
   messages.push(reply);
   setAnswering(new AbortController());
   find("error").hidden = true;
-  if (!before) save();
+  if (!previous) save();
   show();
   const article = list.lastElementChild;
   article.classList.add("growing");
   const meter = startMeter();
-  // Shown once a frame: a stream may be faster than the page is laid out, and must not freeze it.
+  // Drawn once per frame: drawing every chunk of a fast stream would freeze the page.
   let frame = 0, shown = 0;
   const showMore = () => {
     frame = 0;
@@ -162,7 +162,7 @@ async function answer(before) {
   };
   let failure = null;
   try {
-    const body = { messages: asked, ...numbers };
+    const body = { messages: sent, ...numbers };
     await stream(body, find("key").value, answering.signal, (event) => {
       reply.content += event.choices[0]?.delta.content ?? "";
       frame ||= requestAnimationFrame(showMore);
@@ -170,16 +170,16 @@ async function answer(before) {
     });
   } catch (error) {
     failure = error;
-    explain(error);
+    showFailure(error);
   }
   cancelAnimationFrame(frame);
   showMore();
   article.classList.remove("growing");
   setAnswering(null);
   if (!reply.content) {
-    if (!failure) tell("The answer was empty.");
+    if (!failure) showError("The answer was empty.");
     messages.pop();
-    if (before) messages.push(before);
+    if (previous) messages.push(previous);
     show();
   }
   save();
@@ -197,10 +197,10 @@ function startMeter() {
     const tokens = usage ? usage.completion_tokens : chunks;
     const speed = tokens > 1 ? (tokens - 1) / Math.max((now - first) / 1000, 1e-3) : 0;
     const parts = [`${tokens} tokens`, `${speed.toFixed(1)} tok/s`,
-      `first after ${((first - began) / 1000).toFixed(2)} s`, `state ${toSize(stateBytes)}`];
+      `first token after ${((first - began) / 1000).toFixed(2)} s`, `state ${toSize(stateBytes)}`];
     if (usage) {
       const cached = usage.prompt_tokens_details.cached_tokens;
-      parts.push(`${cached} of ${usage.prompt_tokens} prompt tokens from a kept state`);
+      parts.push(`${cached} of ${usage.prompt_tokens} prompt tokens cached`);
     }
     find("status").textContent = parts.join(" · ");
   };
@@ -210,21 +210,21 @@ function toSize(bytes) {
   return bytes < 1e6 ? `${(bytes / 1e3).toFixed(0)} kB` : `${(bytes / 1e6).toFixed(1)} MB`;
 }
 
-function explain(error) {
-  if (error.name === "AbortError") return; // as they wished
-  tell(error.message);
+function showFailure(error) {
+  if (error.name === "AbortError") return; // the user stopped it
+  showError(error.message);
   if (error.cause !== 401) return;
   find("settings").open = true;
   find("key-label").hidden = false;
   find("key").focus();
 }
 
-function tell(message) {
+function showError(message) {
   find("error").textContent = message;
   find("error").hidden = false;
 }
 
-function fit() {
+function fitInput() {
   input.style.height = "auto";
   input.style.height = `${input.scrollHeight + 2}px`;
 }
@@ -235,7 +235,7 @@ find("composer").addEventListener("submit", (event) => {
 });
 input.addEventListener("input", () => {
   current.draft = input.value;
-  fit();
+  fitInput();
 });
 input.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -249,28 +249,28 @@ document.addEventListener("keydown", (event) => {
 find("stop").addEventListener("click", () => answering?.abort());
 find("new").addEventListener("click", () => {
   const last = conversations.at(-1);
-  open(last.messages.length ? fresh(last.id) : last);
+  open(last.messages.length ? newConversation(last.id) : last);
 });
 find("delete").addEventListener("click", () => {
   if (current.messages.length && !confirm(`Delete “${current.title}”?`)) return;
-  attempt(() => localStorage.removeItem(KEPT + current.id));
-  const place = conversations.indexOf(current);
-  conversations.splice(place, 1);
-  open(conversations[place] ?? conversations.at(-1) ?? fresh(current.id));
+  attempt(() => localStorage.removeItem(CONVERSATION + current.id));
+  const index = conversations.indexOf(current);
+  conversations.splice(index, 1);
+  open(conversations[index] ?? conversations.at(-1) ?? newConversation(current.id));
 });
 picker.addEventListener("change", () => {
-  save(); // its draft
+  save(); // the draft
   open(conversations.find((one) => one.id === Number(picker.value)));
 });
 settingsForm.addEventListener("change", () => {
   readSettings();
-  attempt(() => sessionStorage.setItem(KEY, find("key").value)); // no longer than this tab
+  attempt(() => sessionStorage.setItem(KEY, find("key").value)); // until this tab is closed
   save();
 });
 settingsForm.addEventListener("submit", (event) => event.preventDefault());
-find("key").addEventListener("change", greet);
-addEventListener("pagehide", save); // half an answer, and a draft
-addEventListener("storage", () => { // another tab has said something
+find("key").addEventListener("change", showModel);
+addEventListener("pagehide", save); // an unfinished answer, and the draft
+addEventListener("storage", () => { // another tab changed a conversation
   if (answering) return;
   conversations = load();
   const own = conversations.findIndex((one) => one.id === current.id);
@@ -279,14 +279,14 @@ addEventListener("storage", () => { // another tab has said something
   show();
 });
 
-async function greet() {
+async function showModel() {
   try {
-    const { data: [model] } = await (await ask("v1/models", find("key").value)).json();
+    const { data: [model] } = await (await callServer("v1/models", find("key").value)).json();
     find("model").textContent = document.title = model.id;
     stateBytes = model.state_bytes;
     find("error").hidden = true;
   } catch (error) {
-    explain(error);
+    showFailure(error);
   }
 }
 
@@ -296,4 +296,4 @@ for (const field of settingsForm.elements) {
 find("key").value = attempt(() => sessionStorage.getItem(KEY)) ?? "";
 find("key-label").hidden = !find("key").value;
 show();
-greet();
+showModel();

@@ -1,23 +1,24 @@
-// Requests to the server; what goes wrong is an error in words, whose cause is the status if any.
+// Requests to the server. A failure is an Error with a readable message and the HTTP status as its
+// cause.
 
-export async function ask(path, key, options = {}) {
-  // Beside the page, wherever a proxy has it; its own address may hold a password, with which
-  // fetch would refuse it.
+export async function callServer(path, key, options = {}) {
+  // Relative to the page, which a proxy may serve under a path. Without the page's user name and
+  // password, because fetch refuses URLs that have them.
   const response = await fetch(new URL(path, location.origin + location.pathname), {
     ...options,
     headers: { "content-type": "application/json", ...(key && { authorization: `Bearer ${key}` }) },
   }).catch(unlessAborted("The server does not answer."));
   if (response.ok) return response;
-  const content = await response.json().catch(() => null); // a proxy may have words of its own
-  const said = content?.error?.message ?? `The server answered with an error, ${response.status}`;
+  const content = await response.json().catch(() => null); // an answer of a proxy may not be JSON
+  const reason = content?.error?.message ?? `The server answered with error ${response.status}`;
   const seconds = response.headers.get("retry-after");
-  const message = seconds ? `${said}: try again in ${seconds} s` : said;
+  const message = seconds ? `${reason}: try again in ${seconds} s` : reason;
   throw new Error(message, { cause: response.status });
 }
 
-// Every event of an answer as it comes.
+// Calls `receive` with every event of a streamed answer.
 export async function stream(body, key, signal, receive) {
-  const response = await ask("v1/chat/completions", key, {
+  const response = await callServer("v1/chat/completions", key, {
     method: "POST",
     body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
     signal,

@@ -1,0 +1,218 @@
+"""How benchmarks measure: timers, memory, the hardware's peaks, random models and prompts.
+
+Weights and prompts are random, so nothing is downloaded. They are the same in every run.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from xlstm7b.bench.cases import Result
+from xlstm7b.bench.plans import ModelPlan
+from xlstm7b.devices import to_dtype
+from xlstm7b.model import XLSTM
+from xlstm7b.model.lm import init_parameters
+
+if TYPE_CHECKING:  # the kernel and training benchmarks do not import it
+    from xlstm7b.generate import Generator, SavedState
+
+GREEDY: dict[str, Any] = {
+    "temperature": 0.0,
+    "eos_token_id": (),
+}  # without an end-of-text token no output ends early
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "eos_token_id": (), "seed": 0}
+H200 = 768e12, 4.27e12  # measured: FLOP/s of a bf16 matrix product, bytes/s of reading weights
+
+Module = TypeVar("Module", bound=torch.nn.Module)
+
+# Timers
+
+
+def measure(
+    call: Callable[[], object],
+    device: str | torch.device,
+    *,
+    repeats: int = 3,
+    gpu_milliseconds: int = 0,
+) -> float:
+    """Seconds that one call takes, as the median of several, after one that is not counted.
+
+    Normally a synchronised host clock. With `gpu_milliseconds`, CUDA events over about that much
+    time, with an empty L2 cache before each call: for single kernels.
+    """
+    if gpu_milliseconds:
+        from triton.testing import do_bench
+
+        warmup = gpu_milliseconds // 4
+        return 1e-3 * float(do_bench(call, warmup, gpu_milliseconds, return_mode="median"))
+    times = []
+    for _ in range(repeats + 1):
+        synchronize(device)
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return median(times[1:])
+
+
+def synchronize(device: str | torch.device) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure_steps(
+    run: Callable[[int], object], device: str | torch.device, *, seconds: float, base: int = 0
+) -> float:
+    """Seconds of one step, where `run(n)` does n steps; one timing takes about `seconds`.
+
+    With `base`, the time of that many steps is subtracted, and with it everything that `run` does
+    once.
+    """
+
+    def timed(steps: int, repeats: int = 3) -> float:
+        return measure(lambda: run(steps), device, repeats=repeats) if steps else 0.0
+
+    once = timed(4, repeats=1) / 4
+    steps = max(4 if base == 0 else 16, min(100, round(seconds / once)))
+    for _ in range(5):
+        difference = timed(base + steps) - timed(base)
+        if difference > 0:  # on a busy machine less work can take longer
+            return difference / steps
+    raise RuntimeError(f"{steps} more steps took no more time: this machine is too busy to measure")
+
+
+def measure_decoding(
+    generator: "Generator",
+    prompts: Sequence[Sequence[int]] | None,
+    *,
+    state: "SavedState | None" = None,
+    seconds: float = 0.3,
+    **sampling: Any,
+) -> float:
+    """Seconds of one decoding step of the whole batch, through `Generator.generate`."""
+    generate = partial(generator.generate, prompts, state=state, **sampling)
+    return measure_steps(
+        lambda tokens: generate(max_new_tokens=tokens), generator.device, seconds=seconds, base=8
+    )
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """The smallest value that at least `percent` of all values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
+
+
+def capture(step: Callable[[], object]) -> Callable[[], None]:
+    """The step as a CUDA graph. It first runs on a stream of its own, which capturing requires."""
+    step()  # compiles kernels
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+
+    def replay(_: object = step) -> None:  # keeps the step's tensors alive: the graph uses them
+        graph.replay()
+
+    return replay
+
+
+def attempt(case: Result, run: Callable[[Result], Result], *failures: type[Exception]) -> Result:
+    """The result of `run(case)`. Out of memory, or one of `failures`, becomes the case's error."""
+    try:
+        return run(case)
+    except torch.OutOfMemoryError:
+        return replace(case, error="out of memory")
+    except failures as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        return replace(case, error=reason[:200])
+
+
+# Memory
+
+
+def release(device: str) -> None:
+    """Frees unused memory and resets the peak."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+# Random models and prompts
+
+
+def random_model(plan: ModelPlan) -> XLSTM:
+    """A model with random weights, and gates that depend on their input."""
+    torch.manual_seed(0)
+    dtype = to_dtype(plan.dtype)
+    print(f"{plan.size} in {plan.dtype}, state in {plan.state_dtype}, random weights", flush=True)
+    try:
+        model = XLSTM.empty(plan.config, dtype=dtype, device=plan.device)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"a {plan.size} in {plan.dtype} does not fit into this GPU") from error
+    init_parameters(model, plan.config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate_preact.weight"):
+                parameter.normal_(std=0.02)
+    return model
+
+
+def random_module(make: Callable[[], Module], dtype: torch.dtype, device: str) -> Module:
+    """Another library's model, made on the device in this dtype."""
+    before = torch.get_default_dtype()
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return make().eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def make_generator(model: XLSTM, plan: ModelPlan, batch_size: int = 1) -> "Generator":
+    """A generator with a byte tokenizer, which decodes any token id."""
+    from xlstm7b.generate import Generator
+    from xlstm7b.tokenizer import ByteTokenizer
+
+    state_dtype = to_dtype(plan.state_dtype)
+    return Generator(model, ByteTokenizer(), state_dtype=state_dtype, batch_size=batch_size)
+
+
+def random_prompts(vocab_size: int, batch: int, length: int) -> list[list[int]]:
+    """Random token ids. `Generator` puts id 0 before them, whose state it already has."""
+    draw = torch.Generator().manual_seed(length)
+    ids: list[list[int]] = torch.randint(1, vocab_size, (batch, length), generator=draw).tolist()
+    return ids
+
+
+# The hardware's peaks
+
+
+def find_peaks(
+    device: str, dtype: torch.dtype, tflops: float | None, tbs: float | None
+) -> tuple[float, float]:
+    """FLOP/s and bytes/s: those given, those of an H200 on an H200, else measured now."""
+    flops, bandwidth = (None if peak is None else 1e12 * peak for peak in (tflops, tbs))
+    if flops is not None and bandwidth is not None:
+        return flops, bandwidth
+    if device == "cuda" and "H200" in torch.cuda.get_device_name():
+        return flops or H200[0], bandwidth or H200[1]
+    width = 8192 if device == "cuda" else 1024
+    table = torch.randn(32 * width, 1024, device=device)  # larger than any cache
+    bandwidth = bandwidth or table.nbytes / measure(lambda: table @ table[0], device)
+    # The faster dtype counts: some CPUs have no bf16 instructions.
+    squares = [torch.randn(width, width, device=device).to(d) for d in {torch.float32, dtype}]
+    fastest = min(measure(partial(torch.mm, a, a), device) for a in squares)
+    return flops or 2 * width**3 / fastest, bandwidth

@@ -1,0 +1,308 @@
+"""Reads and writes checkpoints: Hugging Face folders, hub ids, and the authors' own format.
+
+Reading checks every name, shape and dtype in the files' headers before it reads a tensor. Writing
+goes to a temporary folder with a sha256 manifest, which then replaces the target: a killed process
+leaves the old checkpoint unchanged. Every error in a file is a `ValueError` that names the file.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from itertools import groupby
+from pathlib import Path
+
+import torch
+import yaml
+
+from xlstm7b import files
+from xlstm7b.config import ModelConfig
+from xlstm7b.files import Progress, Stored
+
+# Layers that some files hold as one matrix, with their rows in this order.
+_FUSED = {
+    "qkv_opreact": ("q", "k", "v", "ogate_preact"),
+    "ifgate_preact": ("igate_preact", "fgate_preact"),
+    "proj_up_gate_z": ("proj_up_gate", "proj_up"),
+}
+_INDEX = "model.safetensors.index.json"
+# The files that `save_checkpoint` writes and replaces. The manifest must list all of them.
+_OWN_FILE = re.compile(
+    rf"model([-_].*)?\.safetensors(\.index\.json)?|config\.json|{files.MANIFEST}", re.DOTALL
+)
+# Files next to the weights that belong to the model.
+_COMPANIONS = ["tokenizer*", "special_tokens_map.json", "chat_template*", "LICENSE*"]
+_HUB_FILES = ["config.json", "config.yaml", "model*.safetensors", _INDEX, *_COMPANIONS]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An open checkpoint. Its headers match its config; no tensor has been read."""
+
+    folder: Path
+    config: ModelConfig
+    dtype: torch.dtype  # the narrowest that holds every stored tensor
+    nbytes: int  # bytes of the stored tensors
+    _stored: tuple[Stored, ...]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and memory-mapped tensors, one file after the other."""
+        shapes = self.config.parameter_shapes()
+        for file, parts in groupby(self._stored, key=lambda part: part.file):
+            with files.opened_safetensors(file) as handle:
+                for part in parts:
+                    names = _our_names(part.key)
+                    rows = [shapes[name][0] for name in names]
+                    yield from zip(names, handle.get_tensor(part.key).split(rows), strict=True)
+
+    def companions(self) -> list[Path]:
+        """The tokenizer, licence and similar files in the folder."""
+        found = (path for pattern in _COMPANIONS for path in self.folder.glob(pattern))
+        return sorted(path for path in found if path.is_file())
+
+    def copy_into(
+        self, parameters: Mapping[str, torch.Tensor], progress: Progress | None = None
+    ) -> None:
+        """Copies every tensor into the parameter of that name, with its dtype and device."""
+        stored = self.config.parameter_shapes().items()
+        given = {name: tuple(tensor.shape) for name, tensor in parameters.items()}.items()
+        for name, _ in sorted(stored ^ given):
+            raise ValueError(
+                f"{self.folder}: {name} has the shape {dict(stored).get(name)} in the checkpoint, "
+                f"but {dict(given).get(name)} in the model"
+            )
+        assert not any(p.is_meta for p in parameters.values()), "the model is on the meta device"
+        with torch.no_grad():
+            for name, tensor in self.tensors():
+                parameters[name].copy_(tensor)
+                if progress:
+                    progress(name, tensor.nbytes)
+
+
+def resolve(folder_or_hub_id: str | Path) -> Path:
+    """The folder itself, or the local copy of a hub repository, which is downloaded if needed."""
+    name, folder = str(folder_or_hub_id), Path(folder_or_hub_id)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ValueError(f"{name} is a file; a checkpoint is a folder")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name, re.ASCII):
+        raise ValueError(f"{name!r} is neither a folder nor the id of a hub repository")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except Exception as error:  # the types differ between versions of huggingface_hub
+        reason = " ".join(str(error).split())
+        raise OSError(
+            f"there is no folder {name!r}, and the Hugging Face hub did not provide it: {reason}"
+        ) from error
+
+
+def open_checkpoint(folder_or_hub_id: str | Path) -> Checkpoint:
+    """Reads the config and the headers of the weights, and checks that they match."""
+    folder = resolve(folder_or_hub_id)
+    config = read_config(folder)
+    stored = _read_headers(folder)
+    if config.num_blocks > len(stored):  # a damaged config: its parameters could be billions
+        raise ValueError(
+            f"{folder}: the config says num_blocks = {config.num_blocks}, "
+            f"but the weights hold only {len(stored)} tensors"
+        )
+    shapes = config.parameter_shapes()
+    seen: dict[str, Stored] = {}
+    for part in stored:
+        names = _our_names(part.key)
+        for name in names:
+            if name not in shapes:
+                raise ValueError(f"{part.file}: {part.key!r} is not in a model of this config")
+            if name in seen:
+                raise ValueError(
+                    f"{part.file}: {part.key} holds {name}, "
+                    f"and so does {seen[name].key} in {seen[name].file.name}"
+                )
+            seen[name] = part
+        _, *width = shapes[names[0]]
+        expected = (sum(shapes[name][0] for name in names), *width)
+        if part.shape != expected:
+            raise ValueError(
+                f"{part.file}: {part.key} has the shape {part.shape}, the config says {expected}"
+            )
+    several = stored[0].file != stored[-1].file
+    _refuse_missing(shapes.keys() - seen.keys(), folder if several else stored[0].file)
+    dtype = reduce(torch.promote_types, (part.dtype for part in stored))
+    nbytes = sum(torch.Size(part.shape).numel() * part.dtype.itemsize for part in stored)
+    return Checkpoint(folder, config, dtype, nbytes, tuple(stored))
+
+
+def save_checkpoint(
+    folder: str | Path,
+    config: ModelConfig,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    companions: Iterable[Path] = (),
+    progress: Progress | None = None,
+) -> None:
+    """Writes a Hugging Face folder with a sha256 manifest. Replaces a checkpoint that is there.
+
+    `dtype` casts the tensors; by default each keeps its own. `companions` are files to copy into
+    the folder, such as a tokenizer or a licence. Other files in the folder are kept.
+    """
+    target = Path(folder).resolve()  # keeps a symbolic link and replaces the folder it points to
+    taken = target.exists()
+    if taken and not target.is_dir():
+        raise ValueError(f"{target} is a file; a checkpoint is a folder")
+    if taken and not (target / "config.json").exists() and any(target.iterdir()):
+        raise ValueError(
+            f"{target} holds other files and no config.json: save to a new or an empty folder"
+        )
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes must be at least 1, not {max_shard_bytes}")
+    companions = list(companions)
+    for path in companions:
+        if _OWN_FILE.fullmatch(path.name) or not path.name.isprintable():
+            raise ValueError(
+                f"{path} cannot be copied: its name is that of a checkpoint file or not printable"
+            )
+
+    with files.replacing(target, lambda name: _OWN_FILE.fullmatch(name) is not None) as aside:
+        sums: dict[str, str] = {}
+
+        def write(name: str, pieces: Iterable[bytes | memoryview]) -> None:
+            sums[name] = files.write_hashed(aside / name, pieces)
+
+        # 1. Other files, such as the tokenizer.
+        for path in companions:
+            write(path.name, [path.read_bytes()])
+        # 2. The weights, under temporary names: the final names contain the number of shards.
+        shards: list[list[str]] = []
+        dtypes: set[torch.dtype] = set()
+        nbytes = 0
+        for shard in files.shards(_checked(tensors, config, dtype), max_shard_bytes):
+            shards.append(list(shard))
+            dtypes |= {tensor.dtype for tensor in shard.values()}
+            nbytes += sum(tensor.nbytes for tensor in shard.values())
+            write(f"{len(shards)}.part", files.safetensors_pieces(shard, progress))
+        file_of: dict[str, str] = {}
+        for number, keys in enumerate(shards, 1):
+            several = f"model-{number:05}-of-{len(shards):05}.safetensors"
+            name = several if len(shards) > 1 else "model.safetensors"
+            (aside / f"{number}.part").rename(aside / name)
+            sums[name] = sums.pop(f"{number}.part")
+            file_of |= dict.fromkeys(keys, name)
+        # 3. The index, the config and the manifest.
+        if len(shards) > 1:
+            index = {"metadata": {"total_size": nbytes}, "weight_map": file_of}
+            write(_INDEX, [files.json_bytes(index)])
+        stored = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
+        write("config.json", [files.json_bytes(config.to_dict(stored))])
+        files.write_manifest(aside, sums)
+
+
+def verify(folder: str | Path, progress: Progress | None = None) -> int:
+    """Checks every file against the folder's manifest. Returns the number of files."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {str(folder)!r}")
+    own = {path.name for path in folder.iterdir() if _OWN_FILE.fullmatch(path.name)}
+    return files.check_manifest(folder, own - {files.MANIFEST}, progress)
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The config of a checkpoint folder, from config.json or config.yaml."""
+    path = folder / "config.json"
+    if path.is_file():
+        return ModelConfig.from_file(path)
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise ValueError(f"{folder} holds neither config.json nor config.yaml: not a checkpoint")
+    with path.open("rb") as file:
+        try:
+            values = yaml.safe_load(file)
+            nested = (dict, list, set)
+            if not isinstance(values, dict) or any(isinstance(v, nested) for v in values.values()):
+                raise ValueError("it must be a flat list of fields")
+            # The default of the authors' code.
+            return ModelConfig.from_dict({"ffn_proj_factor": 2.6667, **values})
+        except Exception as error:  # PyYAML can raise any type on damaged files
+            raise ValueError(f"{path}: {error}") from error
+
+
+def _read_headers(folder: Path) -> list[Stored]:
+    """The tensors of a single file, of the shards in an index, or of numbered shards."""
+    single, index = folder / "model.safetensors", folder / _INDEX
+    if single.exists():
+        return files.read_headers([single])
+    if not index.exists():
+        count = len(list(folder.glob("model_*.safetensors")))
+        if not count:
+            raise ValueError(f"{folder} holds neither {single.name} nor {_INDEX}")
+        return files.read_headers([folder / f"model_{n}.safetensors" for n in range(count)])
+    file_of = _read_index(index)
+    stored = files.read_headers([folder / name for name in sorted(set(file_of.values()))])
+    found = {(part.key, part.file.name) for part in stored}
+    for key, name in sorted(found ^ file_of.items()):
+        if (key, name) in found:
+            raise ValueError(f"{folder / name} holds {key!r}, but {_INDEX} does not list it there")
+        raise ValueError(f"{folder / name} does not hold {key!r}, but {_INDEX} lists it there")
+    return stored
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """The index's map from keys to file names. The files exist in the folder of the index."""
+    try:
+        file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, RecursionError, TypeError, KeyError) as error:
+        raise ValueError(f"{index} is not an index of shards: {error!r}") from error
+    if not isinstance(file_of, dict) or not file_of:
+        raise ValueError(f"{index}: weight_map is not a map from keys to files")
+    for key, name in file_of.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
+            raise ValueError(f"{index}: {key!r} is in {name!r}, which is not a file of this folder")
+        if not (index.parent / name).is_file():
+            raise ValueError(f"{index.parent} has no file {name!r}, which should hold {key!r}")
+    return file_of
+
+
+def _our_names(key: str) -> tuple[str, ...]:
+    """The parameters that a key in a file stands for, in the order of its rows."""
+    if key == "embedding.weight":  # in the authors' format
+        return ("backbone.embeddings.weight",)
+    path, _, kind = key.rpartition(".")
+    block, _, layer = path.rpartition(".")
+    if layer not in _FUSED:
+        return (key,)
+    return tuple(f"{block}.{part}.{kind}" for part in _FUSED[layer])
+
+
+def _checked(
+    tensors: Iterable[tuple[str, torch.Tensor]], config: ModelConfig, dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors as they will be stored. `ValueError` unless they are exactly the config's."""
+    shapes = config.parameter_shapes()
+    missing = set(shapes)
+    for name, tensor in tensors:
+        if name not in missing:
+            reason = "was given twice" if name in shapes else "is not a parameter of this config"
+            raise ValueError(f"{name} {reason}")
+        if tuple(tensor.shape) != shapes[name]:
+            raise ValueError(
+                f"{name} has the shape {tuple(tensor.shape)}, the config says {shapes[name]}"
+            )
+        if (dtype or tensor.dtype) not in files.DTYPES.values():
+            raise ValueError(f"{name} cannot be stored as {dtype or tensor.dtype}")
+        missing.remove(name)
+        stored = tensor.detach().to("cpu", dtype)
+        if stored.dtype != tensor.dtype and stored.isinf().sum() > tensor.isinf().sum():
+            raise ValueError(f"{name} has values that are too large for {dtype}")
+        yield name, stored
+    _refuse_missing(missing, "the tensors to save")
+
+
+def _refuse_missing(names: Collection[str], where: str | Path) -> None:
+    if names:
+        others = f", and {len(names) - 1} others" if len(names) > 1 else ""
+        raise ValueError(f"{where}: {min(names)} is missing{others}")

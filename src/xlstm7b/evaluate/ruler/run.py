@@ -1,0 +1,275 @@
+"""A RULER run: a folder with answers, line by line, and scores; then table and plot."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xlstm7b.evaluate.results import MISSING, read_results
+from xlstm7b.evaluate.ruler.datasets import Datasets
+from xlstm7b.evaluate.ruler.samples import Samples
+from xlstm7b.evaluate.ruler.tasks import TASKS, Task
+from xlstm7b.files import write_json
+from xlstm7b.report import figure, table, token_ticks
+
+if TYPE_CHECKING:
+    from xlstm7b.generate import Generator
+
+SCORES, AVERAGE = "scores.json", "average"
+_MAX_BATCH_TOKENS = 1 << 19  # of prompts between two writes: an interruption loses no more
+
+Answer = Callable[[Sequence[str], int], list[str]]
+"""Takes prompts and the maximum tokens of each answer; returns the answers."""
+
+
+def greedy_answers(generator: "Generator") -> Answer:
+    """Answers with the most likely token at each step."""
+
+    def answer(prompts: Sequence[str], max_new_tokens: int) -> list[str]:
+        completions = generator.generate(prompts, max_new_tokens=max_new_tokens, temperature=0)
+        return [completion.text for completion in completions]
+
+    return answer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run: every task at every length, with `samples` samples each."""
+
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    samples: int
+    seed: int
+
+    def check(self) -> None:
+        """`ValueError` for the first mistake."""
+        for name in self.tasks:
+            if name not in TASKS:
+                raise ValueError(f"RULER has no task {name!r}; its tasks: {', '.join(TASKS)}")
+        for length in self.lengths:
+            if length < 1:
+                raise ValueError(f"a length must be at least 1, not {length}")
+        if self.samples < 1:
+            raise ValueError(f"the number of samples must be at least 1, not {self.samples}")
+        for what, values in (("task", self.tasks), ("length", self.lengths)):
+            if not values or len(set(values)) < len(values):
+                raise ValueError(f"give at least one {what}, and each {what} only once")
+
+
+class Run:
+    """A run in a folder. If the folder holds an earlier run of the same model, it continues it.
+
+    `identity` must be equal each time: an entry that differs is a `ValueError`, an entry that is
+    None is not compared. `about` is added to the scores file.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        plan: Plan,
+        datasets: Datasets,
+        count_tokens: Callable[[str], int],
+        *,
+        identity: Mapping[str, Any],
+        about: Mapping[str, Any],
+    ) -> None:
+        plan.check()
+        self._folder, self._plan, self._about = folder, plan, about
+        self._identity = _checked_identity(folder, identity)
+        self.left_out: dict[str, str] = {}  # task -> why
+        for name in plan.tasks:
+            dataset = TASKS[name].dataset
+            if dataset is not None and getattr(datasets, dataset) is None:
+                self.left_out[name] = f"no --{dataset} is given"
+        self._cells = {
+            (TASKS[name], length): Samples(TASKS[name], length, count_tokens, datasets, plan.seed)
+            for length, name in product(plan.lengths, plan.tasks)
+            if name not in self.left_out
+        }
+        if not self._cells:
+            reasons = dict.fromkeys(self.left_out.values())
+            raise ValueError(f"none of these tasks can be run: {', '.join(reasons)}")
+        for samples in self._cells.values():
+            samples.check(plan.samples)
+
+    @property
+    def total(self) -> int:
+        """The number of samples, with those that are already answered."""
+        return len(self._cells) * self._plan.samples
+
+    def answer(
+        self,
+        load: Callable[[], Answer],
+        *,
+        batch_size: int = 32,
+        progress: Callable[[int], None] = lambda count: None,
+    ) -> dict[str, Any]:
+        """Answers all samples that have no answer yet. Returns the content of the scores file.
+
+        `load` loads the model; it is not called if every sample has an answer. `progress` is called
+        with the number of samples that were just finished.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        results: dict[str, dict[str, float]] = {name: {} for name in self._plan.tasks}
+        document = self._write_scores(results)
+        answer = None
+        for (task, length), samples in self._cells.items():
+            path = self._folder / f"{task.name}-{length}.jsonl"
+            scores = read_scores(path)[: self._plan.samples]
+            progress(len(scores))
+            rows = max(1, min(batch_size, _MAX_BATCH_TOKENS // length))
+            while len(scores) < self._plan.samples:
+                answer = answer or load()
+                indices = range(len(scores), min(len(scores) + rows, self._plan.samples))
+                scores += _answer_samples(path, answer, task, samples, indices)
+                progress(len(indices))
+            results[task.name][_metric(length)] = sum(scores) / len(scores)
+            document = self._write_scores(results)
+        return document
+
+    def _write_scores(self, results: dict[str, dict[str, float]]) -> dict[str, Any]:
+        """Writes the scores so far; the average of a length only if all its tasks are done."""
+        rows = [row for name, row in results.items() if name not in self.left_out]
+        average = {
+            metric: sum(row[metric] for row in rows) / len(rows)
+            for metric in map(_metric, self._plan.lengths)
+            if all(metric in row for row in rows)
+        }
+        lengths = [str(length) for length in self._plan.lengths]
+        with_average = {**results, AVERAGE: average}
+        document = {
+            "results": with_average,
+            "versions": dict.fromkeys(with_average, 1),
+            "higher_is_better": {name: dict.fromkeys(lengths, True) for name in with_average},
+            "left_out": self.left_out,
+            "lengths": self._plan.lengths,
+            "samples": self._plan.samples,
+            **self._identity,
+            **self._about,
+        }
+        write_json(self._folder / SCORES, document)
+        return document
+
+
+def _metric(length: int) -> str:
+    """The harness's layout has one metric for each length."""
+    return f"{length},none"
+
+
+def _answer_samples(
+    path: Path, answer: Answer, task: Task, samples: Samples, indices: Sequence[int]
+) -> list[float]:
+    """Answers samples, appends them to a file, and returns their scores."""
+    chosen = [samples[index] for index in indices]
+    answers = answer([sample.prompt for sample in chosen], task.answer_tokens)
+    scores = []
+    with path.open("a", encoding="utf-8") as file:
+        for index, sample, text in zip(indices, chosen, answers, strict=True):
+            scores.append(task.score(text, sample.references))
+            line = {
+                "index": index,
+                "prompt": sample.prompt,
+                "references": sample.references,
+                "length": sample.length,
+                "answer": text,
+                "score": scores[-1],
+            }
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            file.flush()
+    return scores
+
+
+def read_scores(path: Path) -> list[float]:
+    """The scores in a file of answers. An incomplete last line is removed from the file."""
+    scores: list[float] = []
+    if not path.exists():
+        return scores
+    with path.open("rb+") as file:
+        size = 0
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            try:
+                answered = json.loads(line)
+                assert answered["index"] == len(scores)
+                scores.append(float(answered["score"]))
+            except (ValueError, LookupError, TypeError, AssertionError) as error:
+                raise ValueError(
+                    f"{path} is damaged in line {len(scores) + 1}; delete the file to answer its "
+                    f"samples again"
+                ) from error
+            size += len(line)
+        file.truncate(size)
+    return scores
+
+
+def _checked_identity(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
+    """The identity; entries that are None are taken from the folder's earlier run, if any."""
+    path, earlier = folder / SCORES, {}
+    if path.exists():
+        try:
+            earlier = json.loads(path.read_text(encoding="utf-8"))
+            earlier["results"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"{path} is damaged; choose another --output") from error
+    elif folder.exists() and any(not entry.name.startswith(".") for entry in folder.iterdir()):
+        raise ValueError(f"{folder} has files, but not of a RULER run; choose another --output")
+    merged = {}
+    for name, value in identity.items():
+        before = earlier.get(name)
+        if value is not None and before is not None and value != before:
+            raise ValueError(
+                f"{folder} holds a run with {name.replace('_', ' ')} {before}, not {value}; choose "
+                f"another --output"
+            )
+        merged[name] = before if value is None else value
+    return merged
+
+
+def score_table(document: Mapping[str, Any]) -> str:
+    """A row for each task and one for the average, then the tasks that are not in the average."""
+    lengths = document["lengths"]
+    rows = []
+    for name, scores in document["results"].items():
+        values = [scores.get(_metric(length)) for length in lengths]
+        rows.append([name, *(MISSING if value is None else f"{value:.1f}" for value in values)])
+    left_out = [
+        f"{MISSING} {name} is not in the average: {reason}"
+        for name, reason in document["left_out"].items()
+    ]
+    return "\n".join([table(["", *map(str, lengths)], rows), *left_out])
+
+
+def plot_scores(paths: Sequence[Path], output: Path) -> None:
+    """Draws the average over the length, one line for each scores.json: the paper's figure."""
+    lengths: set[int] = set()
+    files = [read_results(path) for path in paths]
+    with figure(output) as axes:
+        for path, results, name in zip(paths, files, model_names(paths), strict=True):
+            points = sorted(
+                (int(metric), score.value)
+                for (task, metric), score in results.items()
+                if task == AVERAGE
+            )
+            if not points:
+                raise ValueError(f"{path} contains no average to draw")
+            tasks = len({task for task, _ in results} - {AVERAGE})
+            label = name if tasks == len(TASKS) else f"{name} ({tasks} of {len(TASKS)} tasks)"
+            axes.plot(*zip(*points, strict=True), marker="o", label=label)
+            lengths |= {length for length, _ in points}
+        token_ticks(axes, [*lengths])
+        axes.set(title="RULER", xlabel="length in tokens", ylabel="average score, %", ylim=(0, 100))
+        axes.grid(alpha=0.3)
+        axes.legend()
+
+
+def model_names(paths: Sequence[Path]) -> list[str]:
+    """The model of each scores.json; with the folder's name if several have the same model."""
+    contents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    names = [Path(str(content.get("model"))).name for content in contents]
+    return [
+        name if names.count(name) == 1 else f"{name}, {path.absolute().parent.name}"
+        for name, path in zip(names, paths, strict=True)
+    ]

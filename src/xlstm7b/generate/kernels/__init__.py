@@ -1,0 +1,10 @@
+"""The operations of generation, each in two forms.
+
+plain.py        PyTorch, for any device
+gpu.py          Triton, for CUDA devices: the same names, signatures and results
+one_row.py      product of one row and a weight matrix (used by gpu.py)
+few_rows.py     product of 2 to 64 rows and a weight matrix
+pointwise.py    norms, soft-caps and gates between products
+slot_states.py  copies of states between slots and a batch
+overlap.py      lets a launch start before the previous one has ended
+"""

@@ -1,0 +1,150 @@
+"""2 to 64 rows times a weight matrix, on tensor cores: Yᵀ = W Xᵀ for X [B, K], W [N, K].
+
+The time is still that of reading W. W is the tall operand of the tensor cores, and X is padded to
+16, 32 or 64 rows. As in `one_row.py`, the same kernel does the work after the product. RMSNorm is a
+launch of its own here (`pointwise.py`).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from xlstm7b.generate.kernels.overlap import overlap_options
+from xlstm7b.generate.kernels.pointwise import mask_gates
+from xlstm7b.model.head_kernels import soft_cap
+
+MAX_ROWS = 64
+
+
+@dataclass(frozen=True, order=True)
+class RowsTile:
+    """Launch parameters of `multiply_rows`."""
+
+    rows: int  # of W in one tile
+    columns: int  # of W in one tile
+    warps: int
+    stages: int
+
+
+def multiply_rows(
+    x: Tensor,
+    W: Tensor,
+    *,
+    swiglu: bool = False,
+    residual: Tensor | None = None,
+    gates: tuple[Tensor, Tensor] | None = None,
+    live: Tensor | None = None,
+    cap: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    tile: RowsTile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x Wᵀ [B, N] for x [B, K], B ≤ 64, and the gates [B, 2 NH].
+
+    The options are those of `multiply_row`, with B rows; x comes in normalised.
+    """
+    batch, columns = x.shape
+    assert batch <= MAX_ROWS
+    rows = len(W) // 2 if swiglu else len(W)
+    tile = tile or tile_for(batch, rows)
+    out = residual
+    if out is None:
+        out = torch.empty(batch, rows, dtype=out_dtype or x.dtype, device=x.device)
+    programs, gate_rows = triton.cdiv(rows, tile.rows), 0
+    W_gates, bias, out_gates = W, x, x
+    if gates is not None:
+        W_gates, bias = gates
+        gate_rows = len(W_gates)
+        programs += triton.cdiv(gate_rows, tile.rows)
+        out_gates = torch.empty(batch, gate_rows, dtype=torch.float32, device=x.device)
+    rows_kernel[(programs,)](
+        x, W, W_gates, bias, x if live is None else live, out, out, out_gates,
+        cap or 1.0, batch, rows, gate_rows,
+        K=columns, HAS_GATES=gates is not None, HAS_LIVE=live is not None,
+        HAS_RESIDUAL=residual is not None, HAS_CAP=cap > 0 and gates is None, SWIGLU=swiglu,
+        BATCH=max(16, triton.next_power_of_2(batch)),
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        ROWS=tile.rows, BLOCK=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
+        **overlap_options(x.device),
+    )  # fmt: skip
+    return out, out_gates
+
+
+def tile_for(batch: int, rows: int) -> RowsTile:
+    """The fastest tile on an H200, by `xlstm7b bench tune`."""
+    if batch > 16:
+        return RowsTile(64, 128, 8, 5) if rows < 8192 else RowsTile(128, 64, 4, 5)
+    return RowsTile(16, 256, 1, 4) if rows < 8192 else RowsTile(32, 128, 2, 4)
+
+
+@triton.jit
+def rows_kernel(
+    x, W, W_gates, bias, live, residual, out, out_gates,
+    cap, B, N, N_GATES,
+    K: tl.constexpr, HAS_GATES: tl.constexpr, HAS_LIVE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HAS_CAP: tl.constexpr, SWIGLU: tl.constexpr, BATCH: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """out [B, N] = x Wᵀ and out_gates [B, N_GATES] = masked soft-cap(x W_gatesᵀ + bias).
+
+    One program per ROWS rows of W; the programs after those compute W_gates.
+    """
+    program = tl.program_id(0)
+    row = program * ROWS + tl.arange(0, ROWS)
+    limit = N
+    weights = W
+    is_gate = False
+    if HAS_GATES:
+        W_programs = tl.cdiv(N, ROWS)
+        is_gate = program >= W_programs
+        if is_gate:
+            row -= W_programs * ROWS
+            limit = N_GATES
+            weights = W_gates
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    y = _product(x, weights, row, B, limit, K, BLOCK, ROWS, BATCH, PRECISION)
+    if SWIGLU:
+        W_up = W + tl.full((), K, tl.int64) * N
+        y_up = _product(x, W_up, row, B, limit, K, BLOCK, ROWS, BATCH, PRECISION)
+        y = y * tl.sigmoid(y) * y_up
+    b = tl.arange(0, BATCH)
+    inside = (row < limit)[:, None] & (b < B)[None, :]
+    at = b[None, :] * limit + row[:, None]
+    if is_gate:
+        y += tl.load(bias + row, mask=row < limit, other=0.0).to(tl.float32)[:, None]
+        y = soft_cap(y, cap)
+        if HAS_LIVE:
+            is_live = tl.load(live + b, mask=b < B, other=0) != 0
+            y = mask_gates(y, is_live[None, :], row[:, None], N_GATES)
+        tl.store(out_gates + at, y, mask=inside)
+    else:
+        if HAS_RESIDUAL:
+            y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        if HAS_CAP:
+            y = soft_cap(y, cap)
+        tl.store(out + at, y, mask=inside)
+
+
+@triton.jit
+def _product(
+    x, W, row, B, N, K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BATCH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """W[row] Xᵀ [ROWS, BATCH] in float32."""
+    b = tl.arange(0, BATCH)
+    w_rows = W + row.to(tl.int64)[:, None] * K
+    acc = tl.zeros([ROWS, BATCH], tl.float32)
+    for start in range(0, K, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        in_k = (k < K) | (K % BLOCK == 0)
+        w = tl.load(w_rows + k[None, :], mask=(row < N)[:, None] & in_k[None, :], other=0.0)
+        x_k = tl.load(
+            x + b[None, :] * K + k[:, None], mask=(b < B)[None, :] & in_k[:, None], other=0.0
+        )
+        acc = tl.dot(w, x_k, acc, input_precision=PRECISION)
+    return acc

@@ -1,0 +1,105 @@
+"""The operations of `plain.py` for CUDA devices, with Triton kernels.
+
+One row and few rows have kernels of their own, which also do the work around the products. For many
+rows cuBLAS is faster. Weights and states have at most 32 bits, and rows are contiguous.
+"""
+
+import torch
+from torch import Tensor
+
+from xlstm7b.generate.kernels import pointwise
+from xlstm7b.generate.kernels.few_rows import MAX_ROWS, multiply_rows
+from xlstm7b.generate.kernels.one_row import multiply_row
+from xlstm7b.generate.kernels.overlap import overlap_options
+from xlstm7b.generate.kernels.pointwise import head_norm
+from xlstm7b.generate.kernels.slot_states import gather_states, scatter_states
+from xlstm7b.mlstm import MLSTMState
+from xlstm7b.mlstm.triton.launch_params import step_tile
+from xlstm7b.mlstm.triton.step import launch_step
+from xlstm7b.model.layers import product_float32
+
+__all__ = [
+    "add_product",
+    "gather_states",
+    "head",
+    "head_norm",
+    "project",
+    "scatter_states",
+    "step_cell",
+    "swiglu",
+]
+
+
+def project(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    W: Tensor,
+    W_gates: Tensor,
+    bias: Tensor,
+    cap: float,
+    live: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm(x) Wᵀ, and the gates' pre-activations [R, 2 NH] in float32, soft-capped."""
+    gates = W_gates, bias
+    if len(x) == 1:
+        return multiply_row(x, W, norm=norm, eps=eps, gates=gates, live=live, cap=cap)
+    x = pointwise.rms_norm(x, norm, eps)
+    if len(x) <= MAX_ROWS:
+        return multiply_rows(x, W, gates=gates, live=live, cap=cap)
+    products = product_float32(x, W_gates)
+    pointwise.cap_gates(products, bias, cap, live)
+    return x @ W.mT, products
+
+
+def step_cell(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    state: MLSTMState,
+    gate: Tensor,
+    norm: Tensor,
+    norm_eps: float,
+    eps: float,
+) -> Tensor:
+    """One token through the cell, headwise norm and gate: h [B, NH, d_hv]. Updates the state.
+
+    It may read the state before the previous launch has ended. That launch must be the projection,
+    which does not write to the state.
+    """
+    tile = step_tile(q.shape[0] * q.shape[1], q.shape[-1], v.shape[-1])
+    overlaps = overlap_options(q.device)["OVERLAP"]
+    return launch_step(q, k, v, i, f, *state, gate, norm, norm_eps, eps, tile, overlaps)
+
+
+def add_product(x: Tensor, y: Tensor, W: Tensor) -> None:
+    """x += y Wᵀ, in place: adds to the residual stream."""
+    if len(x) == 1:
+        multiply_row(y, W, residual=x)
+    elif len(x) <= 16:  # above 16 rows cuBLAS is faster
+        multiply_rows(y, W, residual=x)
+    else:
+        x.addmm_(y, W.mT)
+
+
+def swiglu(x: Tensor, norm: Tensor, eps: float, W: Tensor) -> Tensor:
+    """SiLU(RMSNorm(x) W_gateᵀ) ⊙ RMSNorm(x) W_upᵀ, for W = [W_gate; W_up]."""
+    if len(x) == 1:
+        return multiply_row(x, W, norm=norm, eps=eps, swiglu=True)[0]
+    if len(x) <= MAX_ROWS:
+        return multiply_rows(pointwise.rms_norm(x, norm, eps), W, swiglu=True)[0]
+    # Prefill uses most memory here. In one expression, so that the normalised x is freed first.
+    return pointwise.silu_and_multiply(pointwise.rms_norm(x, norm, eps) @ W.mT)
+
+
+def head(x: Tensor, norm: Tensor, eps: float, W: Tensor, cap: float) -> Tensor:
+    """Logits RMSNorm(x) Wᵀ in float32, soft-capped."""
+    wide = torch.float32
+    if len(x) == 1:
+        return multiply_row(x, W, norm=norm, eps=eps, cap=cap, out_dtype=wide)[0]
+    x = pointwise.rms_norm(x, norm, eps)
+    if len(x) <= MAX_ROWS:
+        return multiply_rows(x, W, cap=cap, out_dtype=wide)[0]
+    return product_float32(x, W).div_(cap).tanh_().mul_(cap)

@@ -1,0 +1,129 @@
+"""The work between two products: norms, soft-caps, gates. Each is one pass over memory.
+
+`one_row.py` and `few_rows.py` do most of it themselves; these are for larger batches.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from xlstm7b.generate.kernels.overlap import overlap_options
+from xlstm7b.model.head_kernels import soft_cap
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / √(mean(x²) + ε) in x's dtype, times the weight; x [R, d] with any row stride."""
+    rows, width = x.shape
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    rms_norm_kernel[(rows,)](
+        x, weight, out, eps, x.stride(0), D=width, BLOCK=triton.next_power_of_2(width),
+        num_warps=4 if width <= 2048 else 8, **overlap_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def rms_norm_kernel(
+    x, weight, out, eps, x_stride, D: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    """One row per program."""
+    d = tl.arange(0, BLOCK)
+    w = tl.load(weight + d, mask=d < D, other=0.0)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    x_d = tl.load(x + row * x_stride + d, mask=d < D, other=0.0)
+    wide = x_d.to(tl.float32)
+    wide *= tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)
+    y = wide.to(x_d.dtype).to(tl.float32) * w.to(tl.float32)
+    tl.store(out + row * D + d, y, mask=d < D)
+
+
+def cap_gates(gates: Tensor, bias: Tensor, cap: float, live: Tensor | None) -> None:
+    """Adds the bias to products [R, 2 NH], soft-caps them and masks rows not live, in place."""
+    size, block = gates.numel(), 1024
+    cap_gates_kernel[(triton.cdiv(size, block),)](
+        gates, bias, gates if live is None else live, cap, size, gates.shape[1],
+        HAS_LIVE=live is not None, BLOCK=block,
+    )  # fmt: skip
+
+
+@triton.jit
+def cap_gates_kernel(
+    gates, bias, live, cap, SIZE, N_GATES, HAS_LIVE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """BLOCK elements of [R, N_GATES] per program."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < SIZE
+    row, gate = at // N_GATES, at % N_GATES
+    y = tl.load(gates + at, mask=inside, other=0.0)
+    y = soft_cap(y + tl.load(bias + gate, mask=inside, other=0.0).to(tl.float32), cap)
+    if HAS_LIVE:
+        y = mask_gates(y, tl.load(live + row, mask=inside, other=0) != 0, gate, N_GATES)
+    tl.store(gates + at, y, mask=inside)
+
+
+@triton.jit
+def mask_gates(y, is_live, gate, N_GATES):
+    """Gates of a row that is not live: input gates −∞, forget gates +∞. The state stays as it is.
+
+    `gate` is the column of y. The first half of the N_GATES columns are input gates.
+    """
+    return tl.where(is_live, y, tl.where(gate < N_GATES // 2, float("-inf"), float("inf")))
+
+
+def head_norm(h: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
+    """Headwise norm of h [R, NH, d_hv], times σ(gate) for gate [R, NH · d_hv].
+
+    h is contiguous; gate may have any row stride.
+    """
+    rows, heads, width = h.shape
+    out = torch.empty(rows, heads * width, dtype=h.dtype, device=h.device)
+    head_norm_kernel[(rows * heads,)](
+        h, weight, gate, out, eps, gate.stride(0), heads, D=width,
+        BLOCK=triton.next_power_of_2(width), num_warps=2 if width <= 512 else 4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def head_norm_kernel(
+    h, weight, gate, out, eps, gate_stride, NH, D: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One head of one row per program: LayerNorm without bias, times the weight, times σ(gate)."""
+    head = tl.program_id(0) % NH
+    row = (tl.program_id(0) // NH).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    inside = d < D
+    x = tl.load(h + (row * NH + head) * D + d, mask=inside, other=0.0).to(tl.float32)
+    centred = tl.where(inside, x - tl.sum(x, 0) / D, 0.0)
+    x = centred * tl.rsqrt(tl.sum(centred * centred, 0) / D + eps)
+    x *= tl.load(weight + head * D + d, mask=inside, other=0.0).to(tl.float32)
+    at = gate + row * gate_stride + head * D + d
+    x *= tl.sigmoid(tl.load(at, mask=inside, other=0.0).to(tl.float32))
+    tl.store(out + (row * NH + head) * D + d, x, mask=inside)
+
+
+def silu_and_multiply(x: Tensor) -> Tensor:
+    """SiLU(x[:, :F]) · x[:, F:] for x [R, 2 F]."""
+    rows, width = x.shape[0], x.shape[1] // 2
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    block = 2048
+    silu_and_multiply_kernel[(triton.cdiv(out.numel(), block),)](
+        x, out, out.numel(), width, BLOCK=block
+    )
+    return out
+
+
+@triton.jit
+def silu_and_multiply_kernel(x, out, SIZE, F, BLOCK: tl.constexpr):
+    """BLOCK elements of the result [R, F] per program."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < SIZE
+    gate_at = x + at // F * 2 * F + at % F
+    gate = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_at + F, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, gate * tl.sigmoid(gate) * up, mask=inside)

@@ -1,0 +1,345 @@
+"""Request: a prompt with its parameters and progress. RequestOutput, Completion: its results."""
+
+import copy
+import hashlib
+import math
+from array import array
+from collections.abc import Iterator, KeysView, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from numbers import Integral
+from typing import TYPE_CHECKING, Literal, Self
+
+from xlstm7b.generate.params import SamplingParams, check_logprobs
+from xlstm7b.tokenizer import StreamDecoder, Tokenizer, check_tokens, with_first_token
+
+if TYPE_CHECKING:
+    from xlstm7b.config import ModelConfig
+    from xlstm7b.generate.state import SavedState
+
+Prompt = str | Sequence[int]
+FinishReason = Literal["stop", "length"]
+BAD_LOGITS = -2  # the sampler's token for a row whose logits are NaN or infinite
+
+
+class RequestStatus(Enum):
+    WAITING = auto()  # in the queue, or not yet added
+    PREFILL = auto()  # has a slot; its prompt is being read
+    RUNNING = auto()  # generates
+    FINISHED = auto()
+    ABORTED = auto()
+    FAILED = auto()
+
+
+class Request:
+    """A prompt to continue. Build it, then give it to `Engine.add_request` or `Generator.run`.
+
+    state: a saved state of one row; the prompt is read on top of it.
+    keep_state: the completion carries the state after the last output token.
+    prompt_logprobs: also return log-probabilities of the prompt's tokens, and of this number of
+        most likely tokens at each position.
+    prefill_only: read the prompt and generate nothing; the completion carries the state, unless
+        only `prompt_logprobs` are wanted.
+    previous_prompt, previous_output: tokens that `state` has read already. Penalties count them.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        state: "SavedState | None" = None,
+        keep_state: bool = False,
+        prompt_logprobs: int | None = None,
+        prefill_only: bool = False,
+        previous_prompt: Sequence[int] = (),
+        previous_output: Sequence[int] = (),
+    ) -> None:
+        self.prompt, self.params = prompt, params or SamplingParams()
+        self.state, self.keep_state = state, keep_state
+        self.prompt_logprobs, self.prefill_only = prompt_logprobs, prefill_only
+        self.previous_prompt, self.previous_output = tuple(previous_prompt), tuple(previous_output)
+        self.status = RequestStatus.WAITING
+        # Set by `prepare`.
+        self.prompt_token_ids: list[int] = []
+        self.read_token_ids: Sequence[int] = []  # the prompt tokens that the engine reads
+        self.starts_after_bos = False  # reading starts from the state after the first token
+        self.hashed: HashedTokens | None = None  # None: the prefix cache cannot serve it
+        self.output: OutputText | None = None
+        # Set by the scheduler and the engine.
+        self.slot = -1
+        self.order = 0  # number in the order of admission
+        self.position = -1  # how many of `read_token_ids` were read; -1: the slot has no state yet
+        self.shared_prefix_len = 0  # tokens shared with an earlier prompt
+        self.waits_for: tuple[Request, int] | None = None  # the request that will cache a prefix
+        self.cached_tokens = 0  # prompt tokens that came from the prefix cache
+        self.reads = 0  # decode steps launched, each of which reads one output token
+        self.added = self.admitted = self.first_token = 0.0  # times; 0 until then
+
+    @property
+    def finished(self) -> bool:
+        """True if no more output follows."""
+        return self.status in (RequestStatus.FINISHED, RequestStatus.ABORTED, RequestStatus.FAILED)
+
+    @property
+    def prepared(self) -> bool:
+        return self.output is not None
+
+    def prepare(
+        self, config: "ModelConfig", tokenizer: Tokenizer, *, shareable: bool = True
+    ) -> Self:
+        """Encodes the prompt, adds the first token and the model's end of text, checks everything.
+
+        Mistakes raise a `ValueError`. Touches no model, so any thread may call it. A prompt that is
+        not `shareable` is not hashed, and does not use the prefix cache.
+        """
+        if self.prepared:
+            return self
+        if self.state is not None:
+            self.state.check_model(config)
+            if len(self.state) != 1:
+                raise ValueError(f"a request continues one state, not {len(self.state)}")
+        if self.params.eos_token_id is None:
+            self.params = replace(self.params, eos_token_id=config.eos_token_id)
+        self.params.check(config.vocab_size)
+        if self.prompt_logprobs is not None:
+            check_logprobs("prompt_logprobs", self.prompt_logprobs, config.vocab_size)
+        prompt = self.prompt
+        if not is_prompt(prompt):
+            raise ValueError("a prompt must be a string or a list of ids")
+        ids = _encode(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+        if not is_prompt([*self.previous_prompt, *self.previous_output]):
+            raise ValueError("previous_prompt and previous_output must be lists of ids")
+        for tokens in (ids, self.previous_prompt, self.previous_output):
+            check_tokens(config, tokens)
+        self.prompt_token_ids = with_first_token(config, ids) if self.state is None else ids
+        self.read_token_ids = self.prompt_token_ids
+        if self.prompt_logprobs is not None:
+            if self.prefill_only:  # no logits are needed after the last token
+                self.read_token_ids = self.prompt_token_ids[:-1]
+        elif self.state is None:
+            if config.force_bos_token_insert:
+                # All prompts start with the same token. The engine keeps the state after it.
+                self.read_token_ids, self.starts_after_bos = self.prompt_token_ids[1:], True
+            if shareable:
+                self.hashed = HashedTokens(self.read_token_ids)
+        self.output = OutputText(tokenizer, self.params)
+        return self
+
+    def with_seed_offset(self, n: int) -> "Request":
+        """A new request like this one, with seed + n. For several samples of one prompt."""
+        assert self.status is RequestStatus.WAITING
+        made = copy.copy(self)
+        if self.params.seed is not None:
+            made.params = replace(self.params, seed=(self.params.seed + n) % (1 << 64))
+        if self.output is not None:
+            made.output = OutputText(self.output.tokenizer, made.params)
+        return made
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half a surrogate pair, or bytes that are not UTF-8
+        wrong = text[error.start]
+        raise ValueError(
+            f"the prompt is not valid Unicode: {wrong!r} at character {error.start}"
+        ) from error
+    return tokenizer.encode(text)
+
+
+def is_prompt(value: object) -> bool:
+    """True for a string, and for a sequence of whole numbers."""
+    if isinstance(value, str):
+        return True
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
+        return False
+    # By the set of types: a prompt may have millions of ids.
+    return all(issubclass(kind, Integral) for kind in {*map(type, value)})
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished request. Neither end of text nor a stop string is part of the text."""
+
+    text: str
+    token_ids: list[int]  # without the end of text, but with a stop string's tokens
+    finish_reason: FinishReason  # "stop": end of text, a stop string, or the caller's should_stop
+    prompt_tokens: int
+    prompt_tokens_per_second: float
+    tokens_per_second: float  # from the first output token to the last; 0 if there is only one
+    peak_memory: int  # bytes: on the GPU, or of the process
+    logprobs: list[float] | None = None  # one per output token
+    top_logprobs: list[dict[int, float]] | None = None  # the most likely tokens at each position
+    state: "SavedState | None" = field(default=None, repr=False)  # has read all of token_ids
+    cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What one engine step added to a request. The last one has a completion or an error."""
+
+    request: Request
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()  # one per token, if requested
+    top_logprobs: tuple[dict[int, float], ...] = ()  # one per token, if requested
+    prompt_logprobs: tuple[float, ...] = ()  # of prompt tokens; the first token has none
+    prompt_top_logprobs: tuple[dict[int, float], ...] = ()
+    completion: Completion | None = None
+    error: Exception | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.completion is not None or self.error is not None
+
+    @classmethod
+    def merge(cls, outputs: "Sequence[RequestOutput]") -> "RequestOutput":
+        """Consecutive outputs of one request as one."""
+        if len(outputs) == 1:
+            return outputs[0]
+        return cls(
+            outputs[0].request,
+            "".join(output.text for output in outputs),
+            tuple(token for output in outputs for token in output.token_ids),
+            tuple(value for output in outputs for value in output.logprobs),
+            tuple(top for output in outputs for top in output.top_logprobs),
+            tuple(value for output in outputs for value in output.prompt_logprobs),
+            tuple(top for output in outputs for top in output.prompt_top_logprobs),
+            outputs[-1].completion,
+            outputs[-1].error,
+        )
+
+
+class OutputText:
+    """Turns output tokens into text and finds the end.
+
+    It holds back text that may still change: half a character, or the start of a stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self.tokenizer, self._params = tokenizer, params
+        self._decoder = StreamDecoder(tokenizer)
+        self._stops, self._ends = params.stop_strings, frozenset(params.eos_token_ids)
+        self._longest_stop = max(map(len, self._stops), default=0)
+        self.text, self._returned = "", 0
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.top_logprobs: list[dict[int, float]] = []
+        self.finish_reason: FinishReason | None = None
+
+    def push(
+        self,
+        token: int,
+        logprob: float = 0.0,
+        top_logprobs: Sequence[float] = (),
+        top_tokens: Sequence[int] = (),
+    ) -> str:
+        """Adds a token; returns new text that cannot change. Sets `finish_reason` at the end.
+
+        Raises a `FloatingPointError` if the model's logits were not finite.
+        """
+        if token == BAD_LOGITS or math.isnan(logprob):
+            raise FloatingPointError(
+                "the model's logits are not numbers: its weights are damaged, or overflow in "
+                "this dtype"
+            )
+        if token in self._ends:
+            return self.finish("stop")
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        wanted = slice(self._params.logprobs or 0)  # another row of the batch may have more
+        self.top_logprobs.append(dict(zip(top_tokens[wanted], top_logprobs[wanted], strict=True)))
+        searched = max(0, len(self.text) - self._longest_stop + 1)
+        self.text += self._decoder.push(token)
+        found = [at for stop in self._stops if (at := self.text.find(stop, searched)) >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+            self._decoder.flush()
+            return self.finish("stop")
+        if len(self.token_ids) >= self._params.max_new_tokens:
+            return self.finish("length")
+        return self._new_text(len(self.text) - self._held_back())
+
+    def finish(self, reason: FinishReason) -> str:
+        """Ends the text; returns what was held back."""
+        self.finish_reason = reason
+        self.text += self._decoder.flush()
+        return self._new_text(len(self.text))
+
+    def _new_text(self, end: int) -> str:
+        start, self._returned = self._returned, max(self._returned, end)
+        return self.text[start : self._returned]
+
+    def _held_back(self) -> int:
+        """Length of the longest end of the text that is the start of a stop string."""
+        longest = 0
+        for stop in self._stops:
+            for length in range(min(len(stop) - 1, len(self.text)), longest, -1):
+                if self.text.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest
+
+
+PrefixKey = tuple[bytes, bytes]
+BLOCK = 64  # tokens per hash
+_ID_BYTES = 4
+
+
+class HashedTokens:
+    """Token ids with a hash after every block of 64, which covers all tokens before it.
+
+    So the key of any prefix is found without reading all its tokens.
+    """
+
+    def __init__(self, ids: Sequence[int], after: "HashedTokens | None" = None) -> None:
+        """`ids`, or `after` continued by `ids`."""
+        self._bytes: bytes = (after._bytes if after else b"") + array("i", ids).tobytes()
+        self._digests: list[bytes] = [*after._digests] if after else [b""]
+        size = BLOCK * _ID_BYTES
+        for start in range(size * (len(self._digests) - 1), len(self._bytes) - size + 1, size):
+            self._digests.append(digest(self._digests[-1], self._bytes[start : start + size]))
+        self._blocks = {block_hash: blocks for blocks, block_hash in enumerate(self._digests)}
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> "HashedTokens":
+        """The inverse of `prefix_bytes(len(self))`."""
+        ids = array("i")
+        ids.frombytes(content)
+        return cls(ids)
+
+    def __len__(self) -> int:
+        return len(self._bytes) // _ID_BYTES
+
+    def prefix_bytes(self, length: int) -> bytes:
+        """The first `length` ids as bytes."""
+        return self._bytes[: length * _ID_BYTES]
+
+    def key(self, length: int) -> PrefixKey:
+        """Key of the first `length` ids: the hash of the whole blocks, and the ids after them."""
+        blocks = length // BLOCK
+        return self._digests[blocks], self._bytes[blocks * BLOCK * _ID_BYTES : length * _ID_BYTES]
+
+    def has_prefix(self, other: "HashedTokens", length: int) -> bool:
+        """True if both start with the same `length` ids."""
+        return min(len(self), len(other)) >= length and self.key(length) == other.key(length)
+
+    def block_lengths(
+        self, longer_than: int, known: KeysView[bytes] | None = None
+    ) -> Iterator[tuple[bytes, range]]:
+        """Prefix lengths above `longer_than`, longest first, grouped by the hash in their key.
+
+        With `known`, only groups with one of these hashes. The cost is that of the smaller of the
+        two sets: it is paid for every chunk of a prompt, which may have a million tokens.
+        """
+        found = self._blocks.keys() if known is None else self._blocks.keys() & known
+        numbers = [self._blocks[block_hash] for block_hash in found]
+        for blocks in sorted((n for n in numbers if n >= longer_than // BLOCK), reverse=True):
+            last = min(len(self), (blocks + 1) * BLOCK - 1)
+            yield self._digests[blocks], range(last, max(longer_than, blocks * BLOCK - 1), -1)
+
+
+def digest(before: bytes, block: bytes) -> bytes:
+    """The hash of a block and of everything before it."""
+    return hashlib.blake2b(before + block, digest_size=16).digest()

@@ -1,0 +1,421 @@
+"""ModelRunner: the model's work for a fixed number of slots. On a GPU each call is one CUDA graph.
+
+All memory is allocated at the start. No call waits for the device.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from xlstm7b.config import ModelConfig
+from xlstm7b.generate.fused import FusedModel, Slots
+from xlstm7b.generate.params import MAX_LOGPROBS, SamplingParams
+from xlstm7b.generate.sampler import Needs, Sampler, on_device
+from xlstm7b.generate.scheduler import PrefillLimits
+from xlstm7b.generate.state import SavedState, state_bytes, to_device
+from xlstm7b.model import ModelState
+
+MAX_SLOTS, CPU_SLOTS = 256, 8
+_FREE_SHARE = 0.7  # of free GPU memory for slots; the rest is for prefill, graphs, saved states
+
+# Decode graphs exist for these numbers of slots, and for a few kinds of sampling.
+_SLOT_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, MAX_SLOTS)
+_NEEDS = (
+    Needs(),
+    Needs(sampling=True),
+    Needs(sampling=True, filters=True),
+    Needs(True, True, True, True, True, MAX_LOGPROBS),
+)
+# Prefill graphs exist for these shapes: one row of these lengths, or rows × tokens. Larger batches
+# are launched kernel by kernel: only there does the GPU take longer than the launches.
+_ONE_ROW = (*range(64, 768, 64), 768, 896, 1024, 1280, 1536, 1792, 2048, 2304)
+_ROWS, _ROW_TOKENS = (2, 3, 4, 6, 8, 12, 16), (64, 128, 256, 384, 512)
+_MAX_GRAPH_TOKENS = 2304
+_SCORED = 512  # prompt tokens whose logits are held at a time
+
+
+def prefill_limits(
+    device: torch.device, chunk_tokens: int, long_gaps: float = 0.01
+) -> PrefillLimits:
+    """The limits for a device. On a CPU larger batches are not faster."""
+    if device.type != "cuda":
+        return PrefillLimits(chunk_tokens, chunk_tokens, chunk_tokens, 1, 1, long_gaps)
+    return PrefillLimits(
+        chunk_tokens,
+        idle_chunk_tokens=max(chunk_tokens, 4096),
+        idle_tokens=max(chunk_tokens, 8192),
+        max_rows=_ROWS[-1],
+        pass_tokens=256,  # an H200 reads the weights of a 7B in the time of this many tokens
+        long_gaps=long_gaps,
+    )
+
+
+def fitting_slots(
+    config: ModelConfig,
+    device: torch.device,
+    state_dtype: torch.dtype,
+    slots: int | None,
+    other_bytes: int,
+) -> int:
+    """The given number of slots, by default as many as fit next to `other_bytes`.
+
+    `ValueError` if the given number does not fit into memory.
+    """
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        memory = torch.cuda.mem_get_info(device)[0]
+        memory += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # The sampler holds a few vectors of the vocabulary's length per slot.
+    slot = state_bytes(config, state_dtype) + 16 * config.vocab_size
+    if slots is None:
+        fitting = int((memory * _FREE_SHARE - other_bytes) // slot)
+        return max(1, min(MAX_SLOTS, fitting)) if on_gpu else CPU_SLOTS
+    if slots * slot > memory:
+        raise ValueError(
+            f"{slots:,} slots of {slot / 1e6:,.1f} MB do not fit into {memory / 1e9:,.1f} GB"
+        )
+    return slots
+
+
+class PrefillRow(NamedTuple):
+    """Prompt tokens for a slot. `fresh`: they start a prompt; whatever the slot held is dropped."""
+
+    slot: int
+    tokens: Sequence[int]
+    fresh: bool = False
+
+
+class _Part(NamedTuple):
+    """The first slots: views of their memory."""
+
+    state: ModelState
+    logits: Tensor
+    sampler: Sampler
+
+
+class ModelRunner:
+    """States, logits and sampling of `slots` requests."""
+
+    def __init__(
+        self, model: FusedModel, slots: int, *, state_dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.model, self.config, self.slots = model, model.config, slots
+        self.device = device = model.device
+        self._on_gpu = device.type == "cuda"
+        # The last row is not a slot. It holds the state that prompts start from, after the model's
+        # first token. Unused rows of a prefill graph read 0 tokens from it and write it back.
+        rows = slots + 1
+        self._start = slots
+        self._state = ModelState.zeros(self.config, rows, dtype=state_dtype, device=device)
+        self._logits = torch.zeros(
+            rows,
+            self.config.vocab_size,
+            dtype=torch.promote_types(model.dtype, torch.float32),
+            device=device,
+        )
+        self._start_logits = self._logits[slots:].clone()
+        self._sampler = Sampler(slots, self.config.vocab_size, device)
+        # Made once: slicing the 97 tensors of a 7B's state takes long next to a step.
+        *self._slot_states, self._start_state = [
+            self._state.rows(row, row + 1) for row in range(rows)
+        ]
+        # A CPU always computes all slots: then a request's tokens do not depend, to the bit, on
+        # which other requests are running.
+        buckets = [n for n in _SLOT_BUCKETS if n < slots] if self._on_gpu else []
+        self._parts = {n: self._part(n) for n in (*buckets, slots)}
+        self._single_tokens = torch.full((slots,), -1, device=device)
+        self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
+        self._has_start = not self.config.force_bos_token_insert  # zeros are right without one
+        if self._on_gpu:
+            self._graph_memory = torch.cuda.graph_pool_handle()
+            self._capture_stream = torch.cuda.Stream(device)
+            # Tokens, lengths, source and target slots of a prefill batch: one copy from the host.
+            inputs = _MAX_GRAPH_TOKENS + 3 * _ROWS[-1]
+            self._inputs = torch.zeros(inputs, dtype=torch.long, device=device)
+
+    def _part(self, n: int) -> _Part:
+        sampler = self._sampler if n == self.slots else self._sampler.first(n)
+        return _Part(self._state.rows(0, n), self._logits[:n], sampler)
+
+    # Slots
+
+    @torch.inference_mode()
+    def load(self, slot: int, state: SavedState | None) -> None:
+        """Sets the state of a slot; None is the state before any token."""
+        if state is None:
+            self._slot_states[slot].zero_()
+        else:
+            self._slot_states[slot].copy_(state.model_state)
+            self._logits[slot : slot + 1].copy_(state.logits)
+
+    @torch.inference_mode()
+    def load_start(self, slot: int) -> None:
+        """Sets a slot to the state that prompts start from, as `prefill` does with `fresh`."""
+        self._compute_start()
+        self._slot_states[slot].copy_(self._start_state)
+        self._logits[slot : slot + 1].copy_(self._start_logits)
+
+    def saved(self, slot: int) -> SavedState:
+        """A copy of a slot's state."""
+        logits = self._logits[slot : slot + 1]
+        with torch.inference_mode():
+            return SavedState(self.config, self._slot_states[slot], logits).clone()
+
+    @torch.inference_mode()
+    def move(self, source: int, target: int) -> None:
+        """Moves a running request to another slot."""
+        self._slot_states[target].copy_(self._slot_states[source])
+        self._logits[target].copy_(self._logits[source])
+        self._sampler.move_row(source, target)
+
+    def stop(self, slot: int) -> None:
+        """Stops decoding in a slot: later steps do not change it."""
+        self._sampler.clear_row(slot)
+
+    # Prefill
+
+    @torch.inference_mode()
+    def prefill(self, rows: Sequence["PrefillRow"]) -> None:
+        """Reads tokens into slots, each slot at most once."""
+        longest = max(len(row.tokens) for row in rows)
+        single = longest == 1 and self._is_cheaper_as_step(rows)
+        if single or not self._on_gpu:
+            for row in rows:
+                if row.fresh:
+                    self.load_start(row.slot)
+        if single:
+            self._read_single({row.slot: row.tokens[0] for row in rows})
+            return
+        if not self._on_gpu:
+            for row in rows:
+                vectors = self.model.read(torch.tensor([row.tokens]), self._slot_states[row.slot])
+                self._logits[row.slot : row.slot + 1] = self.model.logits(vectors)
+            return
+        if any(row.fresh for row in rows):
+            self._compute_start()
+        count, size, has_graph = _prefill_bucket(len(rows), longest)
+        unused = PrefillRow(self._start, (), fresh=True)
+        padded = [*rows, *[unused] * (count - len(rows))]
+        inputs = [
+            token for row in padded for token in (*row.tokens, *[0] * (size - len(row.tokens)))
+        ]
+        inputs += [len(row.tokens) for row in padded]
+        inputs += [self._start if row.fresh else row.slot for row in padded]
+        inputs += [row.slot for row in padded]
+        values = on_device(inputs, self.device)
+        if not has_graph:
+            self._prefill(values, count, size)
+            return
+        if ("prefill", count, size) not in self._graphs:
+            self._capture_prefill(count, size)
+        self._inputs[: len(values)] = values
+        self._graphs["prefill", count, size].replay()
+
+    def _is_cheaper_as_step(self, rows: Sequence[PrefillRow]) -> bool:
+        """True if single tokens should be read as in decoding, which computes unused slots too."""
+        computed = self._bucket(max(row.slot for row in rows) + 1)
+        return not self._on_gpu or len(rows) > _ROWS[-1] or computed <= 4 * len(rows)
+
+    def _prefill(self, inputs: Tensor, count: int, size: int) -> None:
+        tokens, lengths, *slots = inputs.split([count * size, count, count, count])
+        vectors = self.model.read(tokens.view(count, size), self._state, lengths, Slots(*slots))
+        self._logits.index_copy_(0, slots[1], self.model.logits(vectors))
+
+    def _capture_prefill(self, count: int, size: int) -> None:
+        inputs = self._inputs[: count * (size + 3)]
+        inputs.zero_()  # lengths of 0: states stay as they are
+        inputs[-2 * count :].fill_(self._start)
+        self._capture(("prefill", count, size), partial(self._prefill, inputs, count, size))
+
+    def _compute_start(self) -> None:
+        """Reads the model's first token into the start row, once."""
+        if not self._has_start:
+            token = torch.tensor([[self.config.bos_token_id]], device=self.device)
+            vectors = self.model.read(token, self._start_state)
+            self._start_logits = self.model.logits(vectors)
+            self._has_start = True
+
+    def _read_single(self, tokens: dict[int, int]) -> None:
+        """One token per slot, computed as in decoding but without sampling."""
+        n = self._bucket(max(tokens) + 1)
+        values = on_device([tokens.get(slot, -1) for slot in range(n)], self.device)
+        if self._on_gpu and ("single", n) not in self._graphs:
+            self._single_tokens.fill_(-1)
+            self._capture(("single", n), partial(self._single_step, n))
+        self._single_tokens[:n] = values
+        if self._on_gpu:
+            self._graphs["single", n].replay()
+        else:
+            self._single_step(n)
+
+    def _single_step(self, n: int) -> None:
+        self._step(self._parts[n], self._single_tokens[:n])
+
+    def _step(self, part: _Part, tokens: Tensor) -> None:
+        live = tokens >= 0
+        logits = self.model.step(tokens.clamp(min=0), part.state, live)
+        torch.where(live[:, None], logits, part.logits, out=part.logits)
+
+    @torch.inference_mode()
+    def score(
+        self, slot: int, tokens: Sequence[int], targets: Sequence[int], top: int
+    ) -> "Results":
+        """Reads tokens into a slot and scores the tokens that follow them: all, or all but one.
+
+        The results: log-probabilities of the targets, then values and ids of the `top` most likely
+        tokens at each position.
+        """
+        size = _padded(len(tokens)) if self._on_gpu else len(tokens)
+        inputs = on_device([*tokens, *[0] * (size - len(tokens))], self.device)
+        lengths = on_device([len(tokens)], self.device) if self._on_gpu else None
+        unknown = [0] * (len(tokens) - len(targets))
+        wanted = on_device([*targets, *unknown], self.device)
+        vectors = self.model.vectors(inputs[None], self._slot_states[slot], lengths)
+        vectors = vectors[0, : len(tokens)]
+        scores = []
+        for x, target in zip(vectors.split(_SCORED), wanted.split(_SCORED), strict=True):
+            logits = self.model.logits(x)
+            log_total = logits.logsumexp(-1, keepdim=True)
+            most_likely = logits.topk(top)
+            own = (logits.gather(-1, target[:, None]) - log_total)[:, 0]
+            scores.append((own, most_likely.values - log_total, most_likely.indices))
+            self._logits[slot : slot + 1] = logits[-1:]
+        return Results([torch.cat(parts)[: len(targets)] for parts in zip(*scores, strict=True)])
+
+    # Decode
+
+    def start(
+        self,
+        slot: int,
+        params: SamplingParams,
+        *,
+        seed: int,
+        prompt: Sequence[int] = (),
+        output: Sequence[int] = (),
+    ) -> None:
+        """Starts sampling in a slot. `sample` then draws its first token."""
+        self._sampler.set_row(slot, params, seed=seed, prompt=prompt, output=output)
+
+    def sample(self, slots: Sequence[int]) -> "Results":
+        """Draws a token in these slots from their logits. Results are in the order of `slots`."""
+        part = self._sampler.sample_rows(self._logits, slots)
+        return Results.of(part)
+
+    @torch.inference_mode()
+    def decode(self, highest_slot: int) -> "Results":
+        """Reads the last token of every running slot and draws the next. Results are by slot."""
+        n = self._bucket(highest_slot + 1)
+        part, needs = self._parts[n], self._sampler.needs
+        if not self._on_gpu:
+            self._decode(part, needs)
+            return Results.of(part.sampler)
+        needs = self._covering(needs)
+        if ("decode", n, needs) not in self._graphs:
+            pending = self._sampler.pending.clone()
+            self._sampler.pending.fill_(-1)  # no slot is live while capturing: nothing changes
+            self._capture(("decode", n, needs), partial(self._decode, part, needs))
+            self._sampler.pending.copy_(pending)
+        self._graphs["decode", n, needs].replay()
+        return Results.of(part.sampler)
+
+    def _decode(self, part: _Part, needs: Needs) -> None:
+        self._step(part, part.sampler.pending)
+        part.sampler(part.logits, needs)
+
+    def bucket(self, slots: int) -> int:
+        """How many slots a decode step computes if the first `slots` are in use."""
+        return self._bucket(slots)
+
+    def _bucket(self, slots: int) -> int:
+        return min(n for n in self._parts if n >= slots)
+
+    def _covering(self, needs: Needs) -> Needs:
+        """The first kind of sampling graph that covers these needs."""
+        kind = next(kind for kind in _NEEDS if Needs.union([kind, needs]) == kind)
+        if kind.logprobs is None:
+            return kind
+        return kind._replace(logprobs=min(kind.logprobs, self.config.vocab_size))
+
+    # CUDA graphs
+
+    @torch.inference_mode()
+    def warm_up(self, chunk_tokens: int) -> None:
+        """Compiles kernels and captures the graphs that serving needs. No slot may be in use."""
+        self._compute_start()
+        if not self._on_gpu:
+            return
+        self._single_tokens.fill_(-1)
+        for n, part in self._parts.items():
+            self._capture(("single", n), partial(self._single_step, n))
+            for needs in _NEEDS:
+                kind = self._covering(needs)
+                self._capture(("decode", n, kind), partial(self._decode, part, kind))
+        longest = max(chunk_tokens + chunk_tokens // 4, _MAX_GRAPH_TOKENS)
+        for size in _ONE_ROW:
+            if size <= longest:
+                self._capture_prefill(1, size)
+        for count in _ROWS if self.slots > 1 else ():
+            for size in _ROW_TOKENS:
+                if count * size <= _MAX_GRAPH_TOKENS:
+                    self._capture_prefill(count, size)
+        torch.cuda.synchronize(self.device)
+
+    def _capture(self, key: Any, work: Callable[[], None]) -> None:
+        """Runs the work once, which compiles its kernels, then records it as a graph."""
+        work()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(
+            graph,
+            pool=self._graph_memory,
+            stream=self._capture_stream,
+            capture_error_mode="thread_local",  # other threads may use the device meanwhile
+        ):
+            work()
+        self._graphs[key] = graph
+
+
+def _prefill_bucket(rows: int, tokens: int) -> tuple[int, int, bool]:
+    """Rows and tokens that this batch is padded to, and whether there is a graph for that shape."""
+    counts, sizes = ((1,), _ONE_ROW) if rows == 1 else (_ROWS, _ROW_TOKENS)
+    count = next((n for n in counts if n >= rows), None)
+    size = next((n for n in sizes if n >= tokens), None)
+    if count is None or size is None or count * size > _MAX_GRAPH_TOKENS:
+        return rows, _padded(tokens), False
+    return count, size, True
+
+
+def _padded(tokens: int) -> int:
+    """Rounds up to a multiple of 64: Triton would compile the kernels again for odd lengths."""
+    return -(-tokens // 64) * 64
+
+
+class Results:
+    """Tensors on their way to the host."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        on_gpu = tensors[0].is_cuda
+        self._copies = [to_device(t, "cpu") if on_gpu else t.clone() for t in tensors]
+        self._copied = torch.cuda.Event() if on_gpu else None
+        if self._copied is not None:
+            self._copied.record()
+
+    @classmethod
+    def of(cls, sampler: Sampler) -> "Results":
+        """The sampled tokens, and their log-probabilities if some row wants them."""
+        tensors, count = [sampler.tokens], sampler.needs.logprobs
+        if count is not None:
+            best = sampler.top_logprobs[:, :count], sampler.top_tokens[:, :count]
+            tensors += [sampler.logprob, *best]
+        return cls(tensors)
+
+    def lists(self) -> list[list[Any]]:
+        """The values. Waits for the device."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return [copy.tolist() for copy in self._copies]

@@ -1,0 +1,333 @@
+"""SavedState: a model state and the logits after it. StateStore: saved states as files."""
+
+import json
+import os
+import re
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from xlstm7b.config import ModelConfig
+from xlstm7b.files import opened_safetensors, write_safetensors
+from xlstm7b.mlstm import MLSTMState
+from xlstm7b.model import ModelState
+
+_FORMAT = "xlstm7b-state-1"
+_OWN_NOTES = ("format", "config", "tokens_seen")
+_NAME = re.compile(r"[\w-]{1,200}", re.ASCII)  # of a stored state: never a path
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """Everything needed to continue some token sequences, one per row, without reading them again.
+
+    The size does not depend on how many tokens were read. `logits` [B, V] follow the last token.
+    """
+
+    config: ModelConfig
+    model_state: ModelState
+    logits: Tensor
+
+    def __len__(self) -> int:
+        return len(self.logits)
+
+    @property
+    def tokens_seen(self) -> list[int]:
+        """How many tokens each row has read."""
+        seen: list[int] = self.model_state.tokens_seen.tolist()
+        return seen
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.model_state.nbytes + self.logits.nbytes
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """The state on another device. With `non_blocking`, synchronize before a CPU uses it."""
+        logits = to_device(self.logits, device)
+        return self._with(self.model_state.to(device, non_blocking=non_blocking), logits)
+
+    def clone(self) -> Self:
+        """A copy that shares no memory with this one."""
+        return self._with(self.model_state.clone(), self.logits.clone())
+
+    def fork(self, n: int) -> Self:
+        """n copies of each row, next to each other: row r becomes rows r·n … r·n + n − 1."""
+        return self._with(self.model_state.fork(n), self.logits.repeat_interleave(n, dim=0))
+
+    def select(self, rows: Sequence[int] | Tensor) -> Self:
+        """The given rows, in the given order; a row may appear several times."""
+        model_state = self.model_state.select(rows)
+        index = torch.as_tensor(rows, dtype=torch.long, device=self.logits.device)
+        return self._with(model_state, self.logits.index_select(0, index))
+
+    @classmethod
+    def cat(cls, states: Sequence[Self]) -> Self:
+        """The rows of several states of one model, in order."""
+        if not states:
+            raise ValueError("there are no states to join")
+        first = states[0]
+        if len(states) == 1:
+            return first
+        for state in states[1:]:
+            state.check_model(first.config)
+        model_state = ModelState.cat([state.model_state for state in states])
+        return first._with(model_state, torch.cat([state.logits for state in states]))
+
+    def check_model(self, config: ModelConfig) -> None:
+        """Raises a `ValueError` that names what differs if this is another model's state."""
+        if self.config != config:
+            raise ValueError(f"this state was saved by another model: {_differences(self, config)}")
+
+    def save(self, path: str | Path, **notes: str) -> None:
+        """Writes one safetensors file; an existing file is replaced only when it is complete.
+
+        Notes are strings for the caller's own use; `read_notes` returns them.
+        """
+        for name, note in notes.items():
+            if not isinstance(note, str):
+                raise ValueError(f"the note {name!r} must be a string, not {note!r}")
+            note.encode()  # half a surrogate pair could not be read back
+        C, n, m = (
+            torch.stack(parts, dim=1) for parts in zip(*self.model_state.blocks, strict=True)
+        )
+        tensors = {"C": C.cpu(), "n": n.cpu(), "m": m.cpu(), "logits": self.logits.cpu()}
+        metadata = {
+            **notes,
+            "format": _FORMAT,
+            "config": json.dumps(self.config.to_dict()),
+            "tokens_seen": json.dumps(self.tokens_seen),
+        }
+        write_safetensors(Path(path), tensors, metadata)
+
+    @classmethod
+    def load(
+        cls, path: str | Path, config: ModelConfig, *, device: torch.device | str | None = None
+    ) -> Self:
+        """Reads what `save` wrote. `ValueError` for another model's state or another file."""
+        path = Path(path)
+        with opened_safetensors(path) as file:
+            metadata = _metadata(path, file)
+            saved = cls(_config(path, metadata), ModelState((), torch.empty(0)), torch.empty(0))
+            spelled = ModelConfig.from_dict(config.to_dict())  # as `save` does it
+            if saved.config != spelled:
+                raise ValueError(
+                    f"{path} was saved from another model: {_differences(saved, spelled)}"
+                )
+            seen = _tokens_seen(path, metadata)
+            shapes = {
+                "C": (config.num_blocks, config.num_heads, config.d_qk, config.d_hv),
+                "n": (config.num_blocks, config.num_heads, config.d_qk),
+                "m": (config.num_blocks, config.num_heads),
+                "logits": (config.vocab_size,),
+            }
+            parts = {}
+            for name, shape in shapes.items():
+                if name not in file.keys():  # noqa: SIM118 (the handle is no dict)
+                    raise ValueError(f"{path} is damaged: it has no {name!r}")
+                tensor = file.get_tensor(name)
+                if tensor.shape != (len(seen), *shape) or not tensor.is_floating_point():
+                    kind = f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")
+                    raise ValueError(f"{path} is damaged: its {name!r} is {kind}")
+                # A clone: the file is memory-mapped, and may be replaced while the state is used.
+                parts[name] = tensor.clone().to(device or torch.get_default_device())
+        logits = parts.pop("logits")
+        blocks = zip(*(part.unbind(1) for part in parts.values()), strict=True)
+        model_state = ModelState(
+            tuple(MLSTMState(*block) for block in blocks), torch.tensor(seen, device=logits.device)
+        )
+        return cls(config, model_state, logits)
+
+    @staticmethod
+    def read_notes(path: str | Path) -> dict[str, str]:
+        """The notes that `save` was given."""
+        with opened_safetensors(Path(path)) as file:
+            metadata = _metadata(Path(path), file)
+        return {name: note for name, note in metadata.items() if name not in _OWN_NOTES}
+
+    def _with(self, model_state: ModelState, logits: Tensor) -> Self:
+        return type(self)(self.config, model_state, logits)
+
+
+def state_bytes(config: ModelConfig, state_dtype: torch.dtype = torch.float32) -> int:
+    """Bytes of the `SavedState` of one row."""
+    numbers = config.num_heads * (config.d_qk * (config.d_hv + 1) + 1) * config.num_blocks
+    return numbers * state_dtype.itemsize + 4 * config.vocab_size + 8
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """The tensor on a device, without waiting. From a GPU it goes to pinned host memory."""
+    if tensor.is_cuda and torch.device(device).type == "cpu":
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return copy.copy_(tensor, non_blocking=True)
+    return tensor.to(device, non_blocking=True)
+
+
+class StoreFull(RuntimeError):  # noqa: N818 (a condition of the store, not a fault)
+    """A state does not fit into the store, and the store does not evict."""
+
+
+class StoredState(NamedTuple):
+    """The properties of a stored state that are known without loading it."""
+
+    name: str
+    created: float  # seconds since 1970
+    tokens_seen: list[int]
+    nbytes: int
+    notes: dict[str, str]
+
+
+class StateStore:
+    """Saved states as files in one folder, at most `max_bytes` in all. Thread-safe.
+
+    With `evict` the least recently used files make room for new ones (the prefix cache). Without,
+    a full store raises `StoreFull`, and only `delete` deletes files (/v1/states). Only
+    files whose names start with `prefix` are counted or touched.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: ModelConfig,
+        max_bytes: int,
+        *,
+        evict: bool,
+        prefix: str = "state-",
+    ) -> None:
+        self.folder, self.config, self.max_bytes = Path(folder), config, max_bytes
+        self._evict, self._prefix = evict, prefix
+        self._writing = threading.Lock()
+        if evict:
+            self._delete_oldest(self.nbytes - max_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(size for _, size, _ in self._files())
+
+    def check_room(self, nbytes: int) -> None:
+        """Raises `StoreFull` if a state of this size could not be saved now."""
+        available = self.max_bytes if self._evict else self.max_bytes - self.nbytes
+        if nbytes > available:
+            raise StoreFull(
+                f"a state of {nbytes / 1e6:,.1f} MB does not fit: the store holds "
+                f"{self.nbytes / 1e9:,.2f} of at most {self.max_bytes / 1e9:,.2f} GB"
+            )
+
+    def save(self, name: str, state: SavedState, **notes: str) -> StoredState:
+        """Writes a state. `StoreFull` if there is no room, `OSError` if the disk fails."""
+        path = self._path(name)
+        size = state.nbytes + sum(map(len, notes.values()))
+        with self._writing:
+            self.check_room(size)
+            if self._evict:
+                self._delete_oldest(self.nbytes + size - self.max_bytes)
+            state.save(path, **notes)
+            return self.find(name)
+
+    def find(self, name: str) -> StoredState:
+        """`KeyError` if there is no such state."""
+        path = self._path(name)
+        try:
+            status = path.stat()
+            with opened_safetensors(path) as file:
+                metadata = _metadata(path, file)
+            seen = _tokens_seen(path, metadata)
+        except (OSError, ValueError) as error:
+            raise KeyError(name) from error
+        notes = {key: note for key, note in metadata.items() if key not in _OWN_NOTES}
+        return StoredState(name, status.st_mtime, seen, status.st_size, notes)
+
+    def list(self) -> list[StoredState]:
+        """All states that can be loaded, newest first."""
+        found = []
+        for _, _, path in sorted(self._files(), reverse=True):
+            try:
+                found.append(self.find(path.stem))
+            except KeyError:  # deleted meanwhile, or not a saved state
+                continue
+        return found
+
+    def load(self, name: str, *, device: torch.device | str | None = None) -> SavedState:
+        """`KeyError` if there is no such state; `ValueError` if damaged or another model's."""
+        path = self._path(name)
+        try:
+            state = SavedState.load(path, self.config, device=device)
+        except (OSError, ValueError):
+            if not path.is_file():  # or deleted meanwhile
+                raise KeyError(name) from None
+            raise
+        if self._evict:
+            with suppress(OSError):  # evicted meanwhile
+                os.utime(path)  # used now: the last to be evicted
+        return state
+
+    def delete(self, name: str) -> None:
+        """`KeyError` if there is no such state."""
+        try:
+            self._path(name).unlink()
+        except FileNotFoundError as error:
+            raise KeyError(name) from error
+
+    def _delete_oldest(self, nbytes: int) -> None:
+        """Deletes the least recently used files until at least this many bytes are free."""
+        for _, size, path in sorted(self._files()):
+            if nbytes <= 0:
+                break
+            path.unlink(missing_ok=True)
+            nbytes -= size
+
+    def _files(self) -> Sequence[tuple[float, int, Path]]:
+        """Time of last use, size and path of each file."""
+        found = []
+        for path in self.folder.glob(f"{self._prefix}*.safetensors"):
+            try:
+                status = path.stat()
+            except OSError:  # deleted meanwhile
+                continue
+            found.append((status.st_mtime, status.st_size, path))
+        return found
+
+    def _path(self, name: str) -> Path:
+        if not name.startswith(self._prefix) or not _NAME.fullmatch(name):
+            raise KeyError(name)
+        return self.folder / f"{name}.safetensors"
+
+
+def _metadata(path: Path, file: Any) -> dict[str, str]:
+    metadata: dict[str, str] = file.metadata() or {}
+    if metadata.get("format") != _FORMAT:
+        raise ValueError(f"{path} holds no saved state")
+    return metadata
+
+
+def _config(path: Path, metadata: dict[str, str]) -> ModelConfig:
+    try:
+        return ModelConfig.from_dict(json.loads(metadata["config"]))
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: it does not say which model it is of") from error
+
+
+def _differences(state: SavedState, config: ModelConfig) -> str:
+    parts = []
+    for field in fields(config):
+        theirs, ours = getattr(state.config, field.name), getattr(config, field.name)
+        if theirs != ours:
+            parts.append(f"it has {field.name} {theirs}, the loaded model {ours}")
+    return "; ".join(parts)
+
+
+def _tokens_seen(path: Path, metadata: dict[str, str]) -> list[int]:
+    try:
+        seen = json.loads(metadata["tokens_seen"])
+    except (KeyError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: it does not say how much it has read") from error
+    if not isinstance(seen, list) or not all(type(n) is int and 0 <= n < 1 << 63 for n in seen):
+        raise ValueError(f"{path} is damaged: it has read {seen} tokens")
+    return seen

@@ -1,1 +1,0 @@
-"""Kernels of generation: one row times the weights, few rows, and what is left between products."""

@@ -1,0 +1,112 @@
+"""Launch parameters of the cell's kernels: block sizes, warps, pipeline stages and dtypes.
+
+`_FAST` and the tiles of the single step were measured with `xlstm7b bench tune` on an
+H200 (Triton 3.6) for heads of 256/512 and 65,536 tokens; other head sizes use the same. `_WIDE` and
+`CARRY` were not tuned.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from xlstm7b.mlstm import KERNEL_CHUNK_SIZE
+
+
+@dataclass(frozen=True, order=True)
+class Tile:
+    """Block sizes of one launch, with its warps and pipeline stages."""
+
+    t: int  # positions
+    d_in: int  # the dimension that is summed over; for states, d_qk
+    d_out: int  # the dimension that is kept; for states, d_hv
+    warps: int
+    stages: int
+
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+    def within(self, d_in: int, d_out: int) -> "Tile":
+        """The same tile with no block larger than the padded head."""
+        return replace(
+            self, d_in=min(self.d_in, padded(d_in)), d_out=min(self.d_out, padded(d_out))
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the work is divided. `chunk` is the number of tokens between two stored states."""
+
+    chunk: int
+    states: Tile
+    state_gradients: Tile
+    h: Tile
+    dv: Tile
+    dq: Tile
+    dk: Tile
+
+
+_FAST = Plan(
+    chunk=KERNEL_CHUNK_SIZE,
+    states=Tile(64, 64, 256, 4, 2),
+    state_gradients=Tile(64, 64, 256, 4, 2),
+    h=Tile(64, 32, 256, 4, 4),
+    dv=Tile(64, 32, 256, 4, 4),
+    dq=Tile(64, 64, 128, 4, 4),
+    dk=Tile(64, 64, 128, 4, 4),
+)
+# float32 operands need smaller tiles.
+_WIDE = Plan(KERNEL_CHUNK_SIZE, *[Tile(32, 32, 32, 4, 2)] * 2, *[Tile(32, 32, 64, 4, 2)] * 4)
+CARRY = Tile(1, 1, 1024, 4, 1)
+# From this batch × heads on, one pass over the chunks is enough work for an H200.
+ROWS_TO_FILL = 32
+
+
+def plan(d_qk: int, d_hv: int, dtype: torch.dtype) -> Plan:
+    """The parameters for one head size."""
+    chosen = _FAST if _is_fast(dtype, d_qk, d_hv) else _WIDE
+    sums_over_k = (chosen.states, chosen.state_gradients, chosen.h, chosen.dv)
+    return Plan(
+        chosen.chunk,
+        *(tile.within(d_qk, d_hv) for tile in sums_over_k),
+        *(tile.within(d_hv, d_qk) for tile in (chosen.dq, chosen.dk)),
+    )
+
+
+def step_tile(rows: int, d_qk: int, d_hv: int) -> Tile:
+    """The tile of a single step. A few rows use small tiles, so that every SM has work."""
+    tile = Tile(1, 256, 16, 2, 1) if rows <= 16 else Tile(1, 64, 64, 4, 1)
+    return (tile if rows <= 128 else Tile(1, 128, 64, 4, 1)).within(d_qk, d_hv)
+
+
+def padded(d: int) -> int:
+    """The power of two that a head is padded to, at least 16: the least that `tl.dot` takes."""
+    return max(16, int(triton.next_power_of_2(d)))
+
+
+def arithmetic(dtype: torch.dtype, d_qk: int, d_hv: int) -> dict[str, Any]:
+    """The dtype and precision of the matrix products' inputs. Sums are always float32.
+
+    float16 has the digits of TF32 but not its range: 1/denominator and C can overflow it. So
+    float16 is widened to float32 and multiplied as TF32. float32 inputs are multiplied exactly.
+    """
+    if _is_fast(dtype, d_qk, d_hv):
+        return {"OPERAND": tl.bfloat16, "PRECISION": "tf32"}
+    return {"OPERAND": tl.float32, "PRECISION": "ieee" if dtype == torch.float32 else "tf32"}
+
+
+def state_dtype(dtype: torch.dtype, d_qk: int, d_hv: int) -> torch.dtype:
+    """The dtype of the states stored between chunks: the one that the products take."""
+    return torch.bfloat16 if _is_fast(dtype, d_qk, d_hv) else torch.float32
+
+
+def _is_fast(dtype: torch.dtype, d_qk: int, d_hv: int) -> bool:
+    """True if the products take bfloat16 tiles as they are in memory.
+
+    On Hopper with Triton 3.6, heads of 16, of odd sizes and of 24/40 gave wrong results that way;
+    the cause was not found. With operands widened to float32 they are right. Tested: heads of at
+    least 64 whose size is a multiple of 32.
+    """
+    return dtype == torch.bfloat16 and all(d >= 64 and d % 32 == 0 for d in (d_qk, d_hv))

@@ -1,0 +1,126 @@
+"""ModelState: the state of the whole model for a batch of sequences."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from xlstm7b.config import ModelConfig
+from xlstm7b.mlstm import MLSTMState
+
+
+class ModelState(NamedTuple):
+    """One cell state for each block, and how many tokens each row has read.
+
+    A row is one sequence of the batch. The size of a row does not depend on its number of tokens.
+    """
+
+    blocks: tuple[MLSTMState, ...]
+    tokens_seen: Tensor  # int64 [B]
+
+    @classmethod
+    def zeros(
+        cls,
+        config: ModelConfig,
+        batch: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> Self:
+        """The state before the first token. In memory, the blocks of a row follow each other."""
+        shape = (config.num_heads, config.d_qk, config.d_hv)
+        buffers = [
+            torch.zeros(batch, config.num_blocks, *shape[:dims], dtype=dtype, device=device)
+            for dims in (3, 2, 1)
+        ]
+        parts = zip(*(buffer.unbind(1) for buffer in buffers), strict=True)
+        tokens_seen = torch.zeros(batch, dtype=torch.long, device=device)
+        return cls(tuple(MLSTMState(*block) for block in parts), tokens_seen)
+
+    @classmethod
+    def cat(cls, states: Sequence[Self]) -> Self:
+        """The rows of all states, in their order."""
+        if not states:
+            raise ValueError("there must be at least one state to join")
+        shapes = {(len(state.blocks), *state.blocks[0].C.shape[1:]) for state in states}
+        if len(shapes) > 1:
+            raise ValueError(
+                "states of different models cannot be joined: their blocks, heads, d_qk and d_hv "
+                f"are {' and '.join(map(str, sorted(shapes)))}"
+            )
+        blocks = zip(*(state.blocks for state in states), strict=True)
+        return cls(
+            tuple(MLSTMState(*map(torch.cat, zip(*block, strict=True))) for block in blocks),
+            torch.cat([state.tokens_seen for state in states]),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.tokens_seen.nbytes + sum(tensor.nbytes for tensor in self._cell_tensors())
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """The state on another device. Tensors that are there already are not copied.
+
+        From a GPU to the CPU, tensors are copied to pinned memory: such copies are fast, and so is
+        the way back. With `non_blocking` the call does not wait for the copies. Then synchronize
+        the stream before you read the state on the CPU.
+        """
+        device = torch.device(device)
+        if not self.tokens_seen.is_cuda or device.type != "cpu":
+            return self._map(lambda x: x.to(device, non_blocking=non_blocking))
+        copy = self._map(
+            lambda x: torch.empty_like(x, device=device, pin_memory=True).copy_(
+                x, non_blocking=True
+            )
+        )
+        if not non_blocking:
+            torch.cuda.current_stream(self.tokens_seen.device).synchronize()
+        return copy
+
+    def clone(self) -> Self:
+        """A copy that shares no memory with this state, in the memory layout of `zeros`."""
+        parts = (torch.stack(part, dim=1).unbind(1) for part in zip(*self.blocks, strict=True))
+        return self._replace(
+            blocks=tuple(MLSTMState(*block) for block in zip(*parts, strict=True)),
+            tokens_seen=self.tokens_seen.clone(),
+        )
+
+    def fork(self, n: int) -> Self:
+        """n copies of each row: row r becomes the rows r·n … r·n + n − 1."""
+        if n < 1:
+            raise ValueError(f"the number of copies must be at least 1, not {n}")
+        return self._map(lambda x: x.repeat_interleave(n, dim=0))
+
+    def select(self, rows: Sequence[int] | Tensor) -> Self:
+        """A copy of these rows, in this order. A row may be selected several times."""
+        index = torch.as_tensor(rows, dtype=torch.long, device=self.tokens_seen.device)
+        batch = self.tokens_seen.shape[0]
+        if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < batch:
+            raise ValueError(f"rows must be between 0 and {batch - 1}, not {index.tolist()}")
+        return self._map(lambda x: x.index_select(0, index))
+
+    def rows(self, start: int, end: int) -> Self:
+        """The rows start … end − 1, as views."""
+        return self._map(lambda x: x[start:end])
+
+    def zero_(self) -> None:
+        """Sets the state of every row to that before the first token, in place."""
+        torch._foreach_zero_(self._cell_tensors())
+        self.tokens_seen.zero_()
+
+    def copy_(self, other: Self) -> None:
+        """Copies the values of another state, in place; this state's dtype stays."""
+        torch._foreach_copy_(self._cell_tensors(), other._cell_tensors())
+        self.tokens_seen.copy_(other.tokens_seen)
+
+    def _cell_tensors(self) -> list[Tensor]:
+        """All tensors of one dtype, so that a GPU processes many of them in one launch."""
+        return [part for block in self.blocks for part in block]
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        return self._replace(
+            blocks=tuple(MLSTMState(*map(change, block)) for block in self.blocks),
+            tokens_seen=change(self.tokens_seen),
+        )

@@ -1,0 +1,77 @@
+"""Text tables and figures of results, and the machine they were measured on."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table as text. The first column is left-aligned, the others right-aligned. None: empty."""
+    cells = [list(header), *([("" if x is None else str(x)) for x in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        first, *rest = (
+            cell.ljust(width) if index == 0 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        lines.append("  ".join([first, *rest]).rstrip())
+    return "\n".join(lines)
+
+
+def check_matplotlib() -> None:
+    """Raises a `ValueError` if figures cannot be drawn. Call it before a long measurement."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("drawing a figure needs matplotlib: pip install matplotlib")
+
+
+@contextmanager
+def figure(path: Path, columns: int = 1, rows: int = 1, size: float = 4.0) -> Iterator[Any]:
+    """Yields the axes of a new figure (an array if there are several), then saves it to `path`.
+
+    The file's suffix chooses the format: png, pdf or svg. Without a suffix it is PNG.
+    """
+    check_matplotlib()
+    import matplotlib as mpl
+
+    from xlstm7b.files import write_aside  # not above: it loads torch, which tables do not need
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    drawn, axes = pyplot.subplots(
+        rows, columns, figsize=(1.5 * size * columns, size * rows), layout="constrained"
+    )
+    try:
+        yield axes
+        with write_aside(path) as aside:
+            drawn.savefig(aside, dpi=150, format=path.suffix[1:] or "png")
+    finally:
+        pyplot.close(drawn)
+
+
+def token_ticks(axis: Any, counts: Sequence[int]) -> None:
+    """A base-2 logarithmic x axis with a tick at each count, such as 512, 4K or 32K."""
+    ticks = sorted(set(counts))
+    smallest = min((count for count in ticks if count), default=1)
+    axis.set_xscale("symlog", base=2, linthresh=smallest)  # symlog can show a count of 0
+    labels = [f"{n // 1024}K" if n >= 1024 and n % 1024 == 0 else str(n) for n in ticks]
+    axis.set_xticks(ticks, labels)
+    axis.minorticks_off()
+
+
+def machine(device: str) -> dict[str, str]:
+    """The date, processor and versions to store with a measurement."""
+    import platform
+    from datetime import date
+
+    import torch
+
+    facts = {"date": date.today().isoformat(), "torch": torch.__version__}
+    if torch.device(device).type != "cuda":
+        return facts | {"cpu": f"{platform.machine()}, {torch.get_num_threads()} threads"}
+    import triton
+
+    return facts | {"gpu": torch.cuda.get_device_name(), "triton": triton.__version__}

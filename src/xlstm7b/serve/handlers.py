@@ -1,0 +1,501 @@
+"""The routes that use the model: completions, chats, tokens and saved states.
+
+A completion takes three steps. 1. The body becomes engine requests, within all limits. 2. They are
+submitted to the engine thread. 3. Their outputs become the response, whole or as a stream.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, cast
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from xlstm7b.chat_format import ChatFormat, answer_ends, without_prefix
+from xlstm7b.config import ModelConfig
+from xlstm7b.generate import Completion, Request, RequestOutput, SamplingParams, SavedState
+from xlstm7b.generate.state import state_bytes
+from xlstm7b.serve import protocol
+from xlstm7b.serve.engine_thread import EngineThread
+from xlstm7b.serve.middleware import add_to_log, request_id
+from xlstm7b.serve.prometheus import Metrics
+from xlstm7b.serve.protocol import ApiError, ChatBody, CompletionBody, Json, SamplingBody, TextBody
+from xlstm7b.serve.saved_states import SavedStates
+from xlstm7b.serve.streaming import EventStream, OutputQueue, cancel_on_disconnect
+from xlstm7b.tokenizer import CachingEncoder, Tokenizer, check_tokens
+
+router = APIRouter()
+
+
+@dataclass(frozen=True)
+class Service:
+    """Everything that the handlers share: `http.app.state.service`."""
+
+    engine: EngineThread
+    chat_format: ChatFormat
+    name: str  # of the model, for clients
+    limits: protocol.Limits
+    metrics: Metrics
+    states: SavedStates | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.engine.engine.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.engine.engine.tokenizer
+
+    @cached_property
+    def encoder(self) -> CachingEncoder:
+        return CachingEncoder(self.tokenizer)
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of one saved state."""
+        return state_bytes(self.config, self.engine.engine.state_dtype)
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.name:
+            message = f"there is no model {name[:80]!r}; this server has {self.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def saved_states(self) -> SavedStates:
+        if self.states is None:
+            message = "this server does not save states: it was started without --states-folder"
+            raise ApiError(404, message)
+        return self.states
+
+
+@router.post("/v1/completions", response_model=None)
+async def complete(body: CompletionBody, http: HttpRequest) -> Response:
+    """Continue a prompt."""
+    return await _generate(http.app.state.service, body, http)
+
+
+@router.post("/v1/chat/completions", response_model=None)
+async def chat(body: ChatBody, http: HttpRequest) -> Response:
+    """Answer a conversation."""
+    return await _generate(http.app.state.service, body, http)
+
+
+async def _generate(
+    service: Service, body: CompletionBody | ChatBody, http: HttpRequest
+) -> Response:
+    """Generates the response. If the client disconnects, its requests are aborted."""
+    with ExitStack() as cleanup:
+        if body.state is not None or body.save_state:
+            cleanup.enter_context(service.saved_states().reserve_memory())
+        # 1. The body becomes engine requests.
+        if isinstance(body, ChatBody):
+            prompts, params, state = await _read_chat(service, body)
+        else:
+            prompts, params, state = await _read_completion(service, body)
+        _check_limits(service, body, prompts, params)
+        requests = await _prepare(service, _build_requests(body, prompts, params, state))
+        # 2. They are submitted.
+        answer = _Answer(service, body, http, prompts, requests)
+        queue = OutputQueue(service.engine, service.metrics)
+        queue.submit(requests)
+        cleanup.callback(queue.abort)
+        cleanup.callback(lambda: add_to_log(http, **answer.usage()))
+        # 3. Their outputs become the response.
+        if body.stream:
+            with_usage = body.stream_options is not None and body.stream_options.include_usage
+            stream = EventStream(_chunks(answer, queue, with_usage))
+            cleanup.callback(lambda: add_to_log(http, ended=stream.ended))
+            stream.cleanup = cleanup.pop_all()  # the stream outlives this function
+            return stream
+        content = await cancel_on_disconnect(http.receive, _whole(answer, queue))
+    return await asyncio.to_thread(JSONResponse, content)  # slow for long outputs
+
+
+# 1. From a body to engine requests
+
+_Input = tuple[list[list[int]], SamplingParams, SavedState | None]
+
+
+async def _read_completion(service: Service, body: CompletionBody) -> _Input:
+    n, best_of = body.choices, body.candidates
+    if best_of < n:
+        raise ApiError(400, f"best_of ({best_of}) must not be less than n ({n})", param="best_of")
+    if body.stream and best_of > n:
+        raise ApiError(400, "with stream, best_of must equal n", param="best_of")
+    if body.scores_prompt and body.state is not None:
+        raise ApiError(400, "echo with logprobs does not work with a saved state", param="echo")
+    state, _ = await _load_state(service, body)
+    needs_no_prompt = state is not None and body.prompt is None
+    prompts = [[]] if needs_no_prompt else await _encode(service, body.prompt)
+    return prompts, body.to_sampling_params(service.limits), state
+
+
+async def _read_chat(service: Service, body: ChatBody) -> _Input:
+    state, text_after_answer = await _load_state(service, body)
+    if state is None:
+        text = _render(service, body.messages)
+    else:
+        message, *others = body.messages
+        if others or message.role != "user":
+            error = "with a state, messages must be one user message: the state has read all others"
+            raise ApiError(400, error, param="messages")
+        turn = service.chat_format.next_prompt(message.to_template()["content"])
+        text = without_prefix(turn, text_after_answer)
+    stop_strings, eos_token_id = answer_ends(
+        service.chat_format, service.tokenizer, service.config.eos_token_id
+    )
+    params = body.to_sampling_params(
+        service.limits, stop_strings=stop_strings, eos_token_id=eos_token_id
+    )
+    return await _encode(service, text), params, state
+
+
+async def _load_state(service: Service, body: SamplingBody) -> tuple[SavedState | None, str]:
+    """The saved state to continue from, and the text that it has read after its answer."""
+    service.check_model(body.model)
+    if body.save_state:
+        await asyncio.to_thread(service.saved_states().check_room, service.state_bytes)
+    if body.state is None:
+        return None, ""
+    return await asyncio.to_thread(service.saved_states().load, body.state)
+
+
+async def _encode(service: Service, prompt: protocol.Prompt | None) -> list[list[int]]:
+    """The token ids of one or several prompts. Tokenizes in another thread."""
+    if prompt is None or prompt == []:
+        raise ApiError(400, "there is no prompt", param="prompt")
+    is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+    prompts = cast("list[str | list[int]]", [prompt] if is_one else prompt)
+    encode = service.encoder.encode
+    token_ids = await asyncio.to_thread(
+        lambda: [encode(one) if isinstance(one, str) else one for one in prompts]
+    )
+    _check_prompt_tokens(service, token_ids)
+    return token_ids
+
+
+def _render(
+    service: Service, messages: Sequence[protocol.Message], *, add_generation_prompt: bool = True
+) -> str:
+    try:
+        return service.chat_format.render(
+            [message.to_template() for message in messages],
+            add_generation_prompt=add_generation_prompt,
+        )
+    except ValueError as error:  # the chat template refuses them
+        raise ApiError(400, str(error), param="messages") from error
+
+
+def _check_limits(
+    service: Service, body: SamplingBody, prompts: Sequence[list[int]], params: SamplingParams
+) -> None:
+    generations, limits = len(prompts) * body.candidates, service.limits
+    if generations > limits.choices:
+        message = f"a request may have at most {limits.choices} choices in all, not {generations}"
+        raise ApiError(400, message, param="n")
+    if body.save_state and generations != 1:
+        raise ApiError(400, "save_state needs one prompt, and n and best_of of 1", param="n")
+    _check_prompt_tokens(service, prompts, body.candidates)
+    if body.answer_logprobs is not None:
+        tokens = 0 if body.only_echoes else params.max_new_tokens * generations
+        tokens += sum(map(len, prompts)) * body.choices if body.echoes else 0
+        count = tokens * (1 + body.answer_logprobs)
+        if count > limits.logprobs:
+            message = f"a request may have at most {limits.logprobs} logprobs in all, not {count}"
+            raise ApiError(400, message, param="logprobs")
+
+
+def _check_prompt_tokens(service: Service, prompts: Sequence[list[int]], choices: int = 1) -> None:
+    """Prompt tokens count once for each choice."""
+    total, allowed = sum(map(len, prompts)) * choices, service.limits.prompt_tokens
+    if total > allowed:
+        message = f"the prompts of all choices have {total} tokens; at most {allowed} are allowed"
+        raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+
+
+def _build_requests(
+    body: SamplingBody,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    state: SavedState | None,
+) -> list[Request]:
+    """The requests of the first prompt, then those of the second, …"""
+    return [
+        Request(
+            prompt,
+            params,
+            state=state,
+            keep_state=bool(body.save_state),
+            # One request of each prompt scores it.
+            prompt_logprobs=body.answer_logprobs if body.echoes and number == 0 else None,
+            prefill_only=body.only_echoes,
+        ).with_seed_offset(number)
+        for prompt in prompts
+        for number in range(body.candidates)
+    ]
+
+
+async def _prepare(service: Service, requests: list[Request]) -> list[Request]:
+    """Checks requests, in another thread because long prompts take a while."""
+
+    def prepare() -> list[Request]:
+        return [request.prepare(service.config, service.tokenizer) for request in requests]
+
+    try:
+        return await asyncio.to_thread(prepare)
+    except ValueError as error:
+        message = str(error).replace("_new_tokens", "_tokens")  # the API's names
+        name = message.partition(" ")[0]
+        param = name if name in SamplingBody.model_fields or name == "logprobs" else None
+        raise ApiError(400, message, param=param) from error
+
+
+# 3. From outputs to the response
+
+
+class _Answer:
+    """The outputs so far, and how they are written.
+
+    Requests of one prompt follow each other: prompt p has requests p·c … p·c + c − 1, where c is
+    `body.candidates`.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        body: SamplingBody,
+        http: HttpRequest,
+        prompts: list[list[int]],  # as the client sent them, without the model's first token
+        requests: list[Request],
+    ) -> None:
+        self.body, self.prompts, self.requests = body, prompts, requests
+        self._is_chat = isinstance(body, ChatBody)
+        prefix = "chatcmpl" if self._is_chat else "cmpl"
+        self._head = {
+            "id": f"{prefix}-{request_id(http)}",
+            "created": int(time.time()),
+            "model": service.name,
+        }
+        self.completions: dict[int, Completion] = {}  # by request
+        self._service, self._tokenizer = service, service.tokenizer
+        self._output_tokens = 0
+        self._scores: list[list[RequestOutput]] = [[] for _ in prompts]
+        # Prompt tokens without a score yet. The first one never has a score: nothing precedes it.
+        scored = requests[:: body.candidates] if body.scores_prompt else []
+        self.unscored = sum(len(request.prompt_token_ids) - 1 for request in scored)
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        if output.prompt_logprobs:
+            self._scores[index // self.body.candidates].append(output)
+            self.unscored -= len(output.prompt_logprobs)
+        if output.completion is not None:
+            self.completions[index] = output.completion
+        self._output_tokens += len(output.token_ids)
+
+    def choice(self, index: int) -> protocol.ChoiceFormat:
+        logprobs = self.body.answer_logprobs
+        return protocol.ChoiceFormat(
+            index, self._tokenizer, is_chat=self._is_chat, logprobs=logprobs
+        )
+
+    def to_json(self, choices: list[Json], usage: Json | None = None) -> Json:
+        """A whole response or a chunk."""
+        kind = "text_completion"
+        if self._is_chat:
+            kind = "chat.completion.chunk" if self.body.stream else "chat.completion"
+        return {**self._head, "object": kind, "choices": choices, "usage": usage}
+
+    def echo(self, choice: protocol.ChoiceFormat, prompt: int) -> tuple[str, Json | None]:
+        """The prompt's text and log-probabilities, for a response that repeats them."""
+        if not self.body.echoes:
+            return "", None
+        ids = self.prompts[prompt]
+        logprobs = [value for output in self._scores[prompt] for value in output.prompt_logprobs]
+        tops = [top for output in self._scores[prompt] for top in output.prompt_top_logprobs]
+        # The prompt's first token has a score only if the model's own first token precedes it.
+        missing = len(ids) - len(logprobs)
+        scores = [*[None] * missing, *logprobs], [*[{}] * missing, *tops]
+        return self._tokenizer.decode(ids), choice.logprobs(ids, *scores)
+
+    def usage(self) -> Json:
+        first = self.requests[:: self.body.candidates]  # the others find the prompt in the cache
+        prompt_tokens = sum(len(request.prompt_token_ids) for request in first)
+        cached_tokens = sum(request.cached_tokens for request in first)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self._output_tokens,
+            "total_tokens": prompt_tokens + self._output_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        }
+
+    async def save_state(self, completion: Completion) -> Json:
+        """Saves the final state, if requested. The response is sent even if that fails."""
+        if not self.body.save_state:
+            return {}
+        assert completion.state is not None
+        written = self._tokenizer.decode(completion.token_ids)
+        text_after_answer = written.removeprefix(completion.text)
+        save = self._service.saved_states().save
+        try:
+            saved = await asyncio.to_thread(save, completion.state, text_after_answer)
+        except ApiError as error:
+            return {"state_id": None, "state_error": error.message}
+        return {"state_id": saved["id"]}
+
+
+async def _whole(answer: _Answer, queue: OutputQueue) -> Json:
+    async for index, output in queue.outputs():
+        answer.add(index, output)
+    choices = await asyncio.to_thread(_choices, answer)
+    saved = await answer.save_state(answer.completions[0])
+    return answer.to_json(choices, answer.usage()) | saved
+
+
+def _choices(answer: _Answer) -> list[Json]:
+    body, choices = answer.body, list[Json]()
+    for prompt in range(len(answer.prompts)):
+        first = prompt * body.candidates
+        completions = [answer.completions[first + number] for number in range(body.candidates)]
+        if body.candidates > body.choices:
+            completions.sort(key=_mean_logprob, reverse=True)
+        for completion in completions[: body.choices]:
+            choice = answer.choice(len(choices))
+            text, prompt_logprobs = answer.echo(choice, prompt)
+            own_logprobs = choice.logprobs(
+                completion.token_ids, completion.logprobs or (), completion.top_logprobs or ()
+            )
+            logprobs = protocol.join_logprobs(prompt_logprobs, own_logprobs)
+            choices.append(choice.whole(text + completion.text, logprobs, completion.finish_reason))
+    return choices
+
+
+def _mean_logprob(completion: Completion) -> float:
+    logprobs = completion.logprobs or [0.0]
+    return sum(logprobs) / len(logprobs)
+
+
+async def _chunks(answer: _Answer, queue: OutputQueue, with_usage: bool) -> AsyncIterator[Json]:
+    """The response as a stream. Here every request is one choice."""
+    body, is_echoed = answer.body, not answer.body.echoes
+    choices = [answer.choice(index) for index in range(len(answer.requests))]
+    pending = list[tuple[int, RequestOutput]]()
+    async for arrived in queue.outputs():
+        answer.add(*arrived)
+        pending.append(arrived)
+        if answer.unscored:
+            continue  # echoed prompts come first, when all of them are scored
+        if not is_echoed:
+            for index, choice in enumerate(choices):
+                echo = partial(answer.echo, choice, index // body.candidates)
+                text, logprobs = await asyncio.to_thread(echo)
+                yield answer.to_json([choice.chunk(text, logprobs, None)])
+            is_echoed = True
+        for index, output in pending:
+            choice, done = choices[index], output.completion
+            if not (output.text or done or output.logprobs):
+                continue
+            logprobs = choice.logprobs(output.token_ids, output.logprobs, output.top_logprobs)
+            reason = None if done is None else done.finish_reason
+            chunk = answer.to_json([choice.chunk(output.text, logprobs, reason)])
+            yield chunk if done is None else chunk | await answer.save_state(done)
+        pending.clear()
+    if with_usage:
+        yield answer.to_json([], answer.usage())
+
+
+# Tokens and saved states
+
+
+@router.post("/tokenize")
+async def tokenize(body: TextBody, http: HttpRequest) -> dict[str, Any]:
+    """Token ids of a text, or of a conversation up to its next answer."""
+    ids = await _encode_text(http.app.state.service, body)
+    return {"tokens": ids, "count": len(ids)}
+
+
+@router.post("/detokenize")
+async def detokenize(body: protocol.TokensBody, http: HttpRequest) -> dict[str, Any]:
+    """The text of token ids."""
+    service: Service = http.app.state.service
+    service.check_model(body.model)
+    try:
+        check_tokens(service.config, body.tokens)
+    except ValueError as error:
+        raise ApiError(400, str(error), param="tokens") from error
+    return {"prompt": service.tokenizer.decode(body.tokens)}
+
+
+@router.post("/v1/states")
+async def save_state(body: TextBody, http: HttpRequest) -> dict[str, Any]:
+    """Read a text or a conversation and save the state after it."""
+    service: Service = http.app.state.service
+    states = service.saved_states()
+    with states.reserve_memory():
+        await asyncio.to_thread(states.check_room, service.state_bytes)
+        ids = await _encode_text(service, body, add_generation_prompt=False)
+        request = Request(ids, keep_state=True, prefill_only=True)
+        queue = OutputQueue(service.engine, service.metrics)
+        queue.submit(await _prepare(service, [request]))
+        try:
+            completion = await cancel_on_disconnect(http.receive, _completion(queue))
+        finally:
+            queue.abort()
+        assert completion.state is not None
+        text_after_answer = ""
+        if body.messages is not None:
+            text_after_answer = _start_of_next_turn(service, body.messages)
+        return await asyncio.to_thread(states.save, completion.state, text_after_answer)
+
+
+@router.get("/v1/states")
+async def list_states(http: HttpRequest) -> dict[str, Any]:
+    """All saved states, newest first."""
+    states = await asyncio.to_thread(http.app.state.service.saved_states().list)
+    return {"object": "list", "data": states}
+
+
+@router.get("/v1/states/{state_id}")
+async def find_state(state_id: str, http: HttpRequest) -> dict[str, Any]:
+    """One saved state."""
+    service: Service = http.app.state.service
+    return await asyncio.to_thread(service.saved_states().find, state_id)
+
+
+@router.delete("/v1/states/{state_id}")
+async def delete_state(state_id: str, http: HttpRequest) -> dict[str, Any]:
+    """Delete a saved state."""
+    await asyncio.to_thread(http.app.state.service.saved_states().delete, state_id)
+    return {"id": state_id, "object": "state", "deleted": True}
+
+
+async def _completion(queue: OutputQueue) -> Completion:
+    outputs = [output async for _, output in queue.outputs()]
+    assert outputs[-1].completion is not None
+    return outputs[-1].completion
+
+
+async def _encode_text(
+    service: Service, body: TextBody, *, add_generation_prompt: bool = True
+) -> list[int]:
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "exactly one of prompt and messages is needed")
+    prompt = body.prompt
+    if body.messages is not None:
+        prompt = _render(service, body.messages, add_generation_prompt=add_generation_prompt)
+    return [] if prompt == [] else (await _encode(service, prompt))[0]
+
+
+def _start_of_next_turn(service: Service, messages: Sequence[protocol.Message]) -> str:
+    """The end of the rendered conversation, where it equals the start of the next turn."""
+    text = _render(service, messages, add_generation_prompt=False)
+    turn = service.chat_format.next_prompt("")
+    lengths = range(min(len(text), len(turn)), 0, -1)
+    return turn[: next((n for n in lengths if text.endswith(turn[:n])), 0)]

@@ -1,0 +1,214 @@
+"""What every request passes before FastAPI parses it: the log, then host, API key and limits.
+
+Both are plain ASGI middleware, which also covers unknown paths and routes added later. FastAPI's
+own parts do less: HTTPBearer guards single routes and knows no HTTP Basic, TrustedHostMiddleware
+cannot allow every IP address, and neither has error responses in OpenAI's form.
+"""
+
+import asyncio
+import base64
+import binascii
+import hmac
+import ipaddress
+import logging
+import re
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from xlstm7b.serve.prometheus import Metrics
+from xlstm7b.serve.protocol import ApiError, Limits
+
+_LOG = logging.getLogger("xlstm7b.serve")
+_OPEN_PATH = "/health"  # needs no key and has no limits: supervisors call it
+_CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+class RequestLog:
+    """Gives every request an id and writes a log line when it ends. An exception is a 500."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        own_id = Headers(scope=scope).get("x-request-id", "")
+        if not _CLIENT_ID.fullmatch(own_id):
+            own_id = secrets.token_hex(12)
+        path = scope["path"][:200]
+        fields = {"request_id": own_id, "method": scope["method"], "path": path}
+        scope["xlstm7b.log"] = fields
+        status, began = 0, time.monotonic()
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = own_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            _LOG.exception("a request failed", extra={"fields": {"request_id": own_id}})
+            if not status:
+                response = ApiError(500, "internal server error").to_response()
+                await response(scope, receive, send_with_id)
+        finally:
+            self._metrics.responses.labels(status).inc()
+            seconds = round(time.monotonic() - began, 4)
+            fields |= {"status": status, "seconds": seconds}
+            _LOG.info("answered", extra={"fields": fields})
+
+
+def request_id(http: HTTPConnection) -> str:
+    return str(http.scope["xlstm7b.log"]["request_id"])
+
+
+def add_to_log(http: HTTPConnection, **fields: Any) -> None:
+    """Adds fields to the log line of this request."""
+    http.scope["xlstm7b.log"].update(fields)
+
+
+class Gate:
+    """Checks host and API key, limits requests at the same time, and reads bodies within limits.
+
+    local_only: refuse a `Host` header that is neither localhost nor an IP address. A web page can
+        let its own host name resolve to this machine (DNS rebinding), and its scripts could then
+        read our responses; the browser still sends the page's name. With keys this is not needed:
+        the page has no key.
+    """
+
+    def __init__(
+        self, app: ASGIApp, limits: Limits, keys: Sequence[str], *, local_only: bool
+    ) -> None:
+        self._app, self._limits = app, limits
+        self._keys, self._local_only = [key.encode() for key in keys], local_only
+        self._running = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        try:
+            self._check_host(headers)
+            if scope["path"] == _OPEN_PATH:
+                await self._app(scope, receive, send)
+                return
+            self._check_key(headers)
+            with self._count_running():
+                read = await self._read_body(scope["method"], headers, receive)
+                await self._app(scope, read, send)
+        except ApiError as error:
+            await error.to_response()(scope, receive, send)
+
+    def _check_host(self, headers: Headers) -> None:
+        host = headers.get("host", "localhost")
+        if self._local_only and not _is_local(host):
+            message = (
+                f"the Host header is {host[:80]!r}; a server without an API key only accepts "
+                "localhost or an IP address there"
+            )
+            raise ApiError(403, message)
+
+    def _check_key(self, headers: Headers) -> None:
+        """A key is a bearer token, or the password of HTTP Basic, for which browsers ask.
+
+        If the client sent a wrong bearer token, the 401 names bearer tokens as the scheme.
+        """
+        scheme, _, given = headers.get("authorization", "").encode("latin-1").partition(b" ")
+        if scheme.lower() == b"basic":
+            given = _basic_password(given)
+        elif scheme.lower() != b"bearer":
+            given = b""
+        # Every key is compared, each in constant time, so that timing reveals nothing.
+        found = sum(hmac.compare_digest(given.strip(), key) for key in self._keys)
+        if self._keys and not found:
+            error = ApiError(401, "this server needs an API key", code="invalid_api_key")
+            wanted = "Bearer" if scheme.lower() == b"bearer" and given else "Basic"
+            error.headers["www-authenticate"] = f'{wanted} realm="xlstm7b"'
+            raise error
+
+    @contextmanager
+    def _count_running(self) -> Iterator[None]:
+        if self._running >= self._limits.requests:
+            message = f"the server already handles {self._running} requests, its limit"
+            raise ApiError(429, message, retry_after=1)
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+
+    async def _read_body(self, method: str, headers: Headers, receive: Receive) -> Receive:
+        """Reads the whole body. Returns a `receive` that gives it again."""
+        max_bytes, seconds = self._limits.body_bytes, self._limits.body_seconds
+        too_long = ApiError(413, f"the request body is longer than {max_bytes} bytes")
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or len(length) > 18 or int(length) > max_bytes:
+            raise too_long
+        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if method == "POST" and media_type != "application/json":
+            # Browsers let any page send other types to any server without a preflight request.
+            raise ApiError(415, "the content-type header must be application/json")
+        body, messages = bytearray(), list[Message]()
+        try:
+            async with asyncio.timeout(seconds):
+                while not messages:
+                    message = await receive()
+                    body += message.get("body", b"")
+                    if len(body) > max_bytes:
+                        raise too_long
+                    if not message.get("more_body", False):
+                        messages.append({**message, "body": bytes(body)})
+        except TimeoutError as error:
+            raise ApiError(408, f"the request body did not arrive within {seconds:g} s") from error
+
+        async def replay() -> Message:
+            return messages.pop() if messages else await receive()
+
+        return replay
+
+
+def _is_local(host: str) -> bool:
+    name = re.sub(r":\d*$", "", host)
+    try:
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return name.lower() == "localhost"
+    return True
+
+
+def _basic_password(credentials: bytes) -> bytes:
+    try:
+        return base64.b64decode(credentials.strip(), validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
+
+
+def check_key(key: str, source: str) -> str:
+    """Returns the key if a header can hold it. `source` says in the error where it came from."""
+    if not key or not all("!" <= letter <= "~" for letter in key):
+        raise ValueError(
+            f"{source}: an API key must be printable ASCII without spaces, and not empty"
+        )
+    return key
+
+
+def check_origins(origins: Sequence[str]) -> Sequence[str]:
+    """Returns the origins if each is `*` or as browsers send it. Any other would never match."""
+    for origin in origins:
+        if origin != "*" and re.fullmatch(r"https?://[^/?#@\s]+", origin) is None:
+            raise ValueError(
+                f"{origin!r} is not an origin; write it like https://their.site, or * for all"
+            )
+    return origins

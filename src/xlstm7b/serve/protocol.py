@@ -1,0 +1,431 @@
+"""The JSON of requests and responses: bodies, choices, usage and errors, as OpenAI defines them.
+
+Bodies are checked strictly. An unknown field is refused, because ignoring a setting would silently
+give wrong results. Fields that clients often send and that change nothing are accepted, with the
+values that change nothing. Numbers must be finite and lists have a maximum length.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+from starlette.responses import JSONResponse
+
+from xlstm7b.generate.params import SamplingParams
+from xlstm7b.tokenizer import StreamDecoder, Tokenizer
+
+Json = dict[str, Any]
+
+# 1. Errors
+
+
+class ApiError(Exception):
+    """An error response with an HTTP status."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers: dict[str, str] = {}
+        if retry_after is not None:
+            self.headers["retry-after"] = str(max(1, math.ceil(retry_after)))
+
+    @property
+    def content(self) -> Json:
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status)
+        kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
+        # JSON can hold half of a surrogate pair in a field's name; UTF-8 cannot.
+        message = self.message.encode(errors="replace").decode()
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+    def to_response(self) -> JSONResponse:
+        return JSONResponse(self.content, self.status, self.headers)
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every response with status 400 and above: message, type, param and code."""
+
+    error: dict[str, str | None]
+
+
+# 2. Bodies
+
+MAX_CHOICES = 128
+_MAX_ENTRIES = 1024  # of a JSON object
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one request, and of requests at the same time."""
+
+    body_bytes: int = 4 << 20
+    body_seconds: float = 30.0
+    requests: int = 512  # HTTP requests at the same time
+    prompt_tokens: int = 1 << 20  # of all choices together
+    new_tokens: int = 1 << 16  # of each choice
+    choices: int = MAX_CHOICES
+    logprobs: int = 1 << 20  # numbers, over all choices and echoed prompts
+
+
+def _check_entries(value: Any) -> Any:
+    """Limits the number of entries before validation, which would list every wrong entry."""
+    if isinstance(value, dict) and len(value) > _MAX_ENTRIES:
+        raise PydanticCustomError("too_long", f"there may be at most {_MAX_ENTRIES} entries")
+    return value
+
+
+_Bounded = BeforeValidator(_check_entries)
+
+# A string with a maximum length is also checked for halves of surrogate pairs.
+Text = Annotated[str, Field(max_length=1 << 24)]
+# Without fail_fast, a long list of wrong items would produce one error per item.
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+_Texts = Annotated[list[Text], Field(fail_fast=True, max_length=MAX_CHOICES)]
+_TokenIdLists = Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_CHOICES)]
+Prompt = Text | TokenIds | _Texts | _TokenIdLists
+_Stop = Annotated[str, Field(max_length=256)]  # the engine searches for each after every token
+_TokenKey = Annotated[int, Field(strict=False)]  # keys of a JSON object are strings
+_EmptyList = Annotated[list[Any], Field(max_length=0)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, body: Any) -> Any:
+        """Treats null as absent. Keeps only the first unknown field: one error is enough."""
+        if not isinstance(body, dict):
+            return body
+        given = {name: value for name, value in body.items() if value is not None}
+        unknown = [name for name in given if name not in cls.model_fields]
+        for name in unknown[1:]:
+            del given[name]
+        return given
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class SamplingBody(Body):
+    """The fields that /v1/completions and /v1/chat/completions share.
+
+    Defaults and bounds of sampling fields are those of `SamplingParams`: here they are all None.
+    """
+
+    model: str | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # Sampling fields of OpenAI's API:
+    max_tokens: int | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[_TokenKey, float], _Bounded] | None = None
+    # Sampling fields that are not in OpenAI's API:
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    # Saved states, which are not in OpenAI's API:
+    state: Annotated[str | None, Field(description="id of the saved state to continue from")] = None
+    save_state: bool | None = None
+    # Accepted, without effect:
+    user: str | None = None
+    metadata: Annotated[dict[str, str], _Bounded] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    default_max_tokens: ClassVar[int]
+
+    def to_sampling_params(
+        self,
+        limits: Limits,
+        *,
+        stop_strings: tuple[str, ...] = (),
+        eos_token_id: tuple[int, ...] | None = None,
+    ) -> SamplingParams:
+        """The body as sampling parameters. `stop_strings` are added to the body's own."""
+        name, max_tokens = self._max_tokens()
+        if max_tokens is None:
+            max_tokens = min(self.default_max_tokens, limits.new_tokens)
+        if not 1 <= max_tokens <= limits.new_tokens:
+            message = f"{name} must be between 1 and {limits.new_tokens}, not {max_tokens}"
+            raise ApiError(400, message, param=name)
+        logprobs = self.answer_logprobs
+        if logprobs is None and self.candidates > self.choices:
+            logprobs = 0  # candidates are ranked by them
+        # 1. Fields with the same name and meaning.
+        names = [one.name for one in fields(SamplingParams)]
+        options: Json = {name: getattr(self, name, None) for name in names}
+        # 2. Fields with another name or form.
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        options |= {
+            "max_new_tokens": max_tokens,
+            "min_new_tokens": self.min_tokens,
+            "stop_strings": (*stop, *stop_strings),
+            "eos_token_id": () if self._ignores_eos() else eos_token_id,
+            "logprobs": logprobs,
+            "seed": None if self.seed is None else self.seed % (1 << 64),  # OpenAI's are signed
+        }
+        # 3. The rest has the defaults of SamplingParams.
+        return SamplingParams(**{key: one for key, one in options.items() if one is not None})
+
+    @property
+    def choices(self) -> int:
+        """Choices per prompt in the response."""
+        return self.n or 1
+
+    @property
+    def candidates(self) -> int:
+        """Outputs generated per prompt. If more than `choices`, the best ones are returned."""
+        return self.choices
+
+    @property
+    def echoes(self) -> bool:
+        """True if the response repeats the prompt."""
+        return False
+
+    @property
+    def only_echoes(self) -> bool:
+        """True if nothing is generated: the response is the prompt, perhaps with its logprobs."""
+        return False
+
+    @property
+    def answer_logprobs(self) -> int | None:
+        """How many most likely tokens have logprobs in the response, next to the sampled token."""
+        raise NotImplementedError
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.echoes and self.answer_logprobs is not None
+
+    def _max_tokens(self) -> tuple[str, int | None]:
+        """The field that limits the output, for error messages, and its value."""
+        return "max_tokens", self.max_tokens
+
+    def _ignores_eos(self) -> bool:
+        return bool(self.ignore_eos)
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions"""
+
+    prompt: Prompt | None = None
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: None = None
+
+    default_max_tokens = 16
+
+    @property
+    def candidates(self) -> int:
+        return self.best_of or self.choices
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+    @property
+    def only_echoes(self) -> bool:
+        return self.echoes and self.max_tokens == 0
+
+    @property
+    def answer_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def _max_tokens(self) -> tuple[str, int | None]:
+        return "max_tokens", 1 if self.only_echoes else self.max_tokens
+
+    def _ignores_eos(self) -> bool:
+        # Clients that score prompts request one token and drop the last score (lm_eval does). So
+        # one token must be returned, even if it is the end of text.
+        return bool(self.ignore_eos) or (self.scores_prompt and self.max_tokens == 1)
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: Text
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | Annotated[list[TextPart], Field(max_length=1024)] | None = None
+    name: str | None = None
+    refusal: None = None
+    tool_calls: _EmptyList | None = None
+    annotations: _EmptyList | None = None
+
+    def to_template(self) -> dict[str, str]:
+        """The message in the form that chat templates take."""
+        content = self.content or ""
+        if not isinstance(content, str):
+            content = "".join(part.text for part in content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
+
+
+class ChatBody(SamplingBody):
+    """POST /v1/chat/completions"""
+
+    messages: Messages
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    # Accepted only with the values that mean plain text without tools:
+    response_format: TextFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    tools: _EmptyList | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: _EmptyList | None = None
+    function_call: Literal["none", "auto"] | None = None
+
+    default_max_tokens = 1024
+
+    def _max_tokens(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return super()._max_tokens()
+
+    @property
+    def answer_logprobs(self) -> int | None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TextBody(Body):
+    """POST /tokenize and POST /v1/states: a text or a conversation"""
+
+    model: str | None = None
+    prompt: Text | TokenIds | None = None
+    messages: Messages | None = None
+
+
+class TokensBody(Body):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+# 3. Answers
+
+
+class ChoiceFormat:
+    """The JSON of one choice, whole or chunk by chunk."""
+
+    def __init__(
+        self, index: int, tokenizer: Tokenizer, *, is_chat: bool, logprobs: int | None
+    ) -> None:
+        self._index, self._is_chat = index, is_chat
+        self._tokenizer, self._logprobs = tokenizer, logprobs
+        self._decoder, self._text_offset = StreamDecoder(tokenizer), 0
+        self._is_first, self._has_text = True, False
+
+    def whole(self, text: str, logprobs: Json | None, finish_reason: str) -> Json:
+        if self._is_chat:
+            message = {"role": "assistant", "content": text.lstrip(), "refusal": None}
+            return self._choice("message", message, logprobs, finish_reason)
+        return self._choice("text", text, logprobs, finish_reason)
+
+    def chunk(self, text: str, logprobs: Json | None, finish_reason: str | None) -> Json:
+        if not self._is_chat:
+            return self._choice("text", text, logprobs, finish_reason)
+        if not self._has_text:
+            text = text.lstrip()  # the space after "Assistant:" belongs to the chat format
+            self._has_text = text != ""
+        delta = {"content": text}
+        if self._is_first:
+            delta, self._is_first = {"role": "assistant", "content": text}, False
+        return self._choice("delta", delta, logprobs, finish_reason)
+
+    def logprobs(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float | None],
+        top_logprobs: Sequence[dict[int, float]],
+    ) -> Json | None:
+        """Log-probabilities of the next tokens of this choice, if the client wants them."""
+        if self._logprobs is None:
+            return None
+        tops = top_logprobs or [{}] * len(tokens)
+        scored = list(zip(tokens, logprobs, tops, strict=True))
+        if self._is_chat:
+            content = [
+                {
+                    **self._named(token, logprob),
+                    "top_logprobs": [*map(self._named, top, top.values())],
+                }
+                for token, logprob, top in scored
+            ]
+            return {"content": content, "refusal": None}
+        offsets = []
+        for token in tokens:
+            offsets.append(self._text_offset)
+            self._text_offset += len(self._decoder.push(token))
+        return {
+            "tokens": [token_name(self._tokenizer, token) for token in tokens],
+            "token_logprobs": list(logprobs),
+            "top_logprobs": [
+                None if logprob is None else self._by_name({**top, token: logprob})
+                for token, logprob, top in scored
+            ],
+            "text_offset": offsets,
+        }
+
+    def _choice(self, name: str, value: Any, logprobs: Json | None, reason: str | None) -> Json:
+        return {"index": self._index, name: value, "logprobs": logprobs, "finish_reason": reason}
+
+    def _by_name(self, logprobs: dict[int, float]) -> dict[str, float]:
+        return {token_name(self._tokenizer, token): value for token, value in logprobs.items()}
+
+    def _named(self, token: int, logprob: float | None) -> Json:
+        content = self._tokenizer.token_bytes(token)
+        name = token_name(self._tokenizer, token)
+        return {"token": name, "logprob": logprob, "bytes": list(content)}
+
+
+def token_name(tokenizer: Tokenizer, token: int) -> str:
+    """A name for each token that no other token has: log-probabilities are keyed by it."""
+    content = tokenizer.token_bytes(token)
+    if not content:
+        return f"token_id:{token}"
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
+def join_logprobs(first: Json | None, second: Json | None) -> Json | None:
+    """The log-probabilities of an echoed prompt, followed by those of the output."""
+    if first is None or second is None:
+        return first or second
+    return {name: [*first[name], *second[name]] for name in first}

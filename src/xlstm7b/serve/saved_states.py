@@ -1,0 +1,99 @@
+"""Saved states for /v1/states: files of a `StateStore`, found by an id that the server chose."""
+
+import logging
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from xlstm7b.generate.state import SavedState, StateStore, StoredState, StoreFull
+from xlstm7b.serve.protocol import ApiError, Json
+
+MAX_IN_MEMORY = 16  # requests with a saved state at the same time: each holds 134 MB for the 7B
+_LOG = logging.getLogger("xlstm7b.serve")
+_ID = re.compile(r"state-[0-9a-f]{24}")  # files have no other names
+_NOTE = "note"  # in the file; `xlstm7b chat` uses the same name
+
+
+class SavedStates:
+    """A store of states whose errors are HTTP errors, which never name a path."""
+
+    def __init__(self, store: StateStore) -> None:
+        self._store = store
+        self._in_memory = 0
+
+    @contextmanager
+    def reserve_memory(self) -> Iterator[None]:
+        """Held by a request while it may hold a state in addition to the engine's slots."""
+        if self._in_memory >= MAX_IN_MEMORY:
+            message = f"{MAX_IN_MEMORY} requests with saved states are running, which is the limit"
+            raise ApiError(429, message, retry_after=1)
+        self._in_memory += 1
+        try:
+            yield
+        finally:
+            self._in_memory -= 1
+
+    def check_room(self, nbytes: int) -> None:
+        with _http_errors():
+            self._store.check_room(nbytes)
+
+    def save(self, state: SavedState, text_after_answer: str = "") -> Json:
+        """Saves a state and returns its description.
+
+        `text_after_answer`: what the state has read after the end of the answer, such as a stop
+        string. The next prompt must not repeat it.
+        """
+        state_id = f"state-{secrets.token_hex(12)}"
+        with _http_errors():
+            return _describe(self._store.save(state_id, state, **{_NOTE: text_after_answer}))
+
+    def list(self) -> list[Json]:
+        """Descriptions of all saved states, newest first."""
+        return [_describe(stored) for stored in self._store.list() if _ID.fullmatch(stored.name)]
+
+    def find(self, state_id: str) -> Json:
+        with _http_errors(state_id):
+            return _describe(self._store.find(state_id))
+
+    def load(self, state_id: str) -> tuple[SavedState, str]:
+        """The state, on the CPU, and the text that it has read after the end of the answer."""
+        with _http_errors(state_id):
+            notes = self._store.find(state_id).notes
+            return self._store.load(state_id, device="cpu"), notes.get(_NOTE, "")
+
+    def delete(self, state_id: str) -> None:
+        with _http_errors(state_id):
+            self._store.delete(state_id)
+
+
+def _describe(stored: StoredState) -> Json:
+    return {
+        "object": "state",
+        "id": stored.name,
+        "created": int(stored.created),
+        "tokens": sum(stored.tokens_seen),
+        "bytes": stored.nbytes,
+    }
+
+
+@contextmanager
+def _http_errors(state_id: str | None = None) -> Iterator[None]:
+    """Checks the id, if there is one, and turns the store's errors into HTTP errors."""
+    try:
+        if state_id is not None and _ID.fullmatch(state_id) is None:
+            raise KeyError(state_id)
+        yield
+    except KeyError as error:
+        message = f"there is no saved state {str(state_id)[:80]!r}"
+        raise ApiError(404, message, code="state_not_found") from error
+    except StoreFull as error:
+        message = "there is no room for another saved state: delete one first"
+        raise ApiError(409, message) from error
+    except (ValueError, OSError) as error:
+        if state_id is None:
+            _LOG.exception("a state could not be saved")
+            message = "the state could not be saved: see the server's log"
+            raise ApiError(507, message) from error
+        message = f"the state {state_id} is damaged or was saved by another model"
+        raise ApiError(409, message) from error

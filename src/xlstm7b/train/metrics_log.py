@@ -1,0 +1,118 @@
+"""The metrics of a run: one JSON line per step in `metrics.jsonl`, TensorBoard, and curves."""
+
+import json
+import math
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from xlstm7b.files import write_aside
+from xlstm7b.report import figure
+
+
+class MetricsLog:
+    """Appends to `metrics.jsonl`. After a resume, lines from step `start` on are dropped.
+
+    With `tensorboard` the numbers are also written to the folder `tensorboard` next to the file.
+    """
+
+    def __init__(self, path: Path, *, start: int, interval: int, tensorboard: bool) -> None:
+        kept = [line for line in read_metrics(path) if line["step"] < start]
+        with write_aside(path) as aside:
+            aside.write_text("".join(map(_as_line, kept)), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
+        self._recent: deque[dict[str, float]] = deque(maxlen=interval)
+        self._board: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(path.with_name("tensorboard")), purge_step=start)
+
+    def write(self, **line: Any) -> None:
+        try:
+            self._file.write(_as_line(line))
+            self._file.flush()
+        except OSError as error:
+            with suppress(OSError):  # closing tries to write again
+                self._file.close()
+            raise OSError(f"{self._file.name} could not be written ({error})") from error
+        if self._board is not None:
+            for name, value in line.items():
+                if isinstance(value, list):
+                    for index, part in enumerate(value):
+                        self._board.add_scalar(f"{name}/{index}", part, line["step"])
+                elif name != "step":
+                    self._board.add_scalar(name, value, line["step"])
+        if "loss" in line:
+            self._recent.append({"loss": line["loss"], "gradient_norm": line["gradient_norm"]})
+
+    def over_interval(self) -> dict[str, float]:
+        """Mean and max of loss and gradient norm over the last interval (paper, figure 2)."""
+        result = {}
+        for name in ("loss", "gradient_norm"):
+            values = [line[name] for line in self._recent]
+            result[f"{name}_mean"] = sum(values) / len(values)
+            result[f"{name}_max"] = max(values)
+        return result
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All complete lines of `metrics.jsonl`. The last line may have been cut off by a kill."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    found = []
+    for number, line in enumerate(lines[:-1], 1):
+        if line:
+            try:
+                found.append(dict(json.loads(line)))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path} is damaged in line {number}: {error}") from error
+    return found
+
+
+def _as_line(values: dict[str, Any]) -> str:
+    """JSON has no NaN and no infinity: they become null."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, list):
+            return [finite(part) for part in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps({name: finite(value) for name, value in values.items()}) + "\n"
+
+
+def plot_runs(runs: list[Path], output: Path) -> None:
+    """Plots loss and gradient norm by step: mean and max over up to 50 steps (paper, figure 2)."""
+    metrics = {run: read_metrics(run / "metrics.jsonl") for run in runs}
+    with figure(output, columns=2) as (losses, norms):
+        for run, found in metrics.items():
+            lines = [line for line in found if line["applied"]]
+            if not lines:
+                raise ValueError(f"{run} holds no metrics to plot")
+            size = max(1, min(50, len(lines) // 20))
+            groups = [lines[at : at + size] for at in range(0, len(lines), size)]
+            steps = [group[-1]["step"] for group in groups]
+            for axes, name in ((losses, "loss"), (norms, "gradient_norm")):
+                means = [sum(line[name] for line in group) / len(group) for group in groups]
+                (drawn,) = axes.plot(steps, means, label=f"{run.name}, mean of {size}")
+                highest = [max(line[name] for line in group) for group in groups]
+                axes.plot(steps, highest, color=drawn.get_color(), alpha=0.35, linewidth=0.8)
+            validated = [line for line in lines if "validation_loss" in line]
+            if validated:
+                losses.plot(
+                    [line["step"] for line in validated],
+                    [line["validation_loss"] for line in validated],
+                    "o--",
+                    color=drawn.get_color(),
+                    label=f"{run.name}, validation",
+                )
+        losses.set(xlabel="step", ylabel="loss", title="loss (faint: max)")
+        norms.set(xlabel="step", ylabel="norm", title="gradient norm (faint: max)", yscale="log")
+        losses.legend()

@@ -1,0 +1,275 @@
+"""The model of a recipe, laid out over the processes: tensor parallel, sharded, replicated.
+
+Everything distributed is PyTorch's: one device mesh of three axes, `parallelize_module` splits the
+blocks by heads, FSDP2 (`fully_shard`) shards all parameters. Parameters keep their names; they
+become DTensors.
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from xlstm7b.checkpoint import open_checkpoint
+from xlstm7b.model import XLSTM
+from xlstm7b.model.lm import init_parameter
+from xlstm7b.train.recipe import Layout, Recipe
+
+REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
+UNIT_PARAMETERS = 30_000_000  # of blocks that are gathered together
+_CONSTANTS = ("norm_eps", "cell_norm_eps", "eps", "gate_soft_cap", "output_logit_soft_cap")
+
+
+def build_model(
+    recipe: Recipe, layout: Layout, device: torch.device, *, init_from: str = ""
+) -> XLSTM:
+    """The sharded model with float32 weights: drawn, or read from the checkpoint `init_from`.
+
+    On one kind of device every layout starts from the same numbers.
+    """
+    auto = "bfloat16" if device.type == "cuda" else "float32"
+    precision = auto if recipe.run.precision == "auto" else recipe.run.precision
+    # 1. The model without memory; the recipe says whether blocks recompute and are compiled.
+    with torch.device("meta"):
+        model = XLSTM(recipe.model)
+    blocks: Any = model.backbone.blocks
+    for block in blocks:
+        checkpoint_activations(block, recipe.run.activation_checkpointing)
+        if recipe.run.compile and device.type == "cuda":
+            # The forward method, not the block: FSDP's hooks stay outside the graph. A run has few
+            # shapes, and each gets its own graph.
+            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
+    # 2. The layout. Gathered weights are freed between forward and backward pass where this saves
+    # memory: if they are sharded, or if activations are recomputed too.
+    keep_gathered = layout.dp_shard == 1 and recipe.run.activation_checkpointing == "none"
+    mesh = build_mesh(layout, device.type)
+    parallelize(model, mesh, getattr(torch, precision), keep_gathered=keep_gathered)
+    # 3. Memory and values. Each process fills its own part of every parameter.
+    model.to_empty(device=device)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, whole in first_weights(recipe, init_from, device):
+            _fill(parameters.pop(name), whole)
+    assert not parameters, "every parameter has a first value"
+    return model
+
+
+def first_weights(
+    recipe: Recipe, init_from: str, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Names and whole tensors, one by one: a process never holds the whole model."""
+    if init_from:
+        opened = open_checkpoint(init_from)
+        theirs, ours = opened.config, recipe.model
+        if theirs.parameter_shapes() != ours.parameter_shapes():
+            name = next(n for n in vars(ours) if getattr(theirs, n) != getattr(ours, n))
+            raise ValueError(
+                f"the model in {init_from} does not have the shape of the recipe's: its {name} is "
+                f"{getattr(theirs, name)}, not {getattr(ours, name)}"
+            )
+        for name in _CONSTANTS:  # special tokens may differ: the recipe chooses them
+            if getattr(theirs, name) != getattr(ours, name):
+                raise ValueError(
+                    f"the model in {init_from} has {name} {getattr(theirs, name)}, "
+                    f"the recipe {getattr(ours, name)}"
+                )
+        yield from opened.tensors()
+        return
+    torch.manual_seed(recipe.run.seed)
+    for name, shape in recipe.model.parameter_shapes().items():
+        drawn = torch.empty(shape, device=device)
+        init_parameter(name, drawn, recipe.model)
+        yield name, drawn
+
+
+def _fill(parameter: Tensor, whole: Tensor) -> None:
+    """Copies this process's part. No communication: every process has the whole tensor."""
+    assert isinstance(parameter, DTensor)
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    own = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    parameter.to_local().copy_(whole[own])
+
+
+# Activation checkpointing
+
+
+def checkpoint_activations(block: nn.Module, mode: str) -> None:
+    """Makes the backward pass compute a block again, so that fewer activations are kept.
+
+    "block" keeps only the block's input, "selective" the outputs of matrix products and the cell.
+    It wraps the block's forward method, not the block, so parameters keep their names.
+    """
+    if mode == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    block.forward = partial(checkpoint, block.forward, **options)
+
+
+def _policy(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    aten = torch.ops.aten
+    products = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+    is_kept = operator in products or "mlstm_chunkwise" in str(operator)
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# Data parallel
+
+
+def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """Tensor parallelism communicates most, so it is the last axis: processes of one host."""
+    return init_device_mesh(
+        device_type,
+        (layout.dp_replicate, layout.dp_shard, layout.tp),
+        mesh_dim_names=(REPLICATE, SHARD, TENSOR),
+    )
+
+
+def parallelize(
+    model: XLSTM,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    *,
+    keep_gathered: bool = False,
+    unit_parameters: int = UNIT_PARAMETERS,
+) -> None:
+    """Lays the model out over the mesh, in place; the meta device works too.
+
+    Parameters stay float32; computation is in `compute_dtype` and gradients are reduced in float32.
+    With tensor parallelism each half of a block takes one all-reduce. `keep_gathered` keeps the
+    gathered weights of the forward pass for the backward pass.
+    """
+    blocks: Any = model.backbone.blocks
+    if mesh[TENSOR].size() > 1:
+        for block in blocks:
+            parallelize_module(block, mesh[TENSOR], _tensor_parallel_plan())
+    has_replicas = mesh[REPLICATE].size() > 1
+    options: dict[str, Any] = {
+        "mesh": mesh[REPLICATE, SHARD] if has_replicas else mesh[SHARD],
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=compute_dtype,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,  # the weights of the loss stay float32
+        ),
+        "reshard_after_forward": not keep_gathered,
+    }
+    for unit in _units(blocks, unit_parameters):
+        fully_shard(unit, **options)
+    fully_shard(model, **options)
+    for method in ("loss", "token_logprobs"):
+        register_fsdp_forward_method(model, method)
+
+
+def _units(blocks: Iterable[nn.Module], least: int) -> list[list[nn.Module]]:
+    """Consecutive blocks that are gathered together: a small block is not worth a collective."""
+    units: list[list[nn.Module]] = []
+    size = least
+    for block in blocks:
+        if size >= least:
+            units.append([])
+            size = 0
+        units[-1].append(block)
+        size += sum(parameter.numel() for parameter in block.parameters())
+    return units
+
+
+def reshard(model: XLSTM) -> None:
+    """Frees gathered weights. A backward pass does that too; a forward pass alone may keep them."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+# Tensor parallel
+
+
+def _tensor_parallel_plan() -> dict[str, ParallelStyle]:
+    """Splits the heads: projections to them by columns, projections from them by rows.
+
+    The input of a layer becomes a DTensor once, so that the gradients of all projections that read
+    it are added before they are reduced.
+    """
+    columns = [f"mlstm_layer.{name}" for name in ("q", "k", "v")]
+    columns += [f"mlstm_layer.{name}_preact" for name in ("ogate", "igate", "fgate")]
+    columns += ["ffn.proj_up_gate", "ffn.proj_up"]
+    return {
+        "mlstm_layer": PrepareModuleInput(
+            input_layouts=(Replicate(), None, None, None),
+            desired_input_layouts=(Replicate(), None, None, None),
+        ),
+        "ffn": PrepareModuleInput(
+            input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
+        ),
+        **{name: ColwiseParallel() for name in columns},
+        "mlstm_layer.multihead_norm": _SplitWeight(),
+        "mlstm_layer.out_proj": RowwiseParallel(),
+        "ffn.proj_down": RowwiseParallel(),
+    }
+
+
+# The gates use an operator of our own: the placements of its outputs and inputs that are possible.
+Placements = list[tuple[list[Placement], list[Placement]]]
+
+
+@register_sharding(torch.ops.xlstm7b.linear_float32.default)  # type: ignore[untyped-decorator]
+def _shard_linear(x: Tensor, weight: Tensor) -> Placements:
+    columns = Shard(x.ndim - 1)
+    return [([columns], [Replicate(), Shard(0)]), ([Replicate()], [Replicate(), Replicate()])]
+
+
+@register_sharding(torch.ops.xlstm7b.linear_float32_backward.default)  # type: ignore[untyped-decorator]
+def _shard_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> Placements:
+    columns, whole = Shard(grad.ndim - 1), Replicate()
+    return [
+        ([Partial(), Shard(0)], [columns, whole, Shard(0)]),
+        ([whole, whole], [whole, whole, whole]),
+    ]
+
+
+class _SplitWeight(ParallelStyle):
+    """For a module that returns its only parameter: each process gets its part of axis 0."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        whole: Any = module.weight
+        weight = distribute_tensor(whole.data, device_mesh, [Shard(0)])
+        module.register_parameter("weight", nn.Parameter(weight))
+        module.register_forward_hook(_to_local)
+        return module
+
+
+def _to_local(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output.to_local() if isinstance(output, DTensor) else output

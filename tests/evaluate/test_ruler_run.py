@@ -1,0 +1,253 @@
+"""RULER runs: scores, interruptions, and folders of other runs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_files import names_in
+from ruler_cases import EmptyModel, PerfectModel, count_bpe, datasets
+
+from xlstm7b.evaluate.results import compare
+from xlstm7b.evaluate.ruler.datasets import Datasets, Question, Questions
+from xlstm7b.evaluate.ruler.run import (
+    Answer,
+    Plan,
+    Run,
+    model_names,
+    plot_scores,
+    read_scores,
+    score_table,
+)
+from xlstm7b.evaluate.ruler.tasks import TASKS
+
+IDENTITY = {"model_fingerprint": "abc", "seed": 42, "haystack": None}
+SMALL = Plan(("niah_single_1", "fwe"), (1024, 2048), 5, 42)
+SLOW = """
+import sys, time
+from pathlib import Path
+from ruler_cases import PerfectModel
+from test_ruler_run import run
+
+class SlowModel(PerfectModel):
+    def __call__(self, prompts, max_new_tokens):
+        time.sleep(0.2)
+        return super().__call__(prompts, max_new_tokens)
+
+run(Path(sys.argv[1]), SlowModel())
+"""
+
+
+def run(
+    folder: Path,
+    model: Answer | None,
+    plan: Plan = SMALL,
+    identity: Any = IDENTITY,
+    data: Datasets | None = None,
+) -> dict[str, Any]:
+    """Runs a plan. With no model, every sample must be answered already."""
+
+    def load() -> Answer:
+        assert model is not None, "no model should be loaded"
+        return model
+
+    started = Run(
+        folder, plan, data or datasets(), count_bpe(), identity=identity, about={"model": "me"}
+    )
+    return started.answer(load, batch_size=2)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(("model", "score"), [(PerfectModel(), 100.0), (EmptyModel(), 0.0)])
+def test_a_perfect_and_an_empty_model(tmp_path: Path, model: Answer, score: float) -> None:
+    document = run(tmp_path, model, Plan(tuple(TASKS), (6144, 8192), 3, 42))
+    assert document["left_out"] == {}
+    assert list(document["results"]) == [*TASKS, "average"]
+    for row in document["results"].values():
+        assert row == {"6144,none": score, "8192,none": score}
+    assert len(names_in(tmp_path)) == 2 * 13 + 1
+
+
+def test_answers_and_scores_are_written(tmp_path: Path) -> None:
+    class OneValueModel(PerfectModel):
+        def __call__(self, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
+            assert max_new_tokens == 128
+            right = super().__call__(prompts, max_new_tokens)
+            return [text.split("; ")[0] + " ü" for text in right]
+
+    plan = Plan(("niah_multiquery", "qa_1"), (4096,), 3, 42)
+    document = run(tmp_path, OneValueModel(), plan, data=Datasets(datasets().haystack))
+    lines = [json.loads(line) for line in (tmp_path / "niah_multiquery-4096.jsonl").open()]
+    assert [line["index"] for line in lines] == [0, 1, 2]
+    for line in lines:
+        assert line["answer"] == line["references"][0] + " ü"
+        assert line["score"] == 25
+        assert line["length"] == count_bpe()(line["prompt"]) + 128
+    stored = json.loads((tmp_path / "scores.json").read_text())
+    assert stored == {**document, "lengths": [4096]}
+    assert stored["results"]["niah_multiquery"] == stored["results"]["average"]
+    assert stored["results"]["average"] == {"4096,none": 25}
+    assert stored["left_out"] == {"qa_1": "no --squad is given"}
+    assert (stored["model"], stored["seed"], stored["samples"]) == ("me", 42, 3)
+    assert score_table(document).splitlines() == [
+        "                 4096",
+        "niah_multiquery  25.0",
+        "qa_1                –",
+        "average          25.0",
+        "– qa_1 is not in the average: no --squad is given",
+    ]
+
+
+def test_the_harness_reads_the_scores(tmp_path: Path) -> None:
+    utils = pytest.importorskip("lm_eval.utils", reason="lm_eval is not installed")
+    plan = Plan(("niah_single_1", "qa_1"), (1024,), 1, 42)
+    run(tmp_path, PerfectModel(), plan, data=Datasets())
+    table = utils.make_table(json.loads((tmp_path / "scores.json").read_text()))
+    rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
+    shown = {row[1]: (row[5], row[6], row[7]) for row in rows if len(row) > 7}
+    assert shown["niah_single_1"] == shown["average"] == ("1024", "↑", "100")
+
+
+def test_a_question_too_long_is_found_at_the_start(tmp_path: Path) -> None:
+    """One of the questions needs a document that is longer than the prompt may be."""
+    documents = ["A short one.", "Another.", "word " * 2000]
+    questions = [Question(f"What is {n}?", ("x",), (n,), ()) for n in (0, 1, 2)]
+    data = Datasets(squad=Questions(questions, documents))
+    with pytest.raises(ValueError, match="a length of 1024 tokens is too short for qa_1: "):
+        run(tmp_path / "run", None, Plan(("qa_1",), (1024,), 3, 42), data=data)
+    assert not (tmp_path / "run").exists()
+    plan = Plan(("qa_1",), (1024,), 2, 42)
+    two = Run(tmp_path / "run", plan, data, count_bpe(), identity=IDENTITY, about={})
+    assert two.total == 2
+
+
+def test_only_missing_samples_are_answered(tmp_path: Path) -> None:
+    whole, model = tmp_path / "whole", PerfectModel()
+    run(whole, model)
+    assert model.prompts == 20
+    parts, model = tmp_path / "parts", PerfectModel()
+    run(parts, model, Plan(("fwe",), (2048,), 3, 42))
+    run(parts, model)
+    assert model.prompts == 20
+    assert contents(parts) == contents(whole)
+    run(parts, None)
+    assert contents(parts) == contents(whole)
+    fewer = run(parts, None, Plan(("fwe",), (2048,), 1, 42))
+    assert fewer["results"]["average"] == {"2048,none": 100}
+    assert len(read_scores(parts / "fwe-2048.jsonl")) == 5
+
+
+@pytest.mark.parametrize("cut", [1, 40, 1000])
+def test_an_incomplete_line_is_answered_again(tmp_path: Path, cut: int) -> None:
+    whole, model = tmp_path / "whole", PerfectModel()
+    run(whole, PerfectModel())
+    run(tmp_path / "cut", PerfectModel())
+    path = tmp_path / "cut" / "fwe-1024.jsonl"
+    os.truncate(path, path.stat().st_size - cut)
+    run(tmp_path / "cut", model)
+    assert model.prompts == 1
+    assert contents(tmp_path / "cut") == contents(whole)
+
+
+def test_a_killed_run_continues(tmp_path: Path) -> None:
+    killed = tmp_path / "killed"
+    searched = [str(Path(__file__).parent), *sys.path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(searched)}
+    process = subprocess.Popen([sys.executable, "-c", SLOW, killed], env=environment)
+    try:
+        deadline = time.monotonic() + 60
+        while not (killed / "fwe-1024.jsonl").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    model = PerfectModel()
+    run(killed, model)
+    assert 10 <= model.prompts <= 15
+    run(tmp_path / "whole", PerfectModel())
+    assert contents(killed) == contents(tmp_path / "whole")
+
+
+def test_folders_of_other_runs_are_refused(tmp_path: Path) -> None:
+    run(tmp_path, PerfectModel())
+    before = contents(tmp_path)
+    for name, value, difference in (
+        ("model_fingerprint", "abd", "model fingerprint abc, not abd"),
+        ("seed", 43, "seed 42, not 43"),
+    ):
+        message = f"{tmp_path} holds a run with {difference}; choose another --output"
+        with pytest.raises(ValueError, match=message):
+            run(tmp_path, None, identity={**IDENTITY, name: value})
+    assert contents(tmp_path) == before
+    # An entry that was None so far may be added, and is then kept.
+    for _ in range(2):
+        run(tmp_path, None, identity={**IDENTITY, "haystack": "h"})
+        run(tmp_path, None)
+        with pytest.raises(ValueError, match="haystack h, not i; choose another --output"):
+            run(tmp_path, None, identity={**IDENTITY, "haystack": "i"})
+    (tmp_path / "fwe-1024.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match=r"fwe-1024\.jsonl is damaged in line 1; delete the file"):
+        run(tmp_path, None)
+    (tmp_path / "scores.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"scores\.json is damaged; choose another --output"):
+        run(tmp_path, None)
+    (tmp_path / "scores.json").unlink()
+    with pytest.raises(
+        ValueError, match="has files, but not of a RULER run; choose another --output"
+    ):
+        run(tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (Plan(("nia",), (4096,), 1, 42), "RULER has no task 'nia'; its tasks: niah_single_1, "),
+        (Plan(("vt",), (0,), 1, 42), "a length must be at least 1, not 0"),
+        (Plan(("vt",), (4096,), 0, 42), "the number of samples must be at least 1, not 0"),
+        (Plan(("vt",), (4096, 4096), 1, 42), "give at least one length, and each length only once"),
+        (Plan((), (4096,), 1, 42), "give at least one task, and each task only once"),
+        (
+            Plan(("qa_1", "qa_2"), (4096,), 1, 42),
+            "none of these tasks can be run: no --squad is given, no --hotpotqa is given",
+        ),
+        (Plan(("vt",), (600,), 1, 42), "a length of 600 tokens is too short for vt: "),
+    ],
+)
+def test_wrong_plans_are_refused(tmp_path: Path, plan: Plan, message: str) -> None:
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 (the message is compared below)
+        run(tmp_path / "run", None, plan, data=Datasets())
+    assert str(raised.value).startswith(message)
+    assert not (tmp_path / "run").exists()
+
+
+def test_scores_of_models_are_compared_and_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    for name, model in (("a", PerfectModel()), ("b", EmptyModel())):
+        run(tmp_path / name, model)
+    paths = [tmp_path / "a" / "scores.json", tmp_path / "b" / "scores.json"]
+    lines = compare(paths)
+    assert len(lines) == 6
+    assert {(line.task, line.metric) for line in lines if line.task == "average"} == {
+        ("average", "1024"),
+        ("average", "2048"),
+    }
+    assert all(line.differences == [-100] for line in lines)
+    assert model_names(paths) == ["me, a", "me, b"]
+    assert model_names(paths[:1]) == ["me"]
+    plot_scores(paths, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert names_in(tmp_path) == {"a", "b", "plot.png"}
+    (tmp_path / "a" / "scores.json").write_text('{"results": {"average": {}}}')
+    with pytest.raises(ValueError, match=r"a/scores\.json contains no average to draw"):
+        plot_scores(paths, tmp_path / "plot.png")

@@ -1,0 +1,182 @@
+"""A small random model, and a driver that steps an engine and collects what it returns."""
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from xlstm7b.config import ModelConfig
+from xlstm7b.generate import Completion, Engine, Request, RequestOutput, SamplingParams
+from xlstm7b.generate import engine as engine_module
+from xlstm7b.generate import runner as runner_module
+from xlstm7b.generate.fused import FusedModel
+from xlstm7b.generate.request import Prompt
+from xlstm7b.generate.runner import ModelRunner
+from xlstm7b.generate.scheduler import PrefillLimits
+from xlstm7b.model import XLSTM
+from xlstm7b.tokenizer import ByteTokenizer
+
+# In float32 the logits of `random_model` differ by at most 2e-4 from float64's, and by another
+# rounding error for each way of cutting a prompt: two ways may differ by twice that.
+ROUNDING = 4e-4
+
+# Prompts of up to 240 tokens with many shared prefixes, at block borders and elsewhere.
+token_lists = st.lists(st.integers(0, 2), max_size=6).map(
+    lambda parts: [token for part in parts for token in [part] * 40]
+)
+
+
+def random_model(*, gate_std: float = 0.1, **changes: object) -> XLSTM:
+    """Gates depend on the input, and logits are far apart: no near ties between tokens."""
+    torch.manual_seed(0)
+    fields = {"embedding_dim": 64, "num_blocks": 2, "num_heads": 2, "vocab_size": 320}
+    model = XLSTM(ModelConfig(**{**fields, **changes}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "gate_preact" in name:
+                parameter.normal_(std=gate_std)
+        model.lm_head.weight *= 15
+        model.lm_head.weight[0] = 0  # end of text: possible, not likely
+    return model
+
+
+def new_engine(model: XLSTM, **options: object) -> Engine:
+    return Engine(model, ByteTokenizer(), **options)
+
+
+def greedy(prompt: Prompt, tokens: int = 12, **params: object) -> Request:
+    """A new request at temperature 0. Keyword arguments are sampling parameters."""
+    return Request(prompt, SamplingParams(max_new_tokens=tokens, temperature=0, **params))
+
+
+def run_alone(model: XLSTM, request: Request, **options: object) -> Completion:
+    """The completion of a request in an engine of one slot, without a prefix cache."""
+    driver = Driver(new_engine(model, slots=1, **options))
+    driver.add(request)
+    driver.finish()
+    return driver.completion(request)
+
+
+def copy_of(request: Request, **changes: object) -> Request:
+    """A new request with the same arguments, or with some of them replaced."""
+    names = (
+        "prompt", "params", "state", "keep_state", "prompt_logprobs", "prefill_only",
+        "previous_prompt", "previous_output",
+    )  # fmt: skip
+    options = {name: getattr(request, name) for name in names} | changes
+    return Request(options.pop("prompt"), options.pop("params"), **options)
+
+
+class Driver:
+    """Steps an engine, and collects the outputs of each request."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.outputs: dict[Request, list[RequestOutput]] = {}
+
+    def add(self, request: Request) -> Request:
+        self.engine.add_request(request)
+        self.outputs[request] = []
+        return request
+
+    def add_all(self, requests: Iterable[Request]) -> list[Request]:
+        return [self.add(request) for request in requests]
+
+    def step(self, count: int = 1) -> None:
+        """Some steps, or fewer if there is nothing left to do."""
+        for _ in range(count):
+            if not self.engine.has_requests:
+                return
+            for output in self.engine.step():
+                before = self.outputs[output.request]
+                assert not any(earlier.finished for earlier in before), "output after the last"
+                before.append(output)
+
+    def finish(self, limit: int = 5000) -> None:
+        """Steps until every request is finished."""
+        for _ in range(limit):
+            if not self.engine.has_requests:
+                return
+            self.step()
+        raise AssertionError(f"the engine was not idle after {limit} steps")
+
+    def token_ids(self, request: Request) -> list[int]:
+        """The tokens returned so far."""
+        return [token for output in self.outputs[request] for token in output.token_ids]
+
+    def error(self, request: Request) -> Exception | None:
+        outputs = self.outputs[request]
+        return outputs[-1].error if outputs else None
+
+    def completion(self, request: Request) -> Completion:
+        """The completion; checks that the outputs add up to it."""
+        merged = RequestOutput.merge(self.outputs[request])
+        assert merged.error is None, merged.error
+        assert merged.completion is not None
+        completion = merged.completion
+        assert merged.text == completion.text
+        assert [*merged.token_ids] == completion.token_ids
+        assert [*merged.logprobs] == (completion.logprobs or [])
+        assert [*merged.top_logprobs] == (completion.top_logprobs or [])
+        assert completion.cached_tokens == request.cached_tokens
+        return completion
+
+
+def is_idle(engine: Engine) -> bool:
+    """True if all slots are free and nothing of any request is left."""
+    scheduler, stats = engine._scheduler, engine.stats()
+    nothing_left = not engine.has_requests and not engine._in_flight and not engine._finishing
+    all_free = scheduler._free == set(range(engine.slots))
+    sampling = bool((engine._runner._sampler.pending >= 0).any())
+    return nothing_left and all_free and not sampling and not (stats.running or stats.waiting)
+
+
+class ImmediateExecutor:
+    """Runs work when it is submitted. In `prefix_cache`, files are then written at once."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def submit(self, work, *arguments) -> None:
+        work(*arguments)
+
+    def shutdown(self) -> None:
+        pass
+
+
+class GraphRunner(ModelRunner):
+    """A runner that works on a CPU as it would on a GPU: buckets, padded batches, graphs.
+
+    A graph is the work itself. As on a GPU, recording it runs the work once.
+    """
+
+    class Graph:
+        def __init__(self, work: Callable[[], None]) -> None:
+            self.replay = work
+
+    def __init__(self, model: FusedModel, slots: int, **options: object) -> None:
+        super().__init__(model, slots, **options)
+        self._on_gpu = True
+        buckets = [n for n in runner_module._SLOT_BUCKETS if n < slots]
+        self._parts = {n: self._part(n) for n in (*buckets, slots)}
+        inputs = runner_module._MAX_GRAPH_TOKENS + 3 * runner_module._ROWS[-1]
+        self._inputs = torch.zeros(inputs, dtype=torch.long)
+
+    def _capture(self, key: object, work: Callable[[], None]) -> None:
+        work()
+        self._graphs[key] = self.Graph(work)
+
+
+def gpu_like_engine(model: XLSTM, **options: object) -> Engine:
+    """An engine on a CPU that does what it does on a GPU: batches of prompts, one step ahead."""
+
+    def limits(device: torch.device, *arguments: object) -> PrefillLimits:
+        return runner_module.prefill_limits(torch.device("cuda"), *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "ModelRunner", GraphRunner)
+        patch.setattr(engine_module, "prefill_limits", limits)
+        engine = new_engine(model, **options)
+    engine._run_ahead = True
+    return engine

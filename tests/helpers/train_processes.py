@@ -1,0 +1,142 @@
+"""Work for several gloo processes on this CPU, started as torchrun would.
+
+A new process imports these functions by name, so they are not in a test file.
+"""
+
+import multiprocessing
+import os
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing import ProcessContext
+
+from xlstm7b.config import ModelConfig
+from xlstm7b.model import XLSTM
+from xlstm7b.train.processes import process_group
+from xlstm7b.train.recipe import Layout, Recipe
+from xlstm7b.train.run_checkpoints import saved_steps
+from xlstm7b.train.sharded_model import build_mesh, parallelize
+from xlstm7b.train.trainer import Trainer, Update
+
+CONFIG = ModelConfig(64, 2, 4, vocab_size=40)
+
+
+def in_processes(world: int, work: Callable[..., None], *arguments: object) -> None:
+    """Calls `work(rank, *arguments)` in every process. Raises the first failure."""
+    started = start_processes(world, work, *arguments)
+    while not started.join():
+        pass
+
+
+def start_processes(world: int, work: Callable[..., None], *arguments: object) -> ProcessContext:
+    """Starts them without waiting. They are forks of a process that has imported the modules."""
+    late = ["torch._dynamo", "fsspec.core"]  # PyTorch imports these on first use
+    multiprocessing.set_forkserver_preload(["xlstm7b.train.trainer", *late])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return torch.multiprocessing.start_processes(
+        _process, (world, port, work, arguments), world, join=False, start_method="forkserver"
+    )
+
+
+def _process(rank: int, world: int, port: int, work: Callable[..., None], arguments) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    work(rank, *arguments)
+    # At the interpreter's normal exit, a gloo thread sometimes aborts the process.
+    os._exit(0)
+
+
+def layouts_agree(rank: int, layouts: list[Layout]) -> None:
+    with process_group("cpu"):
+        torch.manual_seed(0)
+        alone = XLSTM(CONFIG)
+        with torch.no_grad():
+            for name, parameter in alone.named_parameters():
+                if name.endswith("preact.weight"):
+                    parameter.normal_(std=0.1)
+        weights = {name: tensor.clone() for name, tensor in alone.state_dict().items()}
+        tokens, resets = torch.randint(0, 40, (4, 21)), torch.rand(4, 20) < 0.1
+        want = -alone.token_logprobs(tokens[:, :-1], tokens[:, 1:], resets=resets)[0].mean()
+        want.backward()
+        for layout, together in product(layouts, (True, False)):
+            unit_parameters = 30_000_000 if together else 0  # all blocks together, or each alone
+            model = XLSTM(CONFIG)
+            model.load_state_dict(weights)
+            mesh = build_mesh(layout, "cpu")
+            parallelize(model, mesh, torch.float32, unit_parameters=unit_parameters)
+            size = 4 // layout.data_parallel
+            start = rank // layout.tp * size
+            own, borders = tokens[start : start + size], resets[start : start + size]
+            loss = -model.token_logprobs(own[:, :-1], own[:, 1:], resets=borders)[0].mean()
+            loss.backward()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            assert abs(total / layout.world - want) < 1e-6, layout
+            names = [name for name, _ in model.named_parameters()]
+            assert names == [name for name, _ in alone.named_parameters()]
+            for parameter, exact in zip(model.parameters(), alone.parameters(), strict=True):
+                gradient = parameter.grad
+                assert isinstance(gradient, DTensor)
+                error = (gradient.full_tensor() - exact.grad).norm() / exact.grad.norm()
+                assert error < 2e-5, (layout, tuple(exact.shape), error)
+
+
+def run(rank: int, chosen: Recipe, folder: Path, device: str = "cpu") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with process_group(device):
+        trainer = Trainer(chosen, folder, device)
+        trainer.resume()
+        trainer.train(lambda line: None)
+
+
+@contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """No file of this process can grow beyond `room` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def fails_on_a_full_disk(rank: int, full: int, chosen: Recipe, folder: Path) -> None:
+    """The process `full` cannot write after step 4. All processes stop with an error."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with process_group("cpu"), ExitStack() as stack:
+        with pytest.raises(ValueError, match="does not divide among 2 data-parallel processes"):
+            Trainer(replace(chosen, batch=replace(chosen.batch, sequences=3)), folder, "cpu")
+        trainer = Trainer(chosen, folder, "cpu")
+        update = trainer.update
+
+        def fill_the_disk() -> Update:
+            if trainer.step == 4:
+                trainer.checkpoints.finish_save()
+                if rank == full:
+                    stack.enter_context(full_disk(8192))
+            return update()
+
+        trainer.update = fill_the_disk
+        words = rf"of step 5 .* written to {folder}/checkpoints, where .* is of step 4"
+        with pytest.raises(OSError, match=words):
+            trainer.train(lambda line: None)
+        assert saved_steps(folder / "checkpoints")[-1] == 4
+        assert not list((folder / "checkpoints").glob("writing-*"))

@@ -1,0 +1,213 @@
+"""API keys, hosts, origins, limits and request IDs: what is checked before a body is parsed."""
+
+import base64
+import json
+import re
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from live_server import LiveServer, error_of, serving, wait_for
+from starlette.routing import Route
+
+from xlstm7b.generate import Generator
+from xlstm7b.serve.handlers import router
+from xlstm7b.serve.middleware import check_key, check_origins
+from xlstm7b.serve.protocol import Limits
+
+KEYS = ("first-key", "second+key/=")
+ENDLESS = {"prompt": "a", "max_tokens": 60000, "ignore_eos": True, "temperature": 0, "stream": True}
+
+
+def routes(live: LiveServer) -> list[tuple[str, str]]:
+    """Every method and path of the application."""
+    found = [
+        (method, re.sub(r"{.*?}", "x", route.path))
+        for route in (*live.app.routes, *router.routes)
+        if isinstance(route, Route)
+        for method in route.methods or ()
+    ]
+    expected = {"/", "/health", "/metrics", "/openapi.json", "/v1/completions", "/v1/states/x"}
+    assert expected <= {path for _, path in found}
+    return found
+
+
+def basic(user: str, password: str) -> dict[str, str]:
+    return {"authorization": "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()}
+
+
+def test_every_route_but_health_needs_a_key(generator: Generator) -> None:
+    with serving(generator, keys=KEYS) as live, httpx.Client(base_url=live.url) as stranger:
+        wrong = [
+            {},
+            {"authorization": "Bearer"},
+            {"authorization": "Bearer first-ke"},
+            {"authorization": "Bearer first-key2"},
+            {"authorization": "first-key"},
+            {"authorization": "Basic first-key"},
+            basic("first-key", ""),
+            basic("", "first"),
+        ]
+        wait_for(lambda: live.service.engine.healthy)
+        for method, path in [*routes(live), ("GET", "/nowhere"), ("POST", "/health/")]:
+            for headers in wrong:
+                answer = stranger.request(method, path, headers=headers)
+                if path == "/health":
+                    assert answer.status_code == 200
+                    continue
+                assert answer.status_code == 401, (method, path)
+                is_bearer = headers.get("authorization", "").startswith("Bearer ")
+                scheme = "Bearer" if is_bearer else "Basic"  # browsers ask for a Basic password
+                assert answer.headers["www-authenticate"] == f'{scheme} realm="xlstm7b"'
+                if method != "HEAD":
+                    assert error_of(answer)["code"] == "invalid_api_key"
+        for right in (
+            *({"authorization": f"Bearer {key}"} for key in KEYS),
+            {"authorization": "bearer first-key"},
+            basic("", "first-key"),
+            basic("anybody", "second+key/="),
+        ):
+            assert stranger.get("/v1/models", headers=right).status_code == 200
+
+
+@given(key=st.text(max_size=8))
+def test_a_key_is_printable_ascii(key: str) -> None:
+    if re.fullmatch(r"[!-~]+", key):
+        assert check_key(key, "keys.txt:3") == key
+    else:
+        with pytest.raises(ValueError, match=r"^keys\.txt:3: an API key must be"):
+            check_key(key, "keys.txt:3")
+
+
+def test_an_origin_is_written_as_browsers_send_it() -> None:
+    right = ["https://their.site", "http://localhost:3000", "http://[::1]:80", "*"]
+    assert check_origins(right) == right
+    for wrong in ("https://their.site/", "their.site", "", "https://", "ftp://a", "https://a/b"):
+        with pytest.raises(ValueError, match="is not an origin"):
+            check_origins([wrong])
+
+
+def test_limits_of_bodies(generator: Generator) -> None:
+    limits = Limits(body_bytes=1000, body_seconds=1.0, prompt_tokens=20, new_tokens=50)
+    with serving(generator, limits=limits) as live:
+        message = live.refused("/v1/completions", 413, prompt="a" * 1000)
+        assert message == "the request body is longer than 1000 bytes"
+
+        def in_parts():
+            yield from [b" " * 300] * 4
+
+        kind = {"content-type": "application/json"}
+        assert live.client.post("/tokenize", content=in_parts(), headers=kind).status_code == 413
+        plain = live.client.post("/tokenize", content=b'{"prompt": "a"}')
+        assert plain.status_code == 415  # any web page could send this without asking
+        for content in (b"", b"{", b"\xff", b"[]", b"1e999", b'"a"', b"[" * 900, b"9" * 900):
+            answer = live.client.post("/tokenize", content=content, headers=kind)
+            assert answer.status_code == 400, content
+            error_of(answer)
+        message = live.refused("/v1/completions", 400, prompt="a" * 21)
+        assert message == "the prompts of all choices have 21 tokens; at most 20 are allowed"
+        live.refused("/v1/completions", 400, prompt="a" * 7, n=3)
+        assert live.post("/v1/completions", prompt="a" * 7, n=2)["choices"]
+        message = live.refused("/v1/completions", 400, prompt="a", max_tokens=51)
+        assert message == "max_tokens must be between 1 and 50, not 51"
+        with live.connect() as slow:
+            slow.sendall(
+                b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+                b"content-length: 9\r\n\r\n{"
+            )
+            assert slow.recv(100).startswith(b"HTTP/1.1 408 ")
+
+
+def test_without_keys_a_host_must_be_local(generator: Generator) -> None:
+    """A web page can let its own host name resolve to this machine; browsers send that name."""
+    local = ("localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:8000", "[::1]", "10.0.0.1")
+    others = ("a.example", "a.example:8000", "localhost.a.example", "127.0.0.1.a.example", "")
+    with serving(generator) as live:
+        for host in local:
+            assert live.client.get("/v1/models", headers={"host": host}).status_code == 200, host
+        for host in others:
+            answer = live.client.get("/v1/models", headers={"host": host})
+            assert answer.status_code == 403, host
+            message = error_of(answer)["message"]
+            assert message.startswith(f"the Host header is {host!r}; a server without an API key")
+    with serving(generator, keys=KEYS) as live:
+        assert live.client.get("/v1/models", headers={"host": "a.example"}).status_code == 200
+
+
+def test_requests_at_the_same_time_are_limited(generator: Generator) -> None:
+    with serving(generator, limits=Limits(requests=2)) as live:
+        streams = [live.client.stream("POST", "/v1/completions", json=ENDLESS) for _ in range(2)]
+        for stream in streams:
+            stream.__enter__()
+        answer = live.client.get("/v1/models")
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert error_of(answer)["message"] == "the server already handles 2 requests, its limit"
+        assert live.client.get("/health").status_code == 200
+        for stream in streams:
+            stream.__exit__(None, None, None)
+        wait_for(lambda: live.client.get("/v1/models").status_code == 200)
+
+
+def test_the_queue_is_bounded_and_recovers(generator: Generator) -> None:
+    with serving(generator, slots=2, max_waiting=3) as live:
+        stats = live.service.engine.stats
+        with httpx.Client(base_url=live.url, timeout=30) as client:
+            streams = [client.stream("POST", "/v1/completions", json=ENDLESS) for _ in range(5)]
+            for stream in streams[:2]:
+                stream.__enter__()
+            wait_for(lambda: stats().running == 2)
+            for stream in streams[2:]:
+                stream.__enter__()
+            wait_for(lambda: stats().waiting == 3)
+            for path, body in (
+                ("/v1/completions", ENDLESS),
+                ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 0}),
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+            ):
+                answer = client.post(path, json=body)
+                assert answer.status_code == 429
+                assert 1 <= int(answer.headers["retry-after"]) <= 60
+                error = error_of(answer)
+                assert (error["type"], error["message"]) == (
+                    "rate_limit_error",
+                    "the queue is full",
+                )
+            assert (stats().running, stats().waiting) == (2, 3)
+            streams[0].__exit__(None, None, None)
+            wait_for(lambda: stats().waiting == 2)
+            # Of three more only the first fits: none of them stays.
+            assert client.post("/v1/completions", json={**ENDLESS, "n": 3}).status_code == 429
+            assert stats().waiting == 2
+            for stream in streams[1:]:
+                stream.__exit__(None, None, None)
+        wait_for(live.is_idle)
+        assert live.post("/v1/completions", prompt="a", max_tokens=3)["choices"]
+
+
+def test_other_origins_may_call_only_if_allowed(generator: Generator) -> None:
+    preflight = {"origin": "http://b.example", "access-control-request-method": "POST"}
+    with serving(generator) as live:
+        answer = live.client.options("/v1/completions", headers=preflight)
+        assert answer.status_code == 405
+        assert "access-control-allow-origin" not in answer.headers
+    with serving(generator, cors=("http://b.example",), keys=KEYS) as live:
+        answer = httpx.options(f"{live.url}/v1/completions", headers=preflight)
+        assert answer.headers["access-control-allow-origin"] == "http://b.example"
+        refused = httpx.get(f"{live.url}/v1/models", headers={"origin": "http://b.example"})
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == "http://b.example"
+        stranger = {**preflight, "origin": "http://c.example"}
+        answer = httpx.options(f"{live.url}/v1/completions", headers=stranger)
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def test_request_ids(live: LiveServer) -> None:
+    answer = live.client.post("/tokenize", json={"prompt": "a"}, headers={"x-request-id": "a.b-1"})
+    assert answer.headers["x-request-id"] == "a.b-1"
+    odd = live.client.get("/health", headers={"x-request-id": "a b"})
+    assert re.fullmatch("[0-9a-f]{24}", odd.headers["x-request-id"])
+    done = live.client.post(
+        "/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers={"x-request-id": "mine"}
+    )
+    assert json.loads(done.text)["id"] == "cmpl-mine"

@@ -1,0 +1,186 @@
+"""The server process: connections that stall, logs, signals."""
+
+import json
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from commands import environment
+from live_server import error_of, events, serving, wait_for
+
+from xlstm7b.generate import Generator
+from xlstm7b.serve import server
+from xlstm7b.serve.server import log_to_stderr
+
+PATH = "/v1/completions"
+ENDLESS = {"prompt": "a", "max_tokens": 60000, "ignore_eos": True, "stream": True}
+
+
+def test_a_connection_without_headers_is_closed(
+    generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "CLIENT_TIMEOUT", 0.3)
+    whole = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with serving(generator) as live:
+        wait_for(lambda: live.service.engine.healthy)
+        for sent in (b"", b"GET /hea", b"GET /health HTTP/1.1\r\nhost:", whole + b"GET /hea"):
+            with live.connect() as slow:
+                slow.sendall(sent)
+                answer = b"".join(iter(lambda s=slow: s.recv(4096), b""))  # until it is closed
+                assert answer.count(b"HTTP/1.1 200 OK") == sent.count(b"\r\n\r\n")
+        with live.client.stream("POST", PATH, json=ENDLESS) as answer:
+            began, lines = time.monotonic(), answer.iter_lines()
+            while time.monotonic() < began + 1:  # an answer may take any time
+                assert next(lines) is not None
+
+
+def test_an_answer_that_is_not_read_is_dropped(
+    generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "CLIENT_TIMEOUT", 0.3)
+    body = json.dumps({"tokens": [99] * 1_000_000}).encode()
+    head = (
+        "POST /detokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
+    with serving(generator, send_buffer=4096) as live:
+        host, port = live.url.removeprefix("http://").split(":")
+        with socket.socket() as sleeper:
+            sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sleeper.settimeout(20)
+            sleeper.connect((host, int(port)))
+            sleeper.sendall(head.encode() + body)
+            assert sleeper.recv(15) == b"HTTP/1.1 200 OK"
+            time.sleep(2)
+            read = 0
+            with suppress(ConnectionResetError):
+                while got := sleeper.recv(1 << 16):
+                    read += len(got)
+            assert read < 1_000_000
+        assert live.post("/detokenize", tokens=[99]) == {"prompt": "a"}
+
+
+def test_logs_are_json_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also an exception with its traceback, and a library's warning."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.root, "level", logging.WARNING)
+    log_to_stderr()
+    try:
+        raise RuntimeError("/a/secret/path")
+    except RuntimeError:
+        logging.getLogger("xlstm7b.serve.engine_thread").exception("the engine failed")
+    warnings.warn("of a\nlibrary", stacklevel=1)
+    logging.captureWarnings(False)
+    failure, warning = map(json.loads, capsys.readouterr().err.splitlines())
+    assert (failure["level"], failure["message"]) == ("error", "the engine failed")
+    assert failure["exception"].endswith("RuntimeError: /a/secret/path")
+    assert warning["level"] == "warning"
+    assert "of a\nlibrary" in warning["message"]
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
+    """Starts `xlstm7b serve`; returns the process and the address from its log."""
+    processes = []
+
+    def run(*options: object) -> tuple[subprocess.Popen[str], str]:
+        command = [sys.executable, "-m", "xlstm7b", "serve", folder, "--port", 0, "--device", "cpu"]
+        process = subprocess.Popen(
+            [*map(str, command), *map(str, options)],
+            env=environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        assert process.stderr is not None
+        message = json.loads(process.stderr.readline())["message"]
+        assert message.startswith("serving tiny at http://127.0.0.1:")
+        url = message.split()[-1]
+        wait_for(lambda: _is_healthy(url))
+        return process, url
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def log_lines(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
+    assert process.stderr is not None
+    return [json.loads(line) for line in process.stderr]
+
+
+def test_a_signal_lets_running_requests_finish(start: Callable[..., Any]) -> None:
+    process, url = start("--api-key", "a-key")
+    headers = {"authorization": "Bearer a-key"}
+    body = {**ENDLESS, "max_tokens": 400, "stream_options": {"include_usage": True}}
+    with httpx.Client(base_url=url, headers=headers, timeout=60) as client:
+        with client.stream("POST", PATH, json=body) as answer:
+            received = events(answer.iter_lines())
+            next(received)
+            process.send_signal(signal.SIGTERM)
+            wait_for(lambda: httpx.get(f"{url}/health").json() == {"status": "draining"})
+            refused = httpx.post(f"{url}{PATH}", json={"prompt": "a"}, headers=headers)
+            assert refused.status_code == 503
+            assert "the server is shutting down" in error_of(refused)["message"]
+            *_, last = received
+        assert last["usage"]["completion_tokens"] == 400
+    assert process.wait(60) == 0
+    lines = log_lines(process)
+    warm, *others = [line["message"] for line in lines if line["message"] != "answered"]
+    assert warm.startswith("engine warmed up in ")
+    assert others == [
+        "draining: new requests are refused, running ones are finished",
+        "drained",
+    ]
+    (streamed,) = [line for line in lines if line.get("completion_tokens") == 400]
+    assert (streamed["path"], streamed["status"], streamed["method"]) == (PATH, 200, "POST")
+    assert "a-key" not in json.dumps(lines)
+
+
+def test_draining_has_a_time_limit(start: Callable[..., Any]) -> None:
+    process, url = start("--drain-seconds", 0.3)
+    with httpx.stream("POST", f"{url}{PATH}", json=ENDLESS) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGINT)
+        *_, last = (line for line in lines if line)
+    message = json.loads(last.removeprefix("data: "))["error"]["message"]
+    assert message == "the server is not available: the server was stopped"
+    assert process.wait(60) == 0
+    messages = [line["message"] for line in log_lines(process)]
+    assert "not drained after 0.3 s: running requests are aborted" in messages
+
+
+def test_a_second_signal_ends_the_process_at_once(start: Callable[..., Any]) -> None:
+    process, url = start("--drain-seconds", 60)
+    with httpx.stream("POST", f"{url}{PATH}", json=ENDLESS) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        wait_for(lambda: httpx.get(f"{url}/health").status_code == 503)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(lines)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 20  # not the minute that draining may take

@@ -1,0 +1,44 @@
+"""Tables, figures and the description of the machine."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from xlstm7b import report
+
+
+def test_table_aligns_its_columns() -> None:
+    rows = [("a", 1, "x"), ("longer", 12345, None)]
+    assert report.table(("name", "count", "y"), rows).splitlines() == [
+        "name    count  y",
+        "a           1  x",
+        "longer  12345",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a.pdf", b"%PDF"), ("a", b"\x89PNG")],
+)
+def test_the_suffix_chooses_the_format_of_a_figure(tmp_path: Path, name: str, start: bytes) -> None:
+    pytest.importorskip("matplotlib")
+    with report.figure(tmp_path / name) as axis:
+        axis.plot([0, 512, 4096], [1, 2, 3])
+        report.token_ticks(axis, [4096, 0, 512, 512])
+        assert [label.get_text() for label in axis.get_xticklabels()] == ["0", "512", "4K"]
+    assert (tmp_path / name).read_bytes().startswith(start)
+
+
+def test_a_failed_figure_leaves_no_file(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ZeroDivisionError), report.figure(tmp_path / "a.png"):
+        raise ZeroDivisionError
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_machine_names_its_processor_and_versions() -> None:
+    facts = report.machine("cpu")
+    assert list(facts) == ["date", "torch", "cpu"]
+    assert facts["torch"] == torch.__version__
+    assert facts["cpu"].endswith(f"{torch.get_num_threads()} threads")

@@ -1,0 +1,163 @@
+"""What a run measures: gates, TensorBoard, validation; the best checkpoint is always kept."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+from train_processes import full_disk, run
+from train_runs import losses, recipe, weights
+
+from xlstm7b.data.loader import Loader
+from xlstm7b.data.shards import open_folder
+from xlstm7b.model import XLSTM
+from xlstm7b.train import run_checkpoints, trainer
+from xlstm7b.train.metrics_log import MetricsLog, read_metrics
+from xlstm7b.train.processes import process_group
+from xlstm7b.train.run_checkpoints import (
+    best_step,
+    export_run,
+    read_model,
+    read_run,
+    saved_steps,
+)
+
+GATES = ("input_gate_mean", "input_gate_max", "forget_gate_mean", "forget_gate_min")
+
+
+@torch.no_grad()
+def gates_of(model: XLSTM, data: Path) -> list[list[float]]:
+    """The four statistics of every block, computed from the block's equations."""
+    order = Loader({"noise": (open_folder(data), 1.0)}, context_length=32, global_batch=1)
+    batch = next(order)
+    x, found = model.backbone.embeddings(batch.tokens), []
+    for block in model.backbone.blocks:
+        normed, layer = block.norm_mlstm(x), block.mlstm_layer
+        i, f = (
+            15 * torch.tanh((normed @ gate.weight.T + gate.bias) / 15)
+            for gate in (layer.igate_preact, layer.fgate_preact)
+        )
+        found.append([part.item() for part in (i.mean(), i.max(), f.mean(), f.min())])
+        x, _ = block(x, None, batch.resets, None)
+    return [list(column) for column in zip(*found, strict=True)]
+
+
+def test_gate_statistics_at_intervals_follow_the_equations(data, tmp_path):
+    settings = ["run.steps=6", "run.save_every=2", "run.keep_last=3", "run.validate_every=0"]
+    run(0, recipe(data, *settings, "run.log_every=2"), tmp_path / "watched")
+    lines = read_metrics(tmp_path / "watched" / "metrics.jsonl")
+    for line in lines:
+        assert (GATES[0] in line) == (line["step"] % 2 == 1)
+        assert "peak_memory_bytes" not in line  # of a GPU
+    for step in (2, 4, 6):
+        path = tmp_path / f"watched/checkpoints/step-{step:08}"
+        want = gates_of(read_model(path, recipe(data).model), data)
+        assert_close([lines[step - 1][name] for name in GATES], want, rtol=1e-5, atol=1e-6)
+    assert lines[5]["input_gate_mean"] != lines[1]["input_gate_mean"]
+
+    run(0, recipe(data, *settings, "run.log_every=6"), tmp_path / "unwatched")
+    assert losses(tmp_path / "unwatched") == losses(tmp_path / "watched")
+    once, other = (weights(tmp_path / name, recipe(data)) for name in ("watched", "unwatched"))
+    assert all(torch.equal(once[name], other[name]) for name in once)
+
+
+def test_tensorboard_has_the_same_numbers(data, tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(0, recipe(data, "run.tensorboard=true"), tmp_path)
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    want: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        step = line.pop("step")
+        for name, value in line.items():
+            parts = (
+                {f"{name}/{at}": part for at, part in enumerate(value)}
+                if isinstance(value, list)
+                else {name: value}
+            )
+            for tag, part in parts.items():
+                want.setdefault(tag, []).append((step, float(torch.tensor(float(part)))))
+    got = {
+        tag: [(event.step, event.value) for event in board.Scalars(tag)]
+        for tag in board.Tags()["scalars"]
+    }
+    assert got == want
+    assert {"loss", "gradient_norm", "validation_loss_by_position/7", "forget_gate_min/1"} <= set(
+        got
+    )
+
+
+def test_metrics_that_cannot_be_written_are_named(tmp_path):
+    metrics = MetricsLog(tmp_path / "metrics.jsonl", start=0, interval=1, tensorboard=False)
+    message = r"metrics\.jsonl could not be written \(.*File too large"
+    with full_disk(room=0), pytest.raises(OSError, match=message):
+        metrics.write(step=0, loss=1.0)
+    metrics.close()  # does not try to write again
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+@pytest.fixture
+def validation_losses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The validation losses that a test wants, step by step."""
+    given: list[float] = []
+
+    def look_up(model: XLSTM, *_: object) -> dict:
+        return {"validation_loss": given.pop(0)}
+
+    monkeypatch.setattr(trainer, "validation_loss", look_up)
+    return given
+
+
+def train(chosen, folder: Path, report: Callable[[dict], None] = lambda line: None) -> None:
+    folder.mkdir(exist_ok=True)
+    with process_group("cpu"):
+        run = trainer.Trainer(chosen, folder, "cpu")
+        run.resume()
+        run.train(report)
+
+
+def test_the_best_checkpoint_is_always_kept(data, tmp_path, validation_losses, monkeypatch):
+    chosen = recipe(data, "run.validate_every=1", "run.save_every=2", "run.keep_last=1")
+    folder, remove = tmp_path / "checkpoints", run_checkpoints.shutil.rmtree
+
+    def look_before(path: str | Path, **options: Any) -> None:
+        """A kill at this point leaves the last checkpoint and the best."""
+        name = Path(path).name
+        if name.startswith("step-"):
+            assert int(name[5:]) not in (best_step(folder), saved_steps(folder)[-1])
+            assert best_step(folder) in saved_steps(folder)
+        remove(path, **options)
+
+    monkeypatch.setattr(run_checkpoints.shutil, "rmtree", look_before)
+
+    def stop(line: dict) -> None:
+        if line["step"] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    validation_losses[:] = [5.0, 3.0, float("nan"), 4.0, 2.5]
+    train(chosen, tmp_path, stop)  # it ends with the step after the signal
+    assert saved_steps(folder) == [5]
+    assert read_run(folder / "step-00000005")["best"] == {"step": 5, "validation_loss": 2.5}
+    validation_losses[:] = [2.5, 6.0, 6.0]
+    train(chosen, tmp_path)
+    assert saved_steps(folder) == [5, 8]  # 6 is as good, but no better
+    assert export_run(tmp_path, tmp_path / "best", step="best") == 5
+    exact = read_model(folder / "step-00000005", chosen.model).state_dict()
+    exported = XLSTM.from_pretrained(tmp_path / "best").state_dict()
+    assert all(torch.equal(tensor, exact[name]) for name, tensor in exported.items())
+    assert export_run(tmp_path, tmp_path / "last") == 8
+
+
+def test_without_keep_best_only_the_last_is_kept(data, tmp_path, validation_losses):
+    validation_losses[:] = [1.0, 2.0]
+    train(recipe(data, "run.keep_best=false", "run.keep_last=1"), tmp_path)
+    assert saved_steps(tmp_path / "checkpoints") == [8]
+    with pytest.raises(ValueError, match="has no best checkpoint: it kept none by validation loss"):
+        export_run(tmp_path, tmp_path / "best", step="best")

@@ -1,0 +1,42 @@
+"""Every layout gives the one-process loss and gradients."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from train_processes import in_processes, layouts_agree
+
+from xlstm7b.model import XLSTM
+from xlstm7b.train.recipe import Layout, load_recipe
+from xlstm7b.train.sharded_model import build_mesh, parallelize
+
+
+@pytest.mark.parametrize(
+    ("world", "layouts"),
+    [
+        (1, [Layout(1, 1, 1)]),
+        (2, [Layout(1, 2, 1), Layout(2, 1, 1), Layout(1, 1, 2)]),
+        (4, [Layout(2, 2, 1), Layout(1, 2, 2), Layout(1, 1, 4)]),
+    ],
+)
+def test_every_layout_has_the_one_process_gradients(world, layouts):
+    in_processes(world, layouts_agree, layouts)
+
+
+def test_the_papers_layout_on_128_processes():
+    """As rank 0 of 128 that do not exist, without memory: 16 copies of 8 shards."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=128)
+    try:
+        recipe = load_recipe("7b")
+        layout = recipe.layout(128)
+        assert layout == Layout(16, 8, 1)
+        with torch.device("meta"):
+            model = XLSTM(recipe.model)
+        parallelize(model, build_mesh(layout, "cpu"), torch.bfloat16)
+        local = sum(parameter.to_local().numel() for parameter in model.parameters())
+        whole = sum(parameter.numel() for parameter in model.parameters())
+        assert whole == 6_865_424_896
+        assert local == pytest.approx(whole / 8, rel=1e-6)
+    finally:
+        dist.destroy_process_group()
