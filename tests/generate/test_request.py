@@ -316,9 +316,11 @@ def test_the_models_end_of_text_is_the_default():
 def test_a_request_is_prepared_once():
     request = Request("A").prepare(CONFIG, BYTES)
     output, tokens = request.output, request.prompt_token_ids
-    request.prepare(BARE, BYTES)
+    request.prepare(CONFIG, BYTES)
     assert request.output is output
     assert request.prompt_token_ids is tokens
+    with pytest.raises(ValueError, match="prepared for another model; build a new one"):
+        request.prepare(BARE, BYTES)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ class Request:
         self.previous_prompt, self.previous_output = tuple(previous_prompt), tuple(previous_output)
         self.status = RequestStatus.WAITING
         # Set by `prepare`.
+        self._config: ModelConfig | None = None
         self.prompt_token_ids: list[int] = []
         self.read_token_ids: Sequence[int] = []  # the prompt tokens that the engine reads
         self.starts_after_bos = False  # reading starts from the state after the first token
@@ -94,7 +95,10 @@ class Request:
         not `shareable` is not hashed, and does not use the prefix cache.
         """
         if self.prepared:
+            if self._config != config:
+                raise ValueError("this request was prepared for another model; build a new one")
             return self
+        self._config = config
         if self.state is not None:
             self.state.check_model(config)
             if len(self.state) != 1:
