@@ -70,7 +70,7 @@ def test_an_interrupted_load_reports_what_was_answered(tmp_path: Path) -> None:
             env=environment(),
             stdout=subprocess.PIPE,
             text=True,
-            # Whoever runs the tests in the background has it ignored.
+            # SIGINT is ignored where the tests run in the background.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         try:

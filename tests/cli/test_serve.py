@@ -37,7 +37,7 @@ def test_serve_mistakes(
     missing = tmp_path / "none"
     message = f"--api-key-file: cannot read {missing}: No such file or directory"
     assert error("--api-key-file", missing) == message
-    with monkeypatch.context() as patched:  # whoever runs the tests may write everywhere
+    with monkeypatch.context() as patched:  # root may write everywhere
         patched.setattr(os, "access", lambda _, mode, **__: not mode & os.W_OK)
         message = f"--states-folder: {tmp_path} is not readable and writable"
         assert error("--states-folder", tmp_path) == message

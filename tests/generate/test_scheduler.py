@@ -29,7 +29,7 @@ GPU = PrefillLimits(16, idle_chunk_tokens=64, idle_tokens=256, max_rows=4, long_
 def request_of(
     prompt: Sequence[int] | int, tokens: int = 1, *, shareable: bool = True, **options: object
 ) -> Request:
-    """A prepared request. A number stands for a prompt of so many tokens that none shares."""
+    """A prepared request. A number is the length of a prompt that shares nothing with others."""
     if isinstance(prompt, int):
         prompt, shareable = [5] * prompt, False
     made = Request(prompt, SamplingParams(max_new_tokens=tokens), **options)
