@@ -438,3 +438,12 @@ def test_one_token_changes_every_key_after_it(length):
     assert one.key(length + 1) != other.key(length + 1)
     more = HashedTokens(LONG, after=one), HashedTokens(LONG, after=other)
     assert all(more[0].key(n) != more[1].key(n) for n in range(length + 1, len(more[0])))
+
+
+def test_a_lookup_visits_known_hashes_only():
+    """So that each chunk of a long prompt does not compare all of the prompt's blocks."""
+    prompt = HashedTokens(range(1 << 14))
+    known = {prompt.key(64 * blocks)[0]: 1 for blocks in (3, 7)} | {b"another": 1}
+    groups = [lengths for _, lengths in prompt.block_lengths(0, known.keys())]
+    assert [(max(lengths), min(lengths)) for lengths in groups] == [(511, 448), (255, 192)]
+    assert len([*prompt.block_lengths(256, known.keys())]) == 1
