@@ -74,9 +74,9 @@ def fitting_slots(
     # The sampler holds a few vectors of the vocabulary's length per slot.
     slot = state_bytes(config, state_dtype) + 16 * config.vocab_size
     if slots is None:
-        fitting = int((memory * _FREE_SHARE - other_bytes) // slot)
+        fitting = int((memory * _FREE_SHARE - other_bytes) // slot) - 1
         return max(1, min(MAX_SLOTS, fitting)) if on_gpu else CPU_SLOTS
-    if slots * slot > memory:
+    if (slots + 1) * slot > memory:  # one more row holds the state that prompts start from
         raise ValueError(
             f"{slots:,} slots of {slot / 1e6:,.1f} MB do not fit into {memory / 1e9:,.1f} GB"
         )
@@ -219,7 +219,7 @@ class ModelRunner:
 
     def _is_cheaper_as_step(self, rows: Sequence[PrefillRow]) -> bool:
         """True if single tokens should be read as in decoding, which computes unused slots too."""
-        computed = self._bucket(max(row.slot for row in rows) + 1)
+        computed = self.bucket(max(row.slot for row in rows) + 1)
         return not self._on_gpu or len(rows) > _ROWS[-1] or computed <= 4 * len(rows)
 
     def _prefill(self, inputs: Tensor, count: int, size: int) -> None:
@@ -243,7 +243,7 @@ class ModelRunner:
 
     def _read_single(self, tokens: dict[int, int]) -> None:
         """One token per slot, computed as in decoding but without sampling."""
-        n = self._bucket(max(tokens) + 1)
+        n = self.bucket(max(tokens) + 1)
         values = on_device([tokens.get(slot, -1) for slot in range(n)], self.device)
         if self._on_gpu and ("single", n) not in self._graphs:
             self._single_tokens.fill_(-1)
@@ -310,7 +310,7 @@ class ModelRunner:
     @torch.inference_mode()
     def decode(self, highest_slot: int) -> "Results":
         """Reads the last token of every running slot and draws the next. Results are by slot."""
-        n = self._bucket(highest_slot + 1)
+        n = self.bucket(highest_slot + 1)
         part, needs = self._parts[n], self._sampler.needs
         if not self._on_gpu:
             self._decode(part, needs)
@@ -330,9 +330,6 @@ class ModelRunner:
 
     def bucket(self, slots: int) -> int:
         """How many slots a decode step computes if the first `slots` are in use."""
-        return self._bucket(slots)
-
-    def _bucket(self, slots: int) -> int:
         return min(n for n in self._parts if n >= slots)
 
     def _covering(self, needs: Needs) -> Needs:
