@@ -163,10 +163,15 @@ def _ffn_flops(config: ModelConfig) -> int:
 def state_bytes(config: ModelConfig, itemsize: int = 4) -> dict[str, int]:
     """Bytes of one sequence's state in all blocks: C, n, m, and the total.
 
-    The paper's "total memory state" (table on head dimensions) is C alone.
+    `itemsize` is that of a number in C; n and m are at least float32. The paper's "total memory
+    state" (table on head dimensions) is C alone.
     """
-    heads = config.num_blocks * config.num_heads * itemsize
-    parts = {"C": heads * config.d_qk * config.d_hv, "n": heads * config.d_qk, "m": heads}
+    heads, wide = config.num_blocks * config.num_heads, max(itemsize, 4)
+    parts = {
+        "C": itemsize * heads * config.d_qk * config.d_hv,
+        "n": wide * heads * config.d_qk,
+        "m": wide * heads,
+    }
     return {**parts, "total": sum(parts.values())}
 
 

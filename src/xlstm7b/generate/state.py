@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from xlstm7b import accounting
 from xlstm7b.config import ModelConfig
 from xlstm7b.files import opened_safetensors, write_safetensors
 from xlstm7b.mlstm import MLSTMState
@@ -135,6 +136,8 @@ class SavedState:
                 if tensor.shape != (len(seen), *shape) or not tensor.is_floating_point():
                     kind = f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")
                     raise ValueError(f"{path} is damaged: its {name!r} is {kind}")
+                if name in ("n", "m"):  # older versions kept them in the dtype of C
+                    tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
                 # A clone: the file is memory-mapped, and may be replaced while the state is used.
                 parts[name] = tensor.clone().to(device or torch.get_default_device())
         logits = parts.pop("logits")
@@ -156,9 +159,9 @@ class SavedState:
 
 
 def state_bytes(config: ModelConfig, state_dtype: torch.dtype = torch.float32) -> int:
-    """Bytes of the `SavedState` of one row."""
-    numbers = config.num_heads * (config.d_qk * (config.d_hv + 1) + 1) * config.num_blocks
-    return numbers * state_dtype.itemsize + 4 * config.vocab_size + 8
+    """Bytes of the `SavedState` of one row, with C in `state_dtype`."""
+    cells = accounting.state_bytes(config, state_dtype.itemsize)["total"]
+    return cells + 4 * config.vocab_size + 8
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -101,11 +101,17 @@ def mlstm_step(
     """One token: q, k [B, NH, d_qk], v [B, NH, d_hv], i, f [B, NH]. Returns h, like v, and state.
 
     With `norm_weight` [NH · d_hv], h is normalised per head; with `gate` (like v) it is multiplied
-    by σ(gate). With `inplace`, the tensors of `state` are overwritten and returned. The Triton
-    kernel has no backward pass: if an input requires a gradient, PyTorch is used.
+    by σ(gate). With `inplace`, the tensors of `state` are overwritten and returned; C may then be
+    bfloat16, n and m not, because the decay would be lost (see `MLSTMState`). The Triton kernel has
+    no backward pass: if an input requires a gradient, PyTorch is used.
     """
     _check_inputs(q, k, v, i, f)
     _check_state(state, q, v)
+    for name, part in (("n", state.n), ("m", state.m)):
+        if inplace and part.dtype.itemsize < 4:
+            raise ValueError(
+                f"with inplace=True, the state's {name} must be float32, not {part.dtype}"
+            )
     if gate is not None:
         _check_shape("gate", gate, v.shape)
     if norm_weight is not None:

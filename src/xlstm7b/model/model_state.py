@@ -28,13 +28,20 @@ class ModelState(NamedTuple):
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> Self:
-        """The state before the first token. In memory, the blocks of a row follow each other."""
-        shape = (config.num_heads, config.d_qk, config.d_hv)
-        buffers = [
-            torch.zeros(batch, config.num_blocks, *shape[:dims], dtype=dtype, device=device)
-            for dims in (3, 2, 1)
-        ]
-        parts = zip(*(buffer.unbind(1) for buffer in buffers), strict=True)
+        """The state before the first token. In memory, the blocks of a row follow each other.
+
+        C has this dtype. n and m are at least float32 (see `MLSTMState`).
+        """
+        joined = MLSTMState.zeros(
+            batch * config.num_blocks,
+            config.num_heads,
+            config.d_qk,
+            config.d_hv,
+            dtype=dtype,
+            device=device,
+        )
+        rows = (batch, config.num_blocks)
+        parts = zip(*(part.unflatten(0, rows).unbind(1) for part in joined), strict=True)
         tokens_seen = torch.zeros(batch, dtype=torch.long, device=device)
         return cls(tuple(MLSTMState(*block) for block in parts), tokens_seen)
 
@@ -58,7 +65,7 @@ class ModelState(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return self.tokens_seen.nbytes + sum(tensor.nbytes for tensor in self._cell_tensors())
+        return self.tokens_seen.nbytes + sum(part.nbytes for block in self.blocks for part in block)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """The state on another device. Tensors that are there already are not copied.
@@ -107,17 +114,23 @@ class ModelState(NamedTuple):
 
     def zero_(self) -> None:
         """Sets the state of every row to that before the first token, in place."""
-        torch._foreach_zero_(self._cell_tensors())
+        for tensors in self._cell_tensors():
+            torch._foreach_zero_(tensors)
         self.tokens_seen.zero_()
 
     def copy_(self, other: Self) -> None:
-        """Copies the values of another state, in place; this state's dtype stays."""
-        torch._foreach_copy_(self._cell_tensors(), other._cell_tensors())
+        """Copies the values of another state, in place; this state's dtypes stay."""
+        for ours, theirs in zip(self._cell_tensors(), other._cell_tensors(), strict=True):
+            torch._foreach_copy_(ours, theirs)
         self.tokens_seen.copy_(other.tokens_seen)
 
-    def _cell_tensors(self) -> list[Tensor]:
-        """All tensors of one dtype, so that a GPU processes many of them in one launch."""
-        return [part for block in self.blocks for part in block]
+    def _cell_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """All C, and all n and m: lists of one dtype, which a GPU processes in few launches."""
+        large, small = [], []
+        for C, n, m in self.blocks:
+            large.append(C)
+            small += [n, m]
+        return large, small
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         return self._replace(
