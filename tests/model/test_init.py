@@ -57,8 +57,8 @@ def _garbage():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: layers.Block(SMALL),
-        lambda: layers.MLSTMLayer(SMALL),
+        lambda: layers.MLSTMBlock(64, 2),
+        lambda: layers.MLSTMLayer(64, 2),
         lambda: layers.SwiGLU(8, 16, 2),
         lambda: layers.RMSNorm(8, 1e-6),
         lambda: layers.NormWeight(8, 1e-6),
@@ -75,9 +75,9 @@ def test_a_module_alone_is_initialised(make):
 
 
 def test_a_block_alone_can_be_trained():
-    block = layers.Block(SMALL)
+    block = layers.MLSTMBlock(64, 2)
     x = torch.randn(2, 9, SMALL.embedding_dim)
-    y, _ = block(x, None, None, None)
+    y, _ = block(x)
     y.square().sum().backward()
     assert y.isfinite().all()
     assert all(parameter.grad.isfinite().all() for parameter in block.parameters())
@@ -109,7 +109,7 @@ class WithScale(layers.SwiGLU):
 )
 def test_a_parameter_without_a_rule_is_an_error(monkeypatch, device, part, changed, name):
     monkeypatch.setattr(layers, part, changed)
-    message = rf"backbone.blocks.0.{name} is not initialised: give {changed.__name__} a method"
+    message = rf"blocks.0.{name} is not initialised: give {changed.__name__} a method"
     with torch.device(device), pytest.raises(TypeError, match=message):
         XLSTM(SMALL)
 

@@ -5,6 +5,7 @@ from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.mlstm import MLSTMState
@@ -86,6 +87,10 @@ class ModelState(NamedTuple):
             torch.cuda.current_stream(self.tokens_seen.device).synchronize()
         return copy
 
+    def detach(self) -> Self:
+        """The same tensors without their history: gradients stop here."""
+        return self._map(Tensor.detach)
+
     def clone(self) -> Self:
         """A copy that shares no memory with this state, in the memory layout of `zeros`."""
         parts = (torch.stack(part, dim=1).unbind(1) for part in zip(*self.blocks, strict=True))
@@ -137,3 +142,9 @@ class ModelState(NamedTuple):
             blocks=tuple(MLSTMState(*map(change, block)) for block in self.blocks),
             tokens_seen=change(self.tokens_seen),
         )
+
+
+# For `torch.export.save` and `load` of a module that takes and returns states.
+torch.serialization.add_safe_globals([MLSTMState, ModelState])
+for _kind in (MLSTMState, ModelState):
+    _pytree._register_namedtuple(_kind, serialized_type_name=f"xlstm7b.{_kind.__name__}")
