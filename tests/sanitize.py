@@ -5,7 +5,6 @@ every kernel of the package was launched, not the results: tests do that.
 """
 
 import importlib
-import itertools
 import os
 import pkgutil
 
@@ -20,9 +19,16 @@ from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
 from xlstm7b.model import ModelState
 from xlstm7b.tokenizer import ByteTokenizer
 
-# Heads that fill their tiles, that do not, of odd sizes, and larger than one tile.
-HEADS = (16, 16), (24, 40), (33, 65), (48, 80), (64, 96), (128, 320)
-DTYPES = torch.float32, torch.bfloat16, torch.float16
+FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
+# d_qk, d_hv and dtype: heads that fill their tiles, that do not, of odd sizes, of several tiles.
+HEADS = (
+    (16, 16, BFLOAT16),
+    (24, 40, FLOAT16),
+    (33, 65, FLOAT32),
+    (48, 80, FLOAT32),
+    (64, 96, BFLOAT16),
+    (160, 320, BFLOAT16),
+)
 LENGTH = 259  # more than one chunk, and not a multiple of any tile
 LAUNCHED = set[str]()
 
@@ -32,10 +38,12 @@ def main() -> None:
         lambda launch: LAUNCHED.add(launch.get()["name"].split(".")[-1])
     )
     torch.manual_seed(0)
-    for heads, dtype in itertools.product(HEADS, DTYPES):
-        run_cell(*heads, dtype)
-    run_sequences(torch.bfloat16, batch=16)  # enough rows for one pass over the chunks
-    for dtype in DTYPES:
+    for d_qk, d_hv, dtype in HEADS:
+        run_sequences(dtype, d_qk, d_hv)
+        run_step(dtype, d_qk, d_hv)
+    run_sequences(BFLOAT16, 64, 96, batch=16)  # enough rows for one pass over the chunks
+    run_sequences(FLOAT32, 48, 80, has_resets=True)
+    for dtype in (FLOAT32, BFLOAT16):
         run_head(dtype)
     for rows in (1, 3, 20, 40):
         run_generation(rows)
@@ -59,27 +67,28 @@ def kernels() -> set[str]:
     return names
 
 
-def draw(*shape: int, dtype: torch.dtype = torch.float32, shift: float = 0.0) -> Tensor:
+def draw(*shape: int, dtype: torch.dtype = FLOAT32, shift: float = 0.0) -> Tensor:
     return (torch.randn(shape, device="cuda") + shift).to(dtype)
 
 
-def run_cell(d_qk: int, d_hv: int, dtype: torch.dtype) -> None:
-    run_sequences(dtype, batch=1, d_qk=d_qk, d_hv=d_hv)
-    state = MLSTMState(draw(3, 2, d_qk, d_hv), draw(3, 2, d_qk), draw(3, 2))
-    q, k, v = (draw(3, 2, d, dtype=dtype) for d in (d_qk, d_qk, d_hv))
-    mlstm_step(q, k, v, draw(3, 2), draw(3, 2, shift=4), state)
-
-
-def run_sequences(dtype: torch.dtype, batch: int, d_qk: int = 48, d_hv: int = 80) -> None:
-    """Forward and backward, with a first state and document boundaries."""
+def run_sequences(
+    dtype: torch.dtype, d_qk: int, d_hv: int, batch: int = 1, *, has_resets: bool = False
+) -> None:
+    """Forward and backward, from a state."""
     shape = batch, LENGTH, 2
     inputs = [draw(*shape, d, dtype=dtype) for d in (d_qk, d_qk, d_hv)]
     inputs += [draw(*shape), draw(*shape, shift=4)]
     inputs = [x.requires_grad_() for x in inputs]
+    resets = torch.rand(batch, LENGTH, device="cuda") < 0.02 if has_resets else None
     state = MLSTMState(draw(batch, 2, d_qk, d_hv), draw(batch, 2, d_qk), draw(batch, 2))
-    for resets in (None, torch.rand(batch, LENGTH, device="cuda") < 0.02):
-        h, after = mlstm_sequence(*inputs, state=state, resets=resets)
-        (h.float().sum() + after.C.sum() + after.n.sum()).backward()
+    h, after = mlstm_sequence(*inputs, state=state, resets=resets)
+    (h.float().sum() + after.C.sum() + after.n.sum()).backward()
+
+
+def run_step(dtype: torch.dtype, d_qk: int, d_hv: int) -> None:
+    state = MLSTMState(draw(3, 2, d_qk, d_hv), draw(3, 2, d_qk), draw(3, 2))
+    q, k, v = (draw(3, 2, d, dtype=dtype) for d in (d_qk, d_qk, d_hv))
+    mlstm_step(q, k, v, draw(3, 2), draw(3, 2, shift=4), state)
 
 
 def new_model(dtype: torch.dtype, vocab_size: int) -> XLSTM:
@@ -97,7 +106,7 @@ def run_head(dtype: torch.dtype) -> None:
 @torch.inference_mode()
 def run_generation(rows: int) -> None:
     """Single steps and prompts of the model for generation, with states read and written by row."""
-    model = new_model(torch.bfloat16, vocab_size=331)
+    model = new_model(BFLOAT16, vocab_size=331)
     fused = FusedModel(model)
     state = ModelState.zeros(model.config, rows + 1, device=torch.device("cuda"))
     order = torch.randperm(rows, device="cuda")
@@ -109,7 +118,7 @@ def run_generation(rows: int) -> None:
 
 def run_engine() -> None:
     """Requests through the engine, as users send them."""
-    model = new_model(torch.bfloat16, vocab_size=331)
+    model = new_model(BFLOAT16, vocab_size=331)
     engine = Engine(model, ByteTokenizer(), slots=3)
     for length in (1, 5, 70, 130):
         params = SamplingParams(max_new_tokens=4, seed=0, eos_token_id=(), logprobs=2)
