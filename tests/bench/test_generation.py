@@ -99,7 +99,7 @@ def test_limits_of_the_7b_on_an_h200() -> None:
     assert hundred.tokens_per_second is None
 
     llama = Result("context", "llama2", "eager", batch=1)
-    llama = with_limit(llama, plan, 1 / 100, is_xlstm=False)
+    llama = with_limit(llama, plan, 1 / 100)
     assert (llama.tokens_per_second, llama.limit, llama.percent_of_limit) == (100, None, None)
 
 
