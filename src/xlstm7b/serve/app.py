@@ -118,9 +118,11 @@ def _add_page(app: FastAPI) -> None:
 
 
 def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
     async def on_api_error(http: Request, error: ApiError) -> Response:
         return error.to_response()
 
+    @app.exception_handler(RequestValidationError)
     async def on_invalid_body(http: Request, error: RequestValidationError) -> Response:
         # A union has errors for each of its types. The one that was meant is the type that fits
         # except for its limits; if none fits, the one with the longest path.
@@ -133,21 +135,15 @@ def _add_error_handlers(app: FastAPI) -> None:
         message = f"{param}: {first['msg']}" if param else first["msg"]
         return ApiError(400, message, param=param or None).to_response()
 
+    @app.exception_handler(HTTPException)
     async def on_http_exception(http: Request, error: HTTPException) -> Response:
         api_error = ApiError(error.status_code, str(error.detail))
         api_error.headers.update(error.headers or {})
         return api_error.to_response()
 
+    @app.exception_handler(ClientDisconnect)
     async def on_disconnect(http: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)  # only the log shows it: the client has disconnected
-
-    for kind, handler in (
-        (ApiError, on_api_error),
-        (RequestValidationError, on_invalid_body),
-        (HTTPException, on_http_exception),
-        (ClientDisconnect, on_disconnect),
-    ):
-        app.add_exception_handler(kind, handler)  # type: ignore[arg-type]
 
 
 def _field_path(location: Sequence[str | int], body: Any, is_missing: bool) -> str:

@@ -95,7 +95,7 @@ async def _generate(
     """Generates the response. If the client disconnects, its requests are aborted."""
     with ExitStack() as cleanup:
         if body.state is not None or body.save_state:
-            cleanup.enter_context(service.saved_states().reserve_memory())
+            cleanup.enter_context(service.saved_states().in_memory.count())
         # 1. The body becomes engine requests.
         if isinstance(body, ChatBody):
             prompts, params, state = await _read_chat(service, body)
@@ -448,7 +448,7 @@ async def save_state(body: TextBody, http: HttpRequest) -> dict[str, Any]:
     """Read a text or a conversation and save the state after it."""
     service: Service = http.app.state.service
     states = service.saved_states()
-    with states.reserve_memory():
+    with states.in_memory.count():
         await asyncio.to_thread(states.check_room, service.state_bytes)
         ids = await _encode_text(service, body, add_generation_prompt=False)
         request = Request(ids, keep_state=True, prefill_only=True)
