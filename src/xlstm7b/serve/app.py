@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from xlstm7b import __version__
 from xlstm7b.serve.handlers import Service, router
@@ -105,16 +106,10 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
 
 def _add_page(app: FastAPI) -> None:
     """The chat page. StaticFiles at "/" would hide the 405 responses of all other routes."""
-
-    def add(path: str, name: str, media_type: str) -> None:
-        content = (files("xlstm7b.serve") / "page" / name).read_bytes()
-
-        @app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)
-        async def page() -> Response:
-            return Response(content, media_type=media_type, headers=_PAGE_HEADERS)
-
     for path, (name, media_type) in _PAGE_FILES.items():
-        add(path, name, media_type)
+        content = (files("xlstm7b.serve") / "page" / name).read_bytes()
+        response = Response(content, media_type=media_type, headers=_PAGE_HEADERS)
+        app.routes.append(Route(path, response, methods=["GET"]))  # a response is an ASGI app
 
 
 def _add_error_handlers(app: FastAPI) -> None:
