@@ -166,3 +166,16 @@ def test_a_saved_weight_that_is_not_finite_is_refused(data, tmp_path, monkeypatc
     with pytest.raises(ValueError, match=sentence):
         export_run(tmp_path, tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu, id="cuda")])
+def test_one_number_that_is_not_finite_is_found(device):
+    draw = random.Random(0)
+    for shape in ((), (1,), (7, 3), (300, 401), (100_003,)):
+        tensor = torch.full(shape, torch.finfo(torch.float32).max, device=device)
+        others = [torch.empty(0, device=device), torch.zeros(5, device=device)]
+        assert run_checkpoints._all_finite([*others, tensor, -tensor])
+        for value in (math.nan, math.inf, -math.inf):
+            spoiled = tensor.clone()
+            spoiled.view(-1)[draw.randrange(tensor.numel())] = value
+            assert not run_checkpoints._all_finite([*others, spoiled])
