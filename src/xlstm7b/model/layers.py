@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.mlstm import MLSTMState, headwise_norm, mlstm_sequence, mlstm_step
+from xlstm7b.model.init import normal_, residual_std, small_std
 
 
 class Block(nn.Module):
@@ -18,7 +19,7 @@ class Block(nn.Module):
         self.norm_mlstm = RMSNorm(config.embedding_dim, config.norm_eps)
         self.mlstm_layer = MLSTMLayer(config)
         self.norm_ffn = RMSNorm(config.embedding_dim, config.norm_eps)
-        self.ffn = SwiGLU(config.embedding_dim, config.ffn_dim)
+        self.ffn = SwiGLU(config.embedding_dim, config.ffn_dim, config.num_blocks)
 
     def forward(
         self, x: Tensor, state: MLSTMState | None, resets: Tensor | None, padded: Tensor | None
@@ -37,15 +38,18 @@ class MLSTMLayer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        width = config.embedding_dim
-        self.q = Linear(width, config.qk_dim)
-        self.k = Linear(width, config.qk_dim)
-        self.v = Linear(width, config.v_dim)
-        self.ogate_preact = Linear(width, config.v_dim)
-        self.igate_preact = Float32Linear(width, config.num_heads)
-        self.fgate_preact = Float32Linear(width, config.num_heads)
+        width, igate_bias = config.embedding_dim, config.igate_bias_init_range
+        std, residual = small_std(width), residual_std(width, config.num_blocks)
+        self.q = Linear(width, config.qk_dim, std=std)
+        self.k = Linear(width, config.qk_dim, std=std)
+        self.v = Linear(width, config.v_dim, std=std)
+        self.ogate_preact = Linear(width, config.v_dim, std=0)
+        # The input gate starts nearly closed (paper, "Negative Input Gate Bias Initialization"),
+        # the forget gates open, over a range of time scales.
+        self.igate_preact = GateLinear(width, config.num_heads, biases=(igate_bias, igate_bias))
+        self.fgate_preact = GateLinear(width, config.num_heads, biases=(3.0, 6.0))
         self.multihead_norm = NormWeight(config.v_dim, config.cell_norm_eps)
-        self.out_proj = Linear(config.v_dim, width)
+        self.out_proj = Linear(config.v_dim, width, std=residual)
         self.gate_soft_cap = config.gate_soft_cap
         self.eps = config.eps
 
@@ -85,11 +89,11 @@ class MLSTMLayer(nn.Module):
 class SwiGLU(nn.Module):
     """W_down (SiLU(W_gate x) ⊙ W_up x)."""
 
-    def __init__(self, width: int, up_width: int) -> None:
+    def __init__(self, width: int, up_width: int, num_blocks: int) -> None:
         super().__init__()
-        self.proj_up_gate = Linear(width, up_width)
-        self.proj_up = Linear(width, up_width)
-        self.proj_down = Linear(up_width, width)
+        self.proj_up_gate = Linear(width, up_width, std=small_std(width))
+        self.proj_up = Linear(width, up_width, std=small_std(width))
+        self.proj_down = Linear(up_width, width, std=residual_std(width, num_blocks))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.proj_down(F.silu(self.proj_up_gate(x)) * self.proj_up(x))
@@ -106,6 +110,11 @@ class NormWeight(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
         self.eps = eps
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.weight.fill_(1.0)
 
     def forward(self) -> Tensor:
         return self.weight
@@ -119,29 +128,50 @@ class RMSNorm(NormWeight):
         return F.rms_norm(wide, x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight
 
 
-class _NoReset:
-    """A base class of layers that leave their weights to `init_parameters` in lm.py."""
+class Embedding(nn.Embedding):
+    """The input embedding. Its first weights are N(0, √(2/(5d)))."""
 
     def reset_parameters(self) -> None:
-        pass
+        normal_(self.weight, small_std(self.embedding_dim))
 
 
-class Embedding(_NoReset, nn.Embedding):
-    """The input embedding."""
+class Linear(nn.Linear):
+    """A linear layer without bias, in the weights' dtype. Its first weights are N(0, std)."""
 
-
-class Linear(_NoReset, nn.Linear):
-    """A linear layer without bias, in the weights' dtype."""
-
-    def __init__(self, in_features: int, out_features: int) -> None:
+    def __init__(self, in_features: int, out_features: int, *, std: float) -> None:
+        self.std = std  # the base class calls reset_parameters()
         super().__init__(in_features, out_features, bias=False)
+
+    def reset_parameters(self) -> None:
+        normal_(self.weight, self.std)
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight)
 
 
-class Float32Linear(_NoReset, nn.Linear):
-    """A linear layer that returns float32: for the gates' pre-activations and the logits."""
+class Float32Linear(Linear):
+    """A linear layer without bias that returns float32: for the logits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear_float32(x, self.weight)
+
+
+class GateLinear(nn.Linear):
+    """A linear layer that returns float32: for the gates' pre-activations, one for each head.
+
+    At first they do not depend on the input: the weights are 0, and the biases of the heads go in
+    equal steps from the first of `biases` to the second.
+    """
+
+    def __init__(self, in_features: int, heads: int, *, biases: tuple[float, float]) -> None:
+        self.biases = biases  # the base class calls reset_parameters()
+        super().__init__(in_features, heads)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.weight.zero_()
+        # On the CPU: the same bits for every device, and fast for the meta device.
+        self.bias.copy_(torch.linspace(*self.biases, len(self.bias), device="cpu"))
 
     def forward(self, x: Tensor) -> Tensor:
         return linear_float32(x, self.weight, self.bias)

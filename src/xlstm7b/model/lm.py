@@ -1,6 +1,5 @@
 """XLSTM, the language model: embedding → blocks → RMSNorm → linear head → soft-cap."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Self
@@ -12,6 +11,7 @@ from xlstm7b.checkpoint import open_checkpoint, save_checkpoint
 from xlstm7b.config import ModelConfig
 from xlstm7b.mlstm import MLSTMState
 from xlstm7b.model.head import head_logprobs, head_loss
+from xlstm7b.model.init import check_initialised, small_std
 from xlstm7b.model.layers import Block, Embedding, Float32Linear, RMSNorm, soft_cap
 from xlstm7b.model.model_state import ModelState
 
@@ -36,9 +36,9 @@ class XLSTM(nn.Module):
         super().__init__()
         self.config = config
         self.backbone = Backbone(config)
-        self.lm_head = Float32Linear(config.embedding_dim, config.vocab_size, bias=False)
-        if not self.lm_head.weight.is_meta:  # on meta, initialisation does nothing, slowly
-            init_parameters(self, config)
+        std = small_std(config.embedding_dim)
+        self.lm_head = Float32Linear(config.embedding_dim, config.vocab_size, std=std)
+        check_initialised(self)
 
     def forward(
         self,
@@ -185,34 +185,3 @@ class XLSTM(nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes a Hugging Face folder that this package and `transformers` can load."""
         save_checkpoint(folder, self.config, self.named_parameters())
-
-
-def init_parameters(model: nn.Module, config: ModelConfig) -> None:
-    """Sets every parameter as in the training of the released model, from PyTorch's global RNG."""
-    for name, parameter in model.named_parameters():
-        init_parameter(name, parameter, config)
-
-
-@torch.no_grad()
-def init_parameter(name: str, parameter: Tensor, config: ModelConfig) -> None:
-    """Sets one parameter, by its name.
-
-    Matrices are N(0, √(2/(5d))), those that write to the residual stream N(0, 2/(NB·√d)). The gates
-    start independent of the input: the input gate nearly closed (paper, "Negative Input Gate Bias
-    Initialization"), the forget gates open, over a range of time scales.
-    """
-    small = math.sqrt(2 / (5 * config.embedding_dim))
-    residual = 2 / (config.num_blocks * math.sqrt(config.embedding_dim))
-    match name.split(".")[-2:]:
-        case ["igate_preact", "bias"]:
-            parameter.fill_(config.igate_bias_init_range)
-        case ["fgate_preact", "bias"]:
-            parameter.copy_(torch.linspace(3.0, 6.0, len(parameter)))
-        case ["igate_preact" | "fgate_preact" | "ogate_preact", "weight"]:
-            parameter.zero_()
-        case ["out_proj" | "proj_down", "weight"]:
-            parameter.normal_(std=residual)
-        case ["norm_mlstm" | "norm_ffn" | "multihead_norm" | "out_norm", "weight"]:
-            parameter.fill_(1.0)
-        case _:
-            parameter.normal_(std=small)

@@ -43,7 +43,7 @@ from torch.utils.checkpoint import (
 
 from xlstm7b.checkpoint import open_checkpoint
 from xlstm7b.model import XLSTM
-from xlstm7b.model.lm import init_parameter
+from xlstm7b.model.init import drawn_parameters
 from xlstm7b.train.recipe import Layout, Recipe
 
 REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
@@ -106,11 +106,10 @@ def first_weights(
                 )
         yield from opened.tensors()
         return
+    with torch.device("meta"):
+        model = XLSTM(recipe.model)
     torch.manual_seed(recipe.run.seed)
-    for name, shape in recipe.model.parameter_shapes().items():
-        drawn = torch.empty(shape, device=device)
-        init_parameter(name, drawn, recipe.model)
-        yield name, drawn
+    yield from drawn_parameters(model, device)
 
 
 def _fill(parameter: Tensor, whole: Tensor) -> None:
