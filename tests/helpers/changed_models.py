@@ -71,7 +71,7 @@ def other_norm(model: XLSTM) -> None:
 
 def other_linear(model: XLSTM) -> None:
     ffn = model.backbone.blocks[0].ffn
-    layer = PositiveLinear(ffn.proj_up.in_features, ffn.proj_up.out_features)
+    layer = PositiveLinear(ffn.proj_up.in_features, ffn.proj_up.out_features, std=0.1)
     layer.weight = ffn.proj_up.weight
     ffn.proj_up = layer
 

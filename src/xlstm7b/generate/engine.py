@@ -10,6 +10,7 @@ The engine has no thread of its own. `Generator` drives one in the caller's thre
 thread (`serve/engine_thread.py`).
 """
 
+import logging
 import resource
 import secrets
 import time
@@ -17,12 +18,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from xlstm7b.config import ModelConfig
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.prefix_cache import DiskLevel, Level, PrefixCache, weights_fingerprint
 from xlstm7b.generate.request import (
@@ -45,6 +47,7 @@ from xlstm7b.generate.unfused import UnfusedModel
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import Tokenizer
 
+_LOG = logging.getLogger(__name__)
 _SHARED_STATES = 4  # kept even without a prefix cache, for prefixes that waiting requests share
 
 _Result = TypeVar("_Result")
@@ -80,7 +83,8 @@ class Engine:
         state every `cache_interval` tokens, at the ends of prompts and outputs, and where prompts
         start to differ. Without one, only prompts that wait at the same time share their prefix.
     fused: True computes from stacked weights (`FusedModel`), and refuses a model whose layers are
-        not those of `XLSTM`. False calls the model itself (`UnfusedModel`), which is slower.
+        not those of `XLSTM`. False calls the model itself (`UnfusedModel`), which is slower. A
+        model whose config names other classes always runs so.
     """
 
     def __init__(
@@ -105,6 +109,9 @@ class Engine:
                 raise ValueError(f"{name} must be at least 1, not {size}")
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"state_dtype must be float32 or bfloat16, not {state_dtype!r}")
+        if fused and not model.config.is_standard:
+            _log_unfused(model.config)
+            fused = False
         computed = FusedModel(model) if fused else UnfusedModel(model)
         self.config, self.tokenizer, self.state_dtype = model.config, tokenizer, state_dtype
         self.device, self.dtype = computed.device, computed.dtype
@@ -454,6 +461,14 @@ class Engine:
         result = work()
         self._step_model_seconds += time.perf_counter() - started
         return result
+
+
+@cache  # once for each model: a Generator builds several engines
+def _log_unfused(config: ModelConfig) -> None:
+    chosen = [f"{kind} = {name!r}" for kind, name in config.other_classes().items()]
+    _LOG.warning(
+        "the fused path does not know %s: generation calls the model itself", ", ".join(chosen)
+    )
 
 
 def peak_memory(device: torch.device) -> int:

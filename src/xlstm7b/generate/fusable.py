@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from xlstm7b.model import XLSTM
+from xlstm7b.model.layers import Block
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -18,6 +19,7 @@ def difference(model: XLSTM) -> str | None:
     """
     with torch.device("meta"):
         standard = XLSTM(replace(model.config, num_blocks=1))
+        standard.backbone.blocks[0] = Block(model.config)  # knows the number of blocks
     if type(model) is XLSTM and len(model.backbone.blocks) != model.config.num_blocks:
         return (
             f"backbone.blocks holds {len(model.backbone.blocks)} blocks, "

@@ -9,16 +9,19 @@ from torch import Tensor, nn
 from xlstm7b.config import ModelConfig
 from xlstm7b.mlstm import MLSTMState, headwise_norm, mlstm_sequence, mlstm_step
 from xlstm7b.model.init import normal_, residual_std, small_std
+from xlstm7b.registry import STANDARD, find, register
 
 
+@register("block", STANDARD["block"])
 class Block(nn.Module):
     """The block (post up-projection): z = x + mLSTM(RMSNorm(x)); y = z + SwiGLU(RMSNorm(z))."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.norm_mlstm = RMSNorm(config.embedding_dim, config.norm_eps)
-        self.mlstm_layer = MLSTMLayer(config)
-        self.norm_ffn = RMSNorm(config.embedding_dim, config.norm_eps)
+        norm = find("norm", config.norm)
+        self.norm_mlstm = norm(config.embedding_dim, config.norm_eps)
+        self.mlstm_layer = find("layer", config.layer)(config)
+        self.norm_ffn = norm(config.embedding_dim, config.norm_eps)
         self.ffn = SwiGLU(config.embedding_dim, config.ffn_dim, config.num_blocks)
 
     def forward(
@@ -28,7 +31,20 @@ class Block(nn.Module):
         z = x + y
         return z + self.ffn(self.norm_ffn(z)), state
 
+    @staticmethod
+    def zero_state(
+        config: ModelConfig,
+        batch: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> MLSTMState:
+        """The state before the first token."""
+        shape = batch, config.num_heads, config.d_qk, config.d_hv
+        return MLSTMState.zeros(*shape, dtype=dtype, device=device)
 
+
+@register("layer", STANDARD["layer"])
 class MLSTMLayer(nn.Module):
     """Projections and gates around the cell: h = σ(õ) ⊙ Norm(h̃), then the output projection.
 
@@ -46,8 +62,9 @@ class MLSTMLayer(nn.Module):
         self.ogate_preact = Linear(width, config.v_dim, std=0)
         # The input gate starts nearly closed (paper, "Negative Input Gate Bias Initialization"),
         # the forget gates open, over a range of time scales.
-        self.igate_preact = GateLinear(width, config.num_heads, biases=(igate_bias, igate_bias))
-        self.fgate_preact = GateLinear(width, config.num_heads, biases=(3.0, 6.0))
+        gate = find("gate", config.gate)
+        self.igate_preact = gate(width, config.num_heads, biases=(igate_bias, igate_bias))
+        self.fgate_preact = gate(width, config.num_heads, biases=(3.0, 6.0))
         self.multihead_norm = NormWeight(config.v_dim, config.cell_norm_eps)
         self.out_proj = Linear(config.v_dim, width, std=residual)
         self.gate_soft_cap = config.gate_soft_cap
@@ -62,7 +79,7 @@ class MLSTMLayer(nn.Module):
             i = i.masked_fill(padded[..., None], -torch.inf)
             f = f.masked_fill(padded[..., None], torch.inf)
         heads = (i.shape[-1], -1)
-        q, k, v = (layer(x).unflatten(-1, heads) for layer in (self.q, self.k, self.v))
+        q, k, v = self.qkv(x, heads)
         gate = self.ogate_preact(x).unflatten(-1, heads)
         norm_weight, norm_eps = self.multihead_norm(), self.multihead_norm.eps
         if x.shape[1] == 1 and resets is None and state is not None:
@@ -84,6 +101,10 @@ class MLSTMLayer(nn.Module):
             h, state = mlstm_sequence(q, k, v, i, f, state=state, resets=resets, eps=self.eps)
             h = headwise_norm(h, norm_weight, norm_eps) * torch.sigmoid(gate)
         return self.out_proj(h.flatten(-2)), state
+
+    def qkv(self, x: Tensor, heads: tuple[int, int]) -> tuple[Tensor, ...]:
+        """q, k, v as [B, T, NH, d]. `heads` is (NH, −1). For subclasses that change them."""
+        return tuple(layer(x).unflatten(-1, heads) for layer in (self.q, self.k, self.v))
 
 
 class SwiGLU(nn.Module):
@@ -120,6 +141,7 @@ class NormWeight(nn.Module):
         return self.weight
 
 
+@register("norm", STANDARD["norm"])
 class RMSNorm(NormWeight):
     """x / √(mean(x²) + ε) · w. The reduction is in float32; the weight is applied in x's dtype."""
 
@@ -156,6 +178,7 @@ class Float32Linear(Linear):
         return linear_float32(x, self.weight)
 
 
+@register("gate", STANDARD["gate"])
 class GateLinear(nn.Linear):
     """A linear layer that returns float32: for the gates' pre-activations, one for each head.
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from xlstm7b.checkpoint import open_checkpoint, save_checkpoint
 from xlstm7b.config import ModelConfig
-from xlstm7b.mlstm import MLSTMState
 from xlstm7b.model.head import head_logprobs, head_loss
 from xlstm7b.model.init import check_initialised, small_std
-from xlstm7b.model.layers import Block, Embedding, Float32Linear, RMSNorm, soft_cap
-from xlstm7b.model.model_state import ModelState
+from xlstm7b.model.layers import Embedding, Float32Linear, soft_cap
+from xlstm7b.model.model_state import BlockState, ModelState
+from xlstm7b.registry import find
 
 
 class Backbone(nn.Module):
@@ -22,8 +22,9 @@ class Backbone(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embeddings = Embedding(config.vocab_size, config.embedding_dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_blocks))
-        self.out_norm = RMSNorm(config.embedding_dim, config.norm_eps)
+        block, norm = find("block", config.block), find("norm", config.norm)
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.num_blocks))
+        self.out_norm = norm(config.embedding_dim, config.norm_eps)
 
 
 class XLSTM(nn.Module):
@@ -119,7 +120,7 @@ class XLSTM(nn.Module):
             raise ValueError(f"tokens must be integers [B, T] with T of at least 1, not {kind}")
         batch, length = tokens.shape
         # Without a state, each layer makes its own, for the heads that it has.
-        before: Sequence[MLSTMState | None] = [None] * self.config.num_blocks
+        before: Sequence[BlockState | None] = [None] * self.config.num_blocks
         seen = torch.zeros(batch, dtype=torch.long, device=tokens.device)
         if state is not None:
             before, seen = state.blocks, state.tokens_seen

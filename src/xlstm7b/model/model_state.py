@@ -1,22 +1,26 @@
 """ModelState: the state of the whole model for a batch of sequences."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from xlstm7b.config import ModelConfig
-from xlstm7b.mlstm import MLSTMState
+from xlstm7b.registry import find
+
+# The state of a block: a NamedTuple of tensors, each with the batch first. The class of the block
+# makes it (`zero_state`); the standard one is `MLSTMState`.
+BlockState = Any
 
 
 class ModelState(NamedTuple):
-    """One cell state for each block, and how many tokens each row has read.
+    """One state for each block, and how many tokens each row has read.
 
     A row is one sequence of the batch. The size of a row does not depend on its number of tokens.
     """
 
-    blocks: tuple[MLSTMState, ...]
+    blocks: tuple[BlockState, ...]
     tokens_seen: Tensor  # int64 [B]
 
     @classmethod
@@ -26,24 +30,27 @@ class ModelState(NamedTuple):
         batch: int,
         *,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
     ) -> Self:
-        """The state before the first token. In memory, the blocks of a row follow each other."""
-        shape = (config.num_heads, config.d_qk, config.d_hv)
+        """The state before the first token. In memory, the blocks of a row follow each other.
+
+        `dtype` is that of the parts that may be narrower than float32.
+        """
+        block = find("block", config.block).zero_state(config, 1, dtype=dtype, device="meta")
         buffers = [
-            torch.zeros(batch, config.num_blocks, *shape[:dims], dtype=dtype, device=device)
-            for dims in (3, 2, 1)
+            torch.zeros(batch, config.num_blocks, *part.shape[1:], dtype=part.dtype, device=device)
+            for part in block
         ]
         parts = zip(*(buffer.unbind(1) for buffer in buffers), strict=True)
         tokens_seen = torch.zeros(batch, dtype=torch.long, device=device)
-        return cls(tuple(MLSTMState(*block) for block in parts), tokens_seen)
+        return cls(tuple(type(block)(*own) for own in parts), tokens_seen)
 
     @classmethod
     def cat(cls, states: Sequence[Self]) -> Self:
         """The rows of all states, in their order."""
         if not states:
             raise ValueError("there must be at least one state to join")
-        shapes = {(len(state.blocks), *state.blocks[0].C.shape[1:]) for state in states}
+        shapes = {(len(state.blocks), *state.blocks[0][0].shape[1:]) for state in states}
         if len(shapes) > 1:
             raise ValueError(
                 "states of different models cannot be joined: their blocks, heads, d_qk and d_hv "
@@ -51,7 +58,7 @@ class ModelState(NamedTuple):
             )
         blocks = zip(*(state.blocks for state in states), strict=True)
         return cls(
-            tuple(MLSTMState(*map(torch.cat, zip(*block, strict=True))) for block in blocks),
+            tuple(type(block[0])(*map(torch.cat, zip(*block, strict=True))) for block in blocks),
             torch.cat([state.tokens_seen for state in states]),
         )
 
@@ -82,8 +89,9 @@ class ModelState(NamedTuple):
     def clone(self) -> Self:
         """A copy that shares no memory with this state, in the memory layout of `zeros`."""
         parts = (torch.stack(part, dim=1).unbind(1) for part in zip(*self.blocks, strict=True))
+        kind = type(self.blocks[0])
         return self._replace(
-            blocks=tuple(MLSTMState(*block) for block in zip(*parts, strict=True)),
+            blocks=tuple(kind(*block) for block in zip(*parts, strict=True)),
             tokens_seen=self.tokens_seen.clone(),
         )
 
@@ -121,6 +129,6 @@ class ModelState(NamedTuple):
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         return self._replace(
-            blocks=tuple(MLSTMState(*map(change, block)) for block in self.blocks),
+            blocks=tuple(type(block)(*map(change, block)) for block in self.blocks),
             tokens_seen=change(self.tokens_seen),
         )

@@ -173,6 +173,10 @@ def parallelize(
     gathered weights of the forward pass for the backward pass.
     """
     blocks: Any = model.backbone.blocks
+    if mesh[TENSOR].size() > 1 and not model.config.is_standard:
+        raise ValueError(
+            "tensor parallelism can split the released model's layers only: set parallel.tp = 1"
+        )
     if mesh[TENSOR].size() > 1:
         for block in blocks:
             parallelize_module(block, mesh[TENSOR], _tensor_parallel_plan())
