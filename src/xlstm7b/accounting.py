@@ -222,10 +222,13 @@ def _ffn_flops(config: ModelConfig) -> int:
 def state_bytes(config: ModelConfig, itemsize: int = 4) -> dict[str, int]:
     """Bytes of one sequence's state in all blocks: C, n, m, and the total.
 
-    The paper's "total memory state" (table on head dimensions) is C alone.
+    `itemsize` is that of a number in C; n and m are at least float32. The paper's "total memory
+    state" (table on head dimensions) is C alone.
     """
-    shapes = config.state_shapes().items()
-    parts = {name: config.num_blocks * prod(shape) * itemsize for name, shape in shapes}
+    parts = {
+        name: config.num_blocks * prod(shape) * (itemsize if narrow else max(itemsize, 4))
+        for name, (shape, narrow) in config.state_parts().items()
+    }
     return {**parts, "total": sum(parts.values())}
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from xlstm7b.registry import STANDARD, find
 
@@ -30,6 +30,13 @@ _ONLY_SUPPORTED: dict[str, bool] = {
 _OWN_TYPE = "xlstm7b"  # the model_type of models with other classes
 _GPT_NEOX_VOCABULARY = 50304
 _LARGEST = 1 << 24  # no model is wider or deeper; a larger number means a damaged file
+
+
+class StatePart(NamedTuple):
+    """A tensor of a block's state: its shape for one row, and whether it may be bfloat16."""
+
+    shape: tuple[int, ...]
+    narrow: bool
 
 
 @dataclass(frozen=True)
@@ -178,13 +185,20 @@ class ModelConfig:
             "lm_head.weight": (self.vocab_size, self.embedding_dim),
         }
 
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors in one block's state, for one row."""
+    def state_parts(self) -> "dict[str, StatePart]":
+        """The tensors of one block's state, by name."""
         if not self.is_standard:
-            state = find("block", self.block).zero_state(self, 1, device="meta")
-            return {name: tuple(part.shape[1:]) for name, part in state._asdict().items()}
-        heads, d_qk, d_hv = self.num_heads, self.d_qk, self.d_hv
-        return {"C": (heads, d_qk, d_hv), "n": (heads, d_qk), "m": (heads,)}
+            import torch
+
+            narrow = torch.bfloat16
+            state = find("block", self.block).zero_state(self, 1, dtype=narrow, device="meta")
+            return {
+                name: StatePart(tuple(part.shape[1:]), part.dtype == narrow)
+                for name, part in state._asdict().items()
+            }
+        shape = self.num_heads, self.d_qk, self.d_hv
+        parts = {"C": (shape, True), "n": (shape[:2], False), "m": (shape[:1], False)}
+        return {name: StatePart(*part) for name, part in parts.items()}
 
     # config.json
 

@@ -140,3 +140,26 @@ def fails_on_a_full_disk(rank: int, full: int, chosen: Recipe, folder: Path) -> 
             trainer.train(lambda line: None)
         assert saved_steps(folder / "checkpoints")[-1] == 4
         assert not list((folder / "checkpoints").glob("writing-*"))
+
+
+def autocast_equals_the_trainer(rank: int) -> None:
+    """Loss and gradients under autocast are those of FSDP's mixed precision, bit for bit."""
+    with process_group("cpu"):
+        torch.manual_seed(0)
+        alone = XLSTM(CONFIG)
+        sharded = XLSTM(CONFIG)
+        sharded.load_state_dict(alone.state_dict())
+        parallelize(sharded, build_mesh(Layout(1, 1, 1), "cpu"), torch.bfloat16)
+        tokens, targets, weights = *torch.randint(0, 40, (2, 4, 70)), torch.rand(4, 70)
+        resets = torch.rand(4, 70) < 0.1
+        want = sharded.loss(tokens, targets, weights, resets=resets)
+        with torch.autocast("cpu", torch.bfloat16):
+            got = alone.loss(tokens, targets, weights, resets=resets)
+        assert torch.equal(got, want)
+        want.backward()
+        got.backward()
+        for (name, parameter), theirs in zip(
+            alone.named_parameters(), sharded.parameters(), strict=True
+        ):
+            assert isinstance(theirs.grad, DTensor)
+            assert torch.equal(parameter.grad, theirs.grad.full_tensor()), name

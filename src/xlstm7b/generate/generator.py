@@ -33,7 +33,7 @@ Progress = Callable[[int], None]
 class Generator:
     """A model and its tokenizer, ready to generate.
 
-    At most `batch_size` requests run at a time. The recurrent state is kept in `state_dtype`. The
+    At most `batch_size` requests run at a time. C of the state is kept in `state_dtype`. The
     model's weights are stacked in place (`FusedModel`); it can still be trained and saved. A model
     with adapters, hooks or other layers needs `fused=False`, which calls the model itself.
     """

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from xlstm7b import accounting
 from xlstm7b.config import ModelConfig
 from xlstm7b.files import opened_safetensors, write_safetensors
 from xlstm7b.model import ModelState
@@ -122,8 +123,8 @@ class SavedState:
                     f"{path} was saved from another model: {_differences(saved, spelled)}"
                 )
             seen = _tokens_seen(path, metadata)
-            own = config.state_shapes().items()
-            shapes = {name: (config.num_blocks, *shape) for name, shape in own}
+            own = config.state_parts()
+            shapes = {name: (config.num_blocks, *part.shape) for name, part in own.items()}
             shapes["logits"] = (config.vocab_size,)
             parts = {}
             for name, shape in shapes.items():
@@ -133,6 +134,8 @@ class SavedState:
                 if tensor.shape != (len(seen), *shape) or not tensor.is_floating_point():
                     kind = f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")
                     raise ValueError(f"{path} is damaged: its {name!r} is {kind}")
+                if name in own and not own[name].narrow:  # older versions kept n and m narrow
+                    tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
                 # A clone: the file is memory-mapped, and may be replaced while the state is used.
                 parts[name] = tensor.clone().to(device or torch.get_default_device())
         logits = parts.pop("logits")
@@ -155,9 +158,9 @@ class SavedState:
 
 
 def state_bytes(config: ModelConfig, state_dtype: torch.dtype = torch.float32) -> int:
-    """Bytes of the `SavedState` of one row."""
-    state = ModelState.zeros(config, 1, dtype=state_dtype, device="meta")
-    return state.nbytes + 4 * config.vocab_size
+    """Bytes of the `SavedState` of one row, with C in `state_dtype`."""
+    cells = accounting.state_bytes(config, state_dtype.itemsize)["total"]
+    return cells + 4 * config.vocab_size + 8
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.mlstm import MLSTMState, headwise_norm, mlstm_sequence, mlstm_step
+from xlstm7b.mlstm.autocast import to_autocast, without_autocast
 from xlstm7b.model.init import normal_, residual_std, small_std
 from xlstm7b.registry import STANDARD, find, register
 
@@ -27,6 +28,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, state: MLSTMState | None, resets: Tensor | None, padded: Tensor | None
     ) -> tuple[Tensor, MLSTMState]:
+        x = to_autocast(x)
         y, state = self.mlstm_layer(self.norm_mlstm(x), state, resets, padded)
         z = x + y
         return z + self.ffn(self.norm_ffn(z)), state
@@ -138,7 +140,7 @@ class NormWeight(nn.Module):
         self.weight.fill_(1.0)
 
     def forward(self) -> Tensor:
-        return self.weight
+        return to_autocast(self.weight)
 
 
 @register("norm", STANDARD["norm"])
@@ -147,7 +149,7 @@ class RMSNorm(NormWeight):
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         wide = x if x.dtype.itemsize >= 4 else x.float()
-        return F.rms_norm(wide, x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight
+        return F.rms_norm(wide, x.shape[-1:], eps=self.eps).to(x.dtype) * to_autocast(self.weight)
 
 
 class Embedding(nn.Embedding):
@@ -155,6 +157,9 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         normal_(self.weight, small_std(self.embedding_dim))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, to_autocast(self.weight))
 
 
 class Linear(nn.Linear):
@@ -168,14 +173,16 @@ class Linear(nn.Linear):
         normal_(self.weight, self.std)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+        if x.device.type == "cpu":
+            return linear(to_autocast(x), to_autocast(self.weight))
+        return linear(x, self.weight)  # autocast casts the weight, and keeps it until its end
 
 
 class Float32Linear(Linear):
     """A linear layer without bias that returns float32: for the logits."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear_float32(x, self.weight)
+        return linear_float32(to_autocast(x), to_autocast(self.weight))
 
 
 @register("gate", STANDARD["gate"])
@@ -197,7 +204,8 @@ class GateLinear(nn.Linear):
         self.bias.copy_(torch.linspace(*self.biases, len(self.bias), device="cpu"))
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear_float32(x, self.weight, self.bias)
+        x, weight, bias = map(to_autocast, (x, self.weight, self.bias))
+        return linear_float32(x, weight, bias)
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
@@ -222,7 +230,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
             # For one row the time is that of reading W. `mv` does it several times faster.
             return torch.mv(weight, x.flatten()).view(*x.shape[:-1], -1)
         if not _CPU_HAS_MATMUL[weight.dtype]:
-            return F.linear(x.float(), weight.float()).to(x.dtype)
+            with without_autocast(x.device):
+                return F.linear(x.float(), weight.float()).to(x.dtype)
     return F.linear(x, weight)
 
 
@@ -238,10 +247,11 @@ def product_float32(x: Tensor, weight: Tensor) -> Tensor:
     """x Wᵀ for x [R, K], summed and returned in float32 (float64 stays). It has no gradient."""
     if weight.dtype.itemsize >= 4:
         return F.linear(x, weight)
-    if x.is_cuda:
-        return torch.mm(x, weight.mT, out_dtype=torch.float32)
-    # Part by part: a float32 copy of the whole head would take too much memory.
-    parts = [F.linear(x.float(), rows.float()) for rows in weight.split(_WIDENED_ROWS)]
+    with without_autocast(x.device):
+        if x.is_cuda:
+            return torch.mm(x, weight.mT, out_dtype=torch.float32)
+        # Part by part: a float32 copy of the whole head would take too much memory.
+        parts = [F.linear(x.float(), rows.float()) for rows in weight.split(_WIDENED_ROWS)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 

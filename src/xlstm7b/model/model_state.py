@@ -34,16 +34,15 @@ class ModelState(NamedTuple):
     ) -> Self:
         """The state before the first token. In memory, the blocks of a row follow each other.
 
-        `dtype` is that of the parts that may be narrower than float32.
+        C has this dtype. n and m are at least float32 (see `MLSTMState`). The class of a block says
+        which parts of other states have it.
         """
-        block = find("block", config.block).zero_state(config, 1, dtype=dtype, device="meta")
-        buffers = [
-            torch.zeros(batch, config.num_blocks, *part.shape[1:], dtype=part.dtype, device=device)
-            for part in block
-        ]
-        parts = zip(*(buffer.unbind(1) for buffer in buffers), strict=True)
+        rows = (batch, config.num_blocks)
+        block = find("block", config.block)
+        joined = block.zero_state(config, batch * config.num_blocks, dtype=dtype, device=device)
+        parts = zip(*(part.unflatten(0, rows).unbind(1) for part in joined), strict=True)
         tokens_seen = torch.zeros(batch, dtype=torch.long, device=device)
-        return cls(tuple(type(block)(*own) for own in parts), tokens_seen)
+        return cls(tuple(type(joined)(*own) for own in parts), tokens_seen)
 
     @classmethod
     def cat(cls, states: Sequence[Self]) -> Self:
@@ -65,7 +64,7 @@ class ModelState(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return self.tokens_seen.nbytes + sum(tensor.nbytes for tensor in self._cell_tensors())
+        return self.tokens_seen.nbytes + sum(part.nbytes for block in self.blocks for part in block)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """The state on another device. Tensors that are there already are not copied.
@@ -115,17 +114,23 @@ class ModelState(NamedTuple):
 
     def zero_(self) -> None:
         """Sets the state of every row to that before the first token, in place."""
-        torch._foreach_zero_(self._cell_tensors())
+        for tensors in self._cell_tensors():
+            torch._foreach_zero_(tensors)
         self.tokens_seen.zero_()
 
     def copy_(self, other: Self) -> None:
-        """Copies the values of another state, in place; this state's dtype stays."""
-        torch._foreach_copy_(self._cell_tensors(), other._cell_tensors())
+        """Copies the values of another state, in place; this state's dtypes stay."""
+        for ours, theirs in zip(self._cell_tensors(), other._cell_tensors(), strict=True):
+            torch._foreach_copy_(ours, theirs)
         self.tokens_seen.copy_(other.tokens_seen)
 
-    def _cell_tensors(self) -> list[Tensor]:
-        """All tensors of one dtype, so that a GPU processes many of them in one launch."""
-        return [part for block in self.blocks for part in block]
+    def _cell_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """All C, and all n and m: lists of one dtype, which a GPU processes in few launches."""
+        large, small = [], []
+        for C, n, m in self.blocks:
+            large.append(C)
+            small += [n, m]
+        return large, small
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         return self._replace(
