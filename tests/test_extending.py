@@ -19,12 +19,21 @@ from torch import Tensor, nn
 from train_processes import run
 from train_runs import losses, recipe, weights
 
-from xlstm7b import XLSTM, Engine, Generator, ModelConfig, ModelState, SavedState, accounting
+from xlstm7b import (
+    XLSTM,
+    Engine,
+    Generator,
+    MLSTMStack,
+    ModelConfig,
+    ModelState,
+    SavedState,
+    accounting,
+)
 from xlstm7b.checkpoint import open_checkpoint
 from xlstm7b.data.shards import ShardWriter, write_manifest
 from xlstm7b.generate.state import state_bytes
 from xlstm7b.model.contract import check_model
-from xlstm7b.model.layers import Block, NormWeight, RMSNorm
+from xlstm7b.model.layers import MLSTMBlock, NormWeight, RMSNorm, padding
 from xlstm7b.registry import PLUGINS, STANDARD, find, register
 from xlstm7b.tokenizer import ByteTokenizer
 from xlstm7b.train import make_plan
@@ -107,13 +116,19 @@ class AveragesBlock(nn.Module):
         super().__init__()
         self.norm = find("norm", config.norm)(config.embedding_dim, config.norm_eps)
 
+    @classmethod
+    def from_config(cls, config: ModelConfig) -> "AveragesBlock":
+        return cls(config)
+
     def forward(
         self,
         x: Tensor,
-        state: Averages | None,
-        resets: Tensor | None,
-        padded: Tensor | None,
+        state: Averages | None = None,
+        *,
+        resets: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, Averages]:
+        padded = None if lengths is None else padding(lengths, *x.shape[:2])
         if state is None:
             zeros = torch.zeros_like(x[:, 0])
             state = Averages(zeros, zeros, zeros[:, 0])
@@ -290,6 +305,18 @@ def test_a_run_is_planned_trained_resumed_and_exported(tmp_path):
 
 
 @pytest.mark.usefixtures("page")
+def test_a_stack_takes_the_names_too():
+    stack = MLSTMStack(32, 2, 2, block="no_ffn", layer="qk_norm")
+    assert hasattr(stack.blocks[1].mlstm_layer, "q_norm")
+    assert not hasattr(stack.blocks[1], "ffn")
+    y, state = stack(torch.randn(2, 5, 32))
+    assert y.shape == (2, 5, 32)
+    assert state.tokens_seen.tolist() == [5, 5]
+    with pytest.raises(TypeError, match="dropout"):
+        MLSTMStack(32, 2, 2, block="no_ffn", dropout=0.1)
+
+
+@pytest.mark.usefixtures("page")
 def test_tensor_parallelism_is_refused():
     class Mesh(dict):
         size = staticmethod(lambda: 2)
@@ -380,13 +407,14 @@ def test_a_class_that_does_not_say_its_flops():
 )
 def test_rules_that_a_class_may_break(fault, words):
     @register("block", f"no {fault}")
-    class Broken(Block):
-        def forward(self, x, state, resets, padded):
+    class Broken(MLSTMBlock):
+        def forward(self, x, state=None, *, resets=None, lengths=None):
             if fault == "padding":
-                padded = None
+                lengths = None
             if fault == "reset":
                 resets = None
-            y, new = super().forward(x, None if fault == "state" else state, resets, padded)
+            state = None if fault == "state" else state
+            y, new = super().forward(x, state, resets=resets, lengths=lengths)
             return y, (new._replace(m=new.m[:, :1]) if fault == "shape" else new)
 
         flops = staticmethod(lambda config, tokens, cell: {})

@@ -293,7 +293,8 @@ def _shapes(kind: str, name: str, *arguments: Any) -> dict[str, tuple[int, ...]]
     import torch
 
     with torch.device("meta"):
-        module = find(kind, name)(*arguments)
+        cls = find(kind, name)
+        module = (cls.from_config if kind == "block" else cls)(*arguments)
     return {name: tuple(p.shape) for name, p in module.named_parameters()}
 
 

@@ -115,9 +115,9 @@ def test_the_residual_stream_is_bfloat16_and_the_rest_float32():
 
 def test_layers_alone_take_float32_vectors():
     x = torch.randn(2, 9, SMALL.embedding_dim)
-    for module in (layers.Block(SMALL), layers.MLSTMLayer(SMALL)):
+    for module in (layers.MLSTMBlock(64, 2), layers.MLSTMLayer(64, 2)):
         with autocast():
-            y, state = module(x, None, None, None)
+            y, state = module(x)
         assert y.dtype == torch.bfloat16
         assert {part.dtype for part in state} == {WIDE}
 

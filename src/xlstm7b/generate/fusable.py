@@ -6,9 +6,12 @@ import torch
 from torch import nn
 
 from xlstm7b.model import XLSTM
-from xlstm7b.model.layers import Block
+from xlstm7b.model.layers import MLSTMBlock
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+# Attributes that generation does not depend on. The config is what the model is compared with.
+_UNUSED = ("training", "dropout", "config")
 
 
 def difference(model: XLSTM) -> str | None:
@@ -19,7 +22,8 @@ def difference(model: XLSTM) -> str | None:
     """
     with torch.device("meta"):
         standard = XLSTM(replace(model.config, num_blocks=1))
-        standard.backbone.blocks[0] = Block(model.config)  # knows the number of blocks
+        # A block's attributes depend on the number of blocks.
+        standard.backbone.blocks[0] = MLSTMBlock.from_config(model.config)
     if type(model) is XLSTM and len(model.backbone.blocks) != model.config.num_blocks:
         return (
             f"backbone.blocks holds {len(model.backbone.blocks)} blocks, "
@@ -36,7 +40,7 @@ def _difference(name: str, module: nn.Module, standard: nn.Module) -> str | None
         return f"{called} has hooks"
     ours = {key: value for key, value in vars(standard).items() if key[0] != "_"}
     for key, value in vars(module).items():
-        if key in ours and key not in ("training", "config") and value != ours[key]:
+        if key in ours and key not in _UNUSED and value != ours[key]:
             return f"{called} has {key} = {value!r} instead of {ours[key]!r}"
         if key not in ours and key[0] != "_" and hasattr(type(module), key):
             return f"{called} has a {key} of its own"

@@ -222,7 +222,7 @@ class FusedModel:
             for number, block in enumerate(model.backbone.blocks):
                 rows = x[0].clone()
                 self._block(rows, self.blocks[number], state.blocks[number], None, 1, None)
-                x, _ = block(x, None, None, None)
+                x, _ = block(x)
                 if not self._is_close(rows, x[0]):
                     _refuse(f"backbone.blocks.{number} does not compute what its class did")
         _refuse("the embedding, the last norm, the head or the soft-cap is not XLSTM's own")

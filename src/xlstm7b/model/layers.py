@@ -1,6 +1,10 @@
-"""The residual block and the layers it is made of. Parameters have the names of the checkpoint."""
+"""The stack of residual blocks and the layers it is made of, as modules over vectors [B, T, dim].
 
-from typing import Any
+Parameters have the names of the released checkpoint.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -9,29 +13,141 @@ from torch import Tensor, nn
 from xlstm7b.config import ModelConfig
 from xlstm7b.mlstm import MLSTMState, headwise_norm, mlstm_sequence, mlstm_step
 from xlstm7b.mlstm.autocast import to_autocast, without_autocast
-from xlstm7b.model.init import normal_, residual_std, small_std
+from xlstm7b.model.init import check_initialised, normal_, residual_std, small_std
+from xlstm7b.model.model_state import BlockState, ModelState
 from xlstm7b.registry import STANDARD, find, register
 
 
-@register("block", STANDARD["block"])
-class Block(nn.Module):
-    """The block (post up-projection): z = x + mLSTM(RMSNorm(x)); y = z + SwiGLU(RMSNorm(z))."""
+class MLSTMStack(nn.Module):
+    """Residual blocks and a last norm over vectors [B, T, dim]: `y, state = stack(x)`.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Args:
+        dim: Width of the vectors.
+        num_heads: Heads of each mLSTM layer.
+        num_blocks: Number of blocks.
+        dropout: Of what each half of a block adds to the residual stream.
+        embeddings: A module that is applied to the input first, such as the embedding of a language
+            model. Its parameters come before those of the blocks.
+        options: Other fields of `ModelConfig` that shape a block, such as `ffn_proj_factor`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 4,
+        num_blocks: int = 2,
+        *,
+        dropout: float = 0.0,
+        embeddings: nn.Module | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__()
-        norm = find("norm", config.norm)
-        self.norm_mlstm = norm(config.embedding_dim, config.norm_eps)
-        self.mlstm_layer = find("layer", config.layer)(config)
-        self.norm_ffn = norm(config.embedding_dim, config.norm_eps)
-        self.ffn = SwiGLU(config.embedding_dim, config.ffn_dim, config.num_blocks)
+        config = ModelConfig(dim, num_blocks, num_heads, **options)
+        self.dim = dim
+        self.embeddings = embeddings
+        block = find("block", config.block)
+        block_options = {"dropout": dropout} if dropout else {}  # not every block has it
+        self.blocks = nn.ModuleList(
+            block.from_config(config, **block_options) for _ in range(num_blocks)
+        )
+        self.out_norm = find("norm", config.norm)(dim, config.norm_eps)
+        check_initialised(self)
+
+    @classmethod
+    def from_config(
+        cls, config: ModelConfig, *, dropout: float = 0.0, embeddings: nn.Module | None = None
+    ) -> Self:
+        return cls(**_arguments(config), dropout=dropout, embeddings=embeddings)
 
     def forward(
-        self, x: Tensor, state: MLSTMState | None, resets: Tensor | None, padded: Tensor | None
+        self,
+        x: Tensor,
+        state: ModelState | None = None,
+        *,
+        resets: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, ModelState]:
+        """Returns vectors [B, T, dim] and the state after the last position.
+
+        Args:
+            x: Vectors [B, T, dim], or what `embeddings` takes.
+            state: The state after earlier positions, or None at the start. It is not changed. With
+                a state and T = 1 the cell is computed as one step.
+            resets: bool [B, T], True at the first position of each sequence that starts in a row.
+            lengths: int [B], from 0 to T, if rows are padded on the right. The returned state is
+                the one at each row's length; vectors after it are meaningless. A row of length 0
+                returns its state unchanged. The range is only checked on a CPU, because reading
+                values from a GPU would wait for it.
+        """
+        if self.embeddings is not None:
+            x = self.embeddings(x)
+        _check_vectors(x, self.dim)
+        batch, length = x.shape[:2]
+        # Without a state, each layer makes its own, for the heads that it has.
+        before: Sequence[BlockState | None] = [None] * len(self.blocks)
+        seen = torch.zeros(batch, dtype=torch.long, device=x.device)
+        if state is not None:
+            before, seen = state.blocks, state.tokens_seen
+            if (len(before), len(seen)) != (len(self.blocks), batch):
+                raise ValueError(
+                    f"the state has {len(before)} blocks and {len(seen)} rows, "
+                    f"the model {len(self.blocks)} blocks and the input {batch} rows"
+                )
+        after = []
+        for block, cell_state in zip(self.blocks, before, strict=True):
+            x, cell_state = block(x, cell_state, resets=resets, lengths=lengths)
+            after.append(cell_state)
+        seen = seen + (length if lengths is None else lengths)
+        return self.out_norm(x), ModelState(tuple(after), seen)
+
+
+@register("block", STANDARD["block"])
+class MLSTMBlock(nn.Module):
+    """The block (post up-projection): z = x + mLSTM(RMSNorm(x)); y = z + SwiGLU(RMSNorm(z)).
+
+    `y, state = block(x)` with x [B, T, dim]. The arguments are those of `MLSTMStack`; `num_blocks`
+    is the number of blocks of the whole model. It only scales the first weights.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 4,
+        *,
+        num_blocks: int = 1,
+        dropout: float = 0.0,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and less than 1, not {dropout}")
+        config = ModelConfig(dim, num_blocks, num_heads, **options)
+        norm = find("norm", config.norm)
+        self.norm_mlstm = norm(dim, config.norm_eps)
+        self.mlstm_layer = find("layer", config.layer).from_config(config)
+        self.norm_ffn = norm(dim, config.norm_eps)
+        self.ffn = SwiGLU(dim, config.ffn_dim, num_blocks)
+        self.dropout = dropout
+
+    @classmethod
+    def from_config(cls, config: ModelConfig, *, dropout: float = 0.0) -> Self:
+        return cls(**_arguments(config), dropout=dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: MLSTMState | None = None,
+        *,
+        resets: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, MLSTMState]:
         x = to_autocast(x)
-        y, state = self.mlstm_layer(self.norm_mlstm(x), state, resets, padded)
-        z = x + y
-        return z + self.ffn(self.norm_ffn(z)), state
+        y, state = self.mlstm_layer(self.norm_mlstm(x), state, resets=resets, lengths=lengths)
+        z = x + self._drop(y)
+        return z + self._drop(self.ffn(self.norm_ffn(z))), state
+
+    def _drop(self, y: Tensor) -> Tensor:
+        return F.dropout(y, self.dropout, self.training) if self.dropout else y
 
     @staticmethod
     def zero_state(
@@ -50,34 +166,50 @@ class Block(nn.Module):
 class MLSTMLayer(nn.Module):
     """Projections and gates around the cell: h = σ(õ) ⊙ Norm(h̃), then the output projection.
 
-    The number of heads comes from the shape of the gates, not from the config. So the same code
-    runs under tensor parallelism, where a layer has only some of the heads.
+    `y, state = layer(x)` with x [B, T, dim]. The arguments are those of `MLSTMBlock`, without
+    dropout. The number of heads comes from the shape of the gates, not from the config. So the same
+    code runs under tensor parallelism, where a layer has only some of the heads.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self, dim: int, num_heads: int = 4, *, num_blocks: int = 1, **options: Any
+    ) -> None:
         super().__init__()
-        width, igate_bias = config.embedding_dim, config.igate_bias_init_range
-        std, residual = small_std(width), residual_std(width, config.num_blocks)
-        self.q = Linear(width, config.qk_dim, std=std)
-        self.k = Linear(width, config.qk_dim, std=std)
-        self.v = Linear(width, config.v_dim, std=std)
-        self.ogate_preact = Linear(width, config.v_dim, std=0)
+        config = ModelConfig(dim, num_blocks, num_heads, **options)
+        self.dim, igate_bias = dim, config.igate_bias_init_range
+        std, residual = small_std(dim), residual_std(dim, num_blocks)
+        self.q = Linear(dim, config.qk_dim, std=std)
+        self.k = Linear(dim, config.qk_dim, std=std)
+        self.v = Linear(dim, config.v_dim, std=std)
+        self.ogate_preact = Linear(dim, config.v_dim, std=0)
         # The input gate starts nearly closed (paper, "Negative Input Gate Bias Initialization"),
         # the forget gates open, over a range of time scales.
         gate = find("gate", config.gate)
-        self.igate_preact = gate(width, config.num_heads, biases=(igate_bias, igate_bias))
-        self.fgate_preact = gate(width, config.num_heads, biases=(3.0, 6.0))
+        self.igate_preact = gate(dim, num_heads, biases=(igate_bias, igate_bias))
+        self.fgate_preact = gate(dim, num_heads, biases=(3.0, 6.0))
         self.multihead_norm = NormWeight(config.v_dim, config.cell_norm_eps)
-        self.out_proj = Linear(config.v_dim, width, std=residual)
+        self.out_proj = Linear(config.v_dim, dim, std=residual)
         self.gate_soft_cap = config.gate_soft_cap
         self.eps = config.eps
 
+    @classmethod
+    def from_config(cls, config: ModelConfig) -> Self:
+        return cls(**_arguments(config))
+
     def forward(
-        self, x: Tensor, state: MLSTMState | None, resets: Tensor | None, padded: Tensor | None
+        self,
+        x: Tensor,
+        state: MLSTMState | None = None,
+        *,
+        resets: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, MLSTMState]:
+        _check_vectors(x, self.dim)
         i = soft_cap(self.igate_preact(x), self.gate_soft_cap)
         f = soft_cap(self.fgate_preact(x), self.gate_soft_cap)
-        if padded is not None:
+        if lengths is not None:
+            padded = padding(lengths, *x.shape[:2])
+            resets = None if resets is None else resets & ~padded
             i = i.masked_fill(padded[..., None], -torch.inf)
             f = f.masked_fill(padded[..., None], torch.inf)
         heads = (i.shape[-1], -1)
@@ -107,6 +239,28 @@ class MLSTMLayer(nn.Module):
     def qkv(self, x: Tensor, heads: tuple[int, int]) -> tuple[Tensor, ...]:
         """q, k, v as [B, T, NH, d]. `heads` is (NH, −1). For subclasses that change them."""
         return tuple(layer(x).unflatten(-1, heads) for layer in (self.q, self.k, self.v))
+
+
+def padding(lengths: Tensor, batch: int, length: int) -> Tensor:
+    """bool [B, T], True at positions after a row's length. `ValueError` for bad lengths."""
+    if lengths.shape != (batch,):
+        raise ValueError(f"lengths must have shape {[batch]}, not {list(lengths.shape)}")
+    can_check = lengths.device.type == "cpu" and not torch.compiler.is_compiling()
+    if can_check and ((lengths < 0) | (lengths > length)).any():
+        raise ValueError(f"lengths must be between 0 and {length}, not {lengths.tolist()}")
+    return torch.arange(length, device=lengths.device) >= lengths[:, None]
+
+
+def _check_vectors(x: Tensor, dim: int) -> None:
+    if x.dim() != 3 or x.shape[1] < 1 or x.shape[2] != dim or not x.is_floating_point():
+        kind = f"{x.dtype} {list(x.shape)}".removeprefix("torch.")
+        raise ValueError(f"x must be vectors [B, T, {dim}] with T of at least 1, not {kind}")
+
+
+def _arguments(config: ModelConfig) -> dict[str, Any]:
+    """The fields of a config as arguments of the modules above."""
+    arguments = dict(vars(config))
+    return {"dim": arguments.pop("embedding_dim"), **arguments}
 
 
 class SwiGLU(nn.Module):

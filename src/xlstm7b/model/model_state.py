@@ -5,8 +5,10 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from xlstm7b.config import ModelConfig
+from xlstm7b.mlstm import MLSTMState
 from xlstm7b.registry import find
 
 # The state of a block: a NamedTuple of tensors, each with the batch first. The class of the block
@@ -64,7 +66,8 @@ class ModelState(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return self.tokens_seen.nbytes + sum(part.nbytes for block in self.blocks for part in block)
+        parts: list[Tensor] = [part for block in self.blocks for part in block]
+        return self.tokens_seen.nbytes + sum(part.nbytes for part in parts)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """The state on another device. Tensors that are there already are not copied.
@@ -84,6 +87,10 @@ class ModelState(NamedTuple):
         if not non_blocking:
             torch.cuda.current_stream(self.tokens_seen.device).synchronize()
         return copy
+
+    def detach(self) -> Self:
+        """The same tensors without their history: gradients stop here."""
+        return self._map(Tensor.detach)
 
     def clone(self) -> Self:
         """A copy that shares no memory with this state, in the memory layout of `zeros`."""
@@ -137,3 +144,9 @@ class ModelState(NamedTuple):
             blocks=tuple(type(block)(*map(change, block)) for block in self.blocks),
             tokens_seen=change(self.tokens_seen),
         )
+
+
+# For `torch.export.save` and `load` of a module that takes and returns states.
+torch.serialization.add_safe_globals([MLSTMState, ModelState])
+for _kind in (MLSTMState, ModelState):
+    _pytree._register_namedtuple(_kind, serialized_type_name=f"xlstm7b.{_kind.__name__}")

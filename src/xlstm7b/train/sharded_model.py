@@ -231,8 +231,7 @@ def _tensor_parallel_plan() -> dict[str, ParallelStyle]:
     columns += ["ffn.proj_up_gate", "ffn.proj_up"]
     return {
         "mlstm_layer": PrepareModuleInput(
-            input_layouts=(Replicate(), None, None, None),
-            desired_input_layouts=(Replicate(), None, None, None),
+            input_layouts=(Replicate(), None), desired_input_layouts=(Replicate(), None)
         ),
         "ffn": PrepareModuleInput(
             input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
