@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from xlstm7b.config import ModelConfig
     from xlstm7b.generate import Engine, Generator, Request, SamplingParams, SavedState
     from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
-    from xlstm7b.model import XLSTM, ModelState
+    from xlstm7b.model import XLSTM, MLSTMBlock, MLSTMLayer, MLSTMStack, ModelState
     from xlstm7b.tokenizer import load_tokenizer
 
 __version__ = "0.1.0"
@@ -21,6 +21,9 @@ __all__ = [
     "XLSTM",
     "Engine",
     "Generator",
+    "MLSTMBlock",
+    "MLSTMLayer",
+    "MLSTMStack",
     "MLSTMState",
     "ModelConfig",
     "ModelState",
@@ -35,6 +38,9 @@ __all__ = [
 _HOMES = {
     "XLSTM": "model",
     "ModelState": "model",
+    "MLSTMLayer": "model",
+    "MLSTMBlock": "model",
+    "MLSTMStack": "model",
     "ModelConfig": "config",
     "MLSTMState": "mlstm",
     "mlstm_sequence": "mlstm",

@@ -170,3 +170,26 @@ def counts_positions(rank: int, chosen: Recipe, folder: Path, positions: int) ->
         update = trainer.update()
         assert (update.tokens, update.positions) == (positions, positions)
         trainer.loader.close()
+
+
+def autocast_equals_the_trainer(rank: int) -> None:
+    """Loss and gradients under autocast are those of FSDP's mixed precision, bit for bit."""
+    with process_group("cpu"):
+        torch.manual_seed(0)
+        alone = XLSTM(CONFIG)
+        sharded = XLSTM(CONFIG)
+        sharded.load_state_dict(alone.state_dict())
+        parallelize(sharded, build_mesh(Layout(1, 1, 1), "cpu"), torch.bfloat16)
+        tokens, targets, weights = *torch.randint(0, 40, (2, 4, 70)), torch.rand(4, 70)
+        resets = torch.rand(4, 70) < 0.1
+        want = sharded.loss(tokens, targets, weights, resets=resets)
+        with torch.autocast("cpu", torch.bfloat16):
+            got = alone.loss(tokens, targets, weights, resets=resets)
+        assert torch.equal(got, want)
+        want.backward()
+        got.backward()
+        for (name, parameter), theirs in zip(
+            alone.named_parameters(), sharded.parameters(), strict=True
+        ):
+            assert isinstance(theirs.grad, DTensor)
+            assert torch.equal(parameter.grad, theirs.grad.full_tensor()), name

@@ -38,8 +38,8 @@ class Request:
     keep_state: the completion carries the state after the last output token.
     prompt_logprobs: also return log-probabilities of the prompt's tokens, and of this number of
         most likely tokens at each position.
-    prefill_only: read the prompt and generate nothing; the completion carries the state, unless
-        only `prompt_logprobs` are wanted.
+    prefill_only: read the prompt and generate nothing. The completion carries the state; with
+        `prompt_logprobs` only if `keep_state` is set.
     previous_prompt, previous_output: tokens that `state` has read already. Penalties count them.
     """
 
@@ -119,7 +119,7 @@ class Request:
         self.prompt_token_ids = with_first_token(config, ids) if self.state is None else ids
         self.read_token_ids = self.prompt_token_ids
         if self.prompt_logprobs is not None:
-            if self.prefill_only:  # no logits are needed after the last token
+            if self.prefill_only and not self.keep_state:  # nothing needs the last token
                 self.read_token_ids = self.prompt_token_ids[:-1]
         elif self.state is None:
             if config.force_bos_token_insert:

@@ -43,7 +43,7 @@ from torch.utils.checkpoint import (
 
 from xlstm7b.checkpoint import open_checkpoint
 from xlstm7b.model import XLSTM
-from xlstm7b.model.lm import init_parameter
+from xlstm7b.model.init import drawn_parameters
 from xlstm7b.train.recipe import Layout, Recipe
 
 REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
@@ -106,11 +106,10 @@ def first_weights(
                 )
         yield from opened.tensors()
         return
+    with torch.device("meta"):
+        model = XLSTM(recipe.model)
     torch.manual_seed(recipe.run.seed)
-    for name, shape in recipe.model.parameter_shapes().items():
-        drawn = torch.empty(shape, device=device)
-        init_parameter(name, drawn, recipe.model)
-        yield name, drawn
+    yield from drawn_parameters(model, device)
 
 
 def _fill(parameter: Tensor, whole: Tensor) -> None:
@@ -174,6 +173,10 @@ def parallelize(
     gathered weights of the forward pass for the backward pass.
     """
     blocks: Any = model.backbone.blocks
+    if mesh[TENSOR].size() > 1 and not model.config.is_standard:
+        raise ValueError(
+            "tensor parallelism can split the released model's layers only: set parallel.tp = 1"
+        )
     if mesh[TENSOR].size() > 1:
         for block in blocks:
             parallelize_module(block, mesh[TENSOR], _tensor_parallel_plan())
@@ -228,8 +231,7 @@ def _tensor_parallel_plan() -> dict[str, ParallelStyle]:
     columns += ["ffn.proj_up_gate", "ffn.proj_up"]
     return {
         "mlstm_layer": PrepareModuleInput(
-            input_layouts=(Replicate(), None, None, None),
-            desired_input_layouts=(Replicate(), None, None, None),
+            input_layouts=(Replicate(), None), desired_input_layouts=(Replicate(), None)
         ),
         "ffn": PrepareModuleInput(
             input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
