@@ -71,6 +71,11 @@ def test_dry_run_prints_the_plan(cli: Cli) -> None:
     assert "6,865,424,896" in out
 
 
+def test_reference_needs_no_recipe_and_is_the_page_of_the_docs(cli: Cli) -> None:
+    page = Path(__file__).parents[2] / "docs" / "recipes.md"
+    assert succeeded(cli("train", "--reference")) == page.read_text(encoding="utf-8")
+
+
 def test_dry_run_prints_names_with_brackets_as_they_are(cli: Cli) -> None:
     sources = 'data.sources={"[b]" = { path = "z[/x]q" }}'
     code, out, _ = cli("train", "quickstart", "--dry-run", "--set", sources)

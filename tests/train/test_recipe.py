@@ -1,6 +1,7 @@
 """Recipes: the shipped ones have the paper's numbers; every error is one sentence."""
 
 import json
+import re
 import sys
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from xlstm7b.train.recipe import (
     parse_overrides,
     recipe_names,
 )
+from xlstm7b.train.reference import recipe_reference
 
 SMALL = """
 [model]
@@ -341,13 +343,29 @@ def test_instances_check_themselves(tmp_path: Path) -> None:
         Run(steps=1, stepz=2)  # type: ignore[call-arg]
 
 
-def test_the_docs_list_every_setting_with_its_default() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+def test_the_reference_page_is_what_the_code_generates() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert page == recipe_reference(), "run: xlstm7b train --reference > docs/recipes.md"
+
+
+def test_the_reference_has_every_setting_with_its_default_and_a_meaning() -> None:
+    rows = re.findall(
+        r"^\| `(.+?)` \| (.+?) \| (.+?) \| (.+?) \|$", recipe_reference(), re.MULTILINE
+    )
+    defaults = {name: default for name, _, default, _ in rows}
+    assert len(defaults) == len(rows)
+    assert all(meaning.endswith(".") for *_, meaning in rows)
+    sections = {"data.sources.NAME.": Source, "model.": ModelConfig}
     for section in (Data, Batch, Optimizer, Schedule, Run, Parallel):
-        for field in fields(section):  # type: ignore[arg-type]
+        sections[f"{section.__name__.lower()}."] = section
+    top = {"extends", "init_from", "start_step", "model.size"}
+    names = {f"{prefix}{field.name}" for prefix, cls in sections.items() for field in fields(cls)}
+    assert set(defaults) == names | top
+    for prefix, cls in sections.items():
+        for field in fields(cls):
             is_required = field.default is MISSING
             default = "required" if is_required else f"`{json.dumps(field.default)}`"
-            assert f"| `{section.__name__.lower()}.{field.name}` | {default} |" in page
+            assert defaults[prefix + field.name] == default
 
 
 def test_reading_and_planning_a_recipe_load_no_torch() -> None:

@@ -24,6 +24,14 @@ _FIXED = {"data": ["context_length", "packing"], "batch": ["sequences", "ramp"]}
 _PEAK_FLOPS = {(9, 0): H100_FLOPS, (8, 0): A100_FLOPS}  # by compute capability
 
 
+def _print_reference(chosen: bool) -> None:
+    if chosen:
+        from xlstm7b.train.reference import recipe_reference
+
+        print(recipe_reference(), end="")
+        raise typer.Exit
+
+
 def train(
     recipe: Annotated[
         str, typer.Argument(help="Name of a recipe (quickstart, 160m, …, 7b) or a .toml file.")
@@ -55,6 +63,15 @@ def train(
     device: Annotated[
         str | None, typer.Option(help="Device: cuda or cpu.", show_default="a GPU if there is one")
     ] = None,
+    reference: Annotated[
+        bool,
+        typer.Option(
+            "--reference",
+            help="Print all settings of a recipe, with defaults and meanings, and exit.",
+            callback=_print_reference,
+            is_eager=True,
+        ),
+    ] = False,
 ) -> None:
     """Train a model. The same command continues a run that was stopped.
 

@@ -49,8 +49,12 @@ Below1 = Annotated[float, Field(strict=True, ge=0, lt=1)]
 
 @dataclass_transform(frozen_default=True)
 def section(cls: type[T]) -> type[T]:
-    """A frozen dataclass whose instances have passed all checks, or raised a one-line error."""
-    checked: Any = dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls)
+    """A frozen dataclass whose instances have passed all checks, or raised a one-line error.
+
+    The string below a field is its description in the recipe reference, `docs/recipes.md`.
+    """
+    config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    checked: Any = dataclass(frozen=True, config=config)(cls)
     init = checked.__init__
 
     @wraps(init)
@@ -66,10 +70,12 @@ def section(cls: type[T]) -> type[T]:
 
 @section
 class Source:
-    """One source of the mixture."""
+    """One source of the mixture: `NAME = { path = "FOLDER", weight = 1.0 }`."""
 
-    path: str  # a folder that `xlstm7b prepare` wrote
-    weight: Positive = 1.0  # weights need not sum to 1
+    path: str
+    """Folder that `xlstm7b prepare` wrote. A relative path starts where the command runs."""
+    weight: Positive = 1.0
+    """Share of the tokens, relative to the other sources. Weights need not sum to 1."""
 
 
 @section
@@ -77,10 +83,16 @@ class Data:
     """The training data. The state is reset at every document: documents are independent."""
 
     context_length: AtLeast1
+    """Length of a sequence, in tokens."""
     sources: dict[str, Source]
-    validation: str = ""  # a prepared folder of held-out text
-    validation_sequences: AtLeast0 = 0  # sequences of it to read at each validation; 0: all
+    """The mixture: a table of names, each with a path and a weight."""
+    validation: str = ""
+    """Prepared folder of held-out text. Empty: none."""
+    validation_sequences: AtLeast0 = 0
+    """Sequences of it to read at each validation. 0: all."""
     packing: Packing = "windows"
+    """How documents become sequences. `windows` joins all documents and cuts them at the context
+    length. `best-fit` keeps documents whole where they fit, and pads."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -97,8 +109,12 @@ class Batch:
     """The global batch, in sequences of the context length. There is one update per batch."""
 
     sequences: AtLeast1
-    ramp: tuple[tuple[AtLeast0, AtLeast1], ...] = ()  # (from step, sequences), first from step 0
-    micro_batch: AtLeast1 = 1  # at most this many sequences at once in one process
+    """Sequences in a step, over all processes."""
+    ramp: tuple[tuple[AtLeast0, AtLeast1], ...] = ()
+    """Smaller batches at first, as [first step, sequences] pairs: `[[0, 128], [2000, 256]]`. The
+    first pair starts at step 0, the last one has `batch.sequences`. Empty: no ramp."""
+    micro_batch: AtLeast1 = 1
+    """Largest number of sequences that one process computes at once. More need more memory."""
 
     def __post_init__(self) -> None:
         if not self.ramp:
@@ -117,23 +133,37 @@ class Batch:
 class Optimizer:
     """AdamW. The authors' released code has lr 4e-4 and β1 0.9 instead."""
 
-    lr: Positive = 5e-4  # at the peak of the schedule
+    lr: Positive = 5e-4
+    """Learning rate at the peak of the schedule."""
     betas: tuple[Below1, Below1] = (0.99, 0.95)
+    """AdamW's β1 and β2: how much of their averages of the gradient and its square is kept in a
+    step."""
     eps: Positive = 1e-8
-    weight_decay: NonNegative = 0.1  # for matrices, except the embedding
-    clip: PositiveOrInf = 0.5  # largest global gradient norm; inf: no clipping
+    """AdamW's ε, added to the root of the average square."""
+    weight_decay: NonNegative = 0.1
+    """AdamW's weight decay, for all matrices except the embedding. It is multiplied by the
+    learning rate."""
+    clip: PositiveOrInf = 0.5
+    """Largest global gradient norm; a larger gradient is scaled down to it. inf: no clipping."""
 
 
 @section
 class Schedule:
-    """The learning rate by step. `train/schedule.py` has the formulas."""
+    """The learning rate by step; `train/schedule.py` has the formulas."""
 
     kind: Decay = "cosine"
+    """Form of the decay."""
     warmup: AtLeast0 = 3000
-    decay: AtLeast0 = 0  # in steps; 0: all steps between warm-up and cool-down
+    """Steps of linear warm-up from 0 to `optimizer.lr`."""
+    decay: AtLeast0 = 0
+    """Steps of the decay. 0: all steps between warm-up and cool-down."""
     cooldown: AtLeast0 = 0
-    factor: Positive = 0.1  # learning rate at the end of the decay, relative to the peak
-    reference: AtLeast0 = 0  # exponential only: `factor` is reached after this many steps instead
+    """Steps of linear cool-down to 0, after the decay."""
+    factor: Positive = 0.1
+    """Learning rate at the end of the decay, relative to the peak."""
+    reference: AtLeast0 = 0
+    """For the exponential decay only: `factor` is reached after this many steps of the decay. 0:
+    at its end."""
 
     def __post_init__(self) -> None:
         if self.reference and self.kind != "exponential":
@@ -144,22 +174,41 @@ class Schedule:
 
 @section
 class Run:
-    """Length, precision, checkpoints and logs. Intervals are in steps; 0 means never."""
+    """Length, precision, checkpoints and logs."""
 
     steps: AtLeast1
+    """Step at which the run ends. With `start_step`, the steps before it count too."""
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**64)] = 0
-    precision: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 on GPUs only
+    """Seed of the first weights and of the order of the data."""
+    precision: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Dtype of the computation; weights and averages are float32. auto: bfloat16 on GPUs, float32
+    on CPUs."""
     activation_checkpointing: Literal["none", "block", "selective"] = "none"
-    compile: StrictBool = True  # on GPUs, block by block
+    """What the forward pass keeps for the backward pass: everything (`none`), the outputs of
+    matrix products and of the cell (`selective`), or each block's input (`block`). Less memory
+    takes more time."""
+    compile: StrictBool = True
+    """Compile each block with `torch.compile`, on GPUs."""
     nan_policy: Literal["skip", "stop"] = "skip"
+    """If loss or gradient are not finite: skip the step, or stop the run. 20 skipped steps in a row
+    also stop it."""
     save_every: AtLeast0 = 1000
+    """Steps between checkpoints. 0: only at the end."""
     keep_last: AtLeast1 = 2
+    """Number of latest checkpoints to keep."""
     keep_every: AtLeast0 = 0
+    """Also keep the checkpoints of steps that this number divides. 0: none."""
     validate_every: AtLeast0 = 0
-    keep_best: StrictBool = True  # also keep the checkpoint with the lowest validation loss
-    log_every: AtLeast1 = 50  # mean and max over 50 steps, as in the paper's figure 2
-    time_limit: NonNegative = 0.0  # hours after which to save and stop; 0: no limit
+    """Steps between validations. 0: never."""
+    keep_best: StrictBool = True
+    """Also keep the checkpoint with the lowest validation loss."""
+    log_every: AtLeast1 = 50
+    """Steps between lines of the log, which have mean and max over these steps, and between gate
+    statistics."""
+    time_limit: NonNegative = 0.0
+    """Hours after which to save and stop. 0: no limit."""
     tensorboard: StrictBool = False
+    """Also write the metrics for TensorBoard."""
 
 
 class Layout(NamedTuple):
@@ -180,14 +229,15 @@ class Layout(NamedTuple):
 
 @section
 class Parallel:
-    """The device mesh. FSDP: dp_shard; DDP: dp_replicate; HSDP: both; tp splits heads and FFN.
-
-    One of the two data-parallel sizes may be −1: all processes that the others leave.
-    """
+    """The device mesh, one process per GPU. One of the two data-parallel sizes may be -1."""
 
     dp_shard: StrictInt = -1
+    """FSDP shards of weights and optimizer. -1: all processes that the others leave."""
     dp_replicate: StrictInt = 1
+    """Copies of the shards; with `dp_shard` this is HSDP. -1: all processes that the others
+    leave."""
     tp: AtLeast1 = 1
+    """Tensor-parallel processes, which share heads and feed-forward width. It must divide both."""
 
     def __post_init__(self) -> None:
         for name, size in (("dp_shard", self.dp_shard), ("dp_replicate", self.dp_replicate)):
@@ -257,7 +307,11 @@ class Recipe:
     schedule: Schedule = Schedule()
     parallel: Parallel = Parallel()
     init_from: str = ""
+    """Where the first weights come from: a checkpoint folder or a hub id. With `start_step`, the
+    folder of a run. Empty: new weights."""
     start_step: AtLeast0 = 0
+    """Step at which this recipe continues the run in `init_from`, optimizer included. 0: start at
+    step 0, with the weights alone."""
 
     def __post_init__(self) -> None:
         steps, warmup, cooldown = self.run.steps, self.schedule.warmup, self.schedule.cooldown
