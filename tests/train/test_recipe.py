@@ -194,6 +194,39 @@ def test_a_file_may_extend_another_and_replaces_its_mixture(tmp_path: Path) -> N
         load_recipe(str(named))
 
 
+def write_blocks(folder: Path) -> None:
+    """Writes the ```toml blocks of the page on training. Each begins with the name of its file."""
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    for name, text in re.findall(r"^```toml\n# (\S+)\n(.+?)^```$", page, re.MULTILINE | re.DOTALL):
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def test_the_examples_of_extends_in_the_docs(tmp_path: Path) -> None:
+    write_blocks(tmp_path)
+    base, books = load_recipe("160m"), load_recipe(str(tmp_path / "books.toml"))
+    assert books == replace(
+        base,
+        name="books",
+        data=replace(
+            base.data,
+            context_length=2048,
+            validation="data/books/valid",
+            sources={
+                "books": Source("data/books/train", 3.0),
+                "letters": Source("data/letters/train"),
+            },
+        ),
+        run=replace(base.run, steps=5000),
+    )
+    high = load_recipe(str(tmp_path / "books-high-lr.toml"), ["run.seed=7"])
+    assert high == replace(
+        books,
+        name="books-high-lr",
+        optimizer=replace(books.optimizer, lr=2e-3),
+        run=replace(books.run, seed=7),
+    )
+
+
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
