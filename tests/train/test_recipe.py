@@ -227,6 +227,57 @@ def test_the_examples_of_extends_in_the_docs(tmp_path: Path) -> None:
     )
 
 
+WITHOUT_MODEL = SMALL.replace('[model]\nsize = "tiny"\n', "")
+
+
+def save_config(folder: Path, config: ModelConfig) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config.to_dict()), encoding="utf-8")
+    return folder
+
+
+def test_the_model_of_init_from_is_used_if_the_recipe_has_none(tmp_path: Path) -> None:
+    config = ModelConfig(96, 3, 2, vocab_size=400, gate_soft_cap=12.0)
+    init_from = f"init_from={save_config(tmp_path / 'base', config)}"
+    assert small(tmp_path, init_from, text=WITHOUT_MODEL).model == config
+    changed = small(tmp_path, init_from, "model.eos_token_id=7", text=WITHOUT_MODEL)
+    assert changed.model == replace(config, eos_token_id=7)
+    assert small(tmp_path, init_from).model == ModelConfig.named("tiny")  # the recipe's own
+    whole = "model={embedding_dim=64, num_blocks=1, num_heads=2}"
+    assert small(tmp_path, init_from, whole, text=WITHOUT_MODEL).model == ModelConfig(64, 1, 2)
+    # A later stage takes it from the checkpoint of the earlier one.
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000050"
+    checkpoint.mkdir(parents=True)
+    earlier = replace(small(tmp_path), model=config)
+    (checkpoint / "run.json").write_text(json.dumps({"recipe": earlier.to_dict()}))
+    stage = [f"init_from={tmp_path / 'run'}", "start_step=50"]
+    assert small(tmp_path, *stage, text=WITHOUT_MODEL).model == config
+    stage[1] = "start_step=51"
+    with pytest.raises(ValueError, match=r"small.toml: .*checkpoints has no checkpoint of step 51"):
+        small(tmp_path, *stage, text=WITHOUT_MODEL)
+
+
+def test_of_a_hub_id_only_the_config_is_downloaded(tmp_path: Path, monkeypatch) -> None:
+    import huggingface_hub
+
+    config, asked = ModelConfig(96, 3, 2), []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(save_config(tmp_path / "snapshot", config))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert small(tmp_path, "init_from=some/model", text=WITHOUT_MODEL).model == config
+    assert asked == [("some/model", ["config.json", "config.yaml"])]
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"small\.toml: model is missing; give it, or init_from$"):
+        small(tmp_path, text=WITHOUT_MODEL)
+    with pytest.raises(ValueError, match=r"'nowhere' is neither a folder nor the id of a hub"):
+        small(tmp_path, "init_from=nowhere", text=WITHOUT_MODEL)
+
+
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [

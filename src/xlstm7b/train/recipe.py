@@ -264,6 +264,9 @@ class Parallel:
         return Layout(replicate, rest if self.dp_shard == -1 else self.dp_shard, self.tp)
 
 
+_NEEDED = ("embedding_dim", "num_blocks", "num_heads")  # of a model without a size
+
+
 def _read_model(table: Any) -> ModelConfig:
     """`size = "7b"`, the fields of a `ModelConfig`, or a size with some fields changed."""
     if isinstance(table, ModelConfig):
@@ -281,9 +284,9 @@ def _read_model(table: Any) -> ModelConfig:
             return ModelConfig(**asdict(ModelConfig.named(size)) | values)
         if size is not None:
             raise ValueError(f"size must be a string, not {size!r}")
-        for needed in ("embedding_dim", "num_blocks", "num_heads"):
+        for needed in _NEEDED:
             if needed not in values:
-                raise ValueError(f"{needed} is missing; give it, or a size")
+                raise ValueError(f"{needed} is missing; give it, or a size, or init_from")
         return ModelConfig(**values)
     except ValueError as error:
         raise ValueError(f"model: {error}") from error
@@ -308,7 +311,7 @@ class Recipe:
     parallel: Parallel = Parallel()
     init_from: str = ""
     """Where the first weights come from: a checkpoint folder or a hub id. With `start_step`, the
-    folder of a run. Empty: new weights."""
+    folder of a run. `[model]` may then be left out. Empty: new weights."""
     start_step: AtLeast0 = 0
     """Step at which this recipe continues the run in `init_from`, optimizer included. 0: start at
     step 0, with the weights alone."""
@@ -394,7 +397,7 @@ def _sentence(error: ValidationError, cls: Any) -> str:
     name = name.removeprefix(".")
     match first["type"]:
         case "missing":
-            return f"{name} is missing"
+            return f"{name} is missing" + ("; give it, or init_from" if name == "model" else "")
         case "value_error":
             return str(first["ctx"]["error"])
         case "unexpected_keyword_argument":
@@ -430,9 +433,33 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
             table = table[key]
         table[last] = value
     try:
-        return Recipe.from_dict({"name": name, **tables})
+        return Recipe.from_dict({"name": name, **tables, **_model_of_init_from(tables)})
     except ValueError as error:
         raise ValueError(f"recipe {name_or_path}: {error}") from error
+
+
+def _model_of_init_from(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """`[model]`, completed from the model that `init_from` names if its shape is not given."""
+    model, init_from = tables.get("model", {}), tables.get("init_from")
+    if not (isinstance(model, Mapping) and isinstance(init_from, str) and init_from):
+        return {}
+    if "size" in model or all(name in model for name in _NEEDED):
+        return {}
+    return {"model": asdict(model_of(init_from, tables.get("start_step", 0))) | dict(model)}
+
+
+def model_of(init_from: str, start_step: int) -> ModelConfig:
+    """The config of the model that `init_from` names. Of a hub id, only that file is downloaded."""
+    if start_step:
+        from xlstm7b.train.run_checkpoints import read_run, saved_steps
+
+        folder = Path(init_from) / "checkpoints"
+        if start_step not in saved_steps(folder):
+            raise ValueError(f"{folder} has no checkpoint of step {start_step}")
+        return ModelConfig(**read_run(folder / f"step-{start_step:08}")["recipe"]["model"])
+    from xlstm7b.checkpoint import read_config, resolve
+
+    return read_config(resolve(init_from, ["config.json", "config.yaml"]))
 
 
 def recipe_names() -> list[str]:

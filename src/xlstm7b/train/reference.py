@@ -55,6 +55,9 @@ _MODEL = f"""
 
 The model: a `size`, or the fields of a `config.json`, or both. With both, the fields that are given
 replace those of the size. Sizes: {", ".join(f"`{size}`" for size in SIZES)}.
+
+With `init_from`, leave `[model]` out: the model is that of `init_from`. Fields that are given, such
+as `eos_token_id`, replace its own.
 """
 
 # `ModelConfig` has no descriptions of its own: its names are those of published config.json files.

@@ -26,9 +26,9 @@ from xlstm7b.train.metrics_log import MetricsLog
 from xlstm7b.train.monitor import gate_statistics, validation_loss
 from xlstm7b.train.optimizer import build_optimizer, clipped_step, gradient_norm, set_learning_rate
 from xlstm7b.train.processes import in_first_process
-from xlstm7b.train.recipe import Recipe
+from xlstm7b.train.recipe import Recipe, model_of
 from xlstm7b.train.run_checkpoints import CheckpointManager, saved_steps
-from xlstm7b.train.sharded_model import build_model, reshard
+from xlstm7b.train.sharded_model import build_model, check_same_model, reshard
 
 _MAX_SKIPPED = 20  # consecutive non-finite steps before the run aborts
 Report = Callable[[dict[str, Any]], None]
@@ -77,10 +77,13 @@ class Trainer:
         # The same sample during the whole run, so that gate statistics can be compared.
         self._gate_sample = self.loader.first_sample()
         # 2. The model. `init_from` is not read if a checkpoint of a run will be loaded.
-        is_new = not recipe.start_step and not saved_steps(folder / "checkpoints")
-        init_from = recipe.init_from if is_new else ""
+        is_new = not saved_steps(folder / "checkpoints")
+        init_from = recipe.init_from if is_new and not recipe.start_step else ""
         if init_from:
             _check_tokenizer(init_from, self._tokenizer)
+        if is_new and recipe.start_step:
+            earlier = model_of(recipe.init_from, recipe.start_step)
+            check_same_model(recipe.init_from, earlier, recipe.model)
         self.model = build_model(recipe, self.layout, self.device, init_from=init_from)
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
         # 3. The state of the run.
@@ -111,8 +114,6 @@ class Trainer:
             self.step, self.best = run["step"], run["best"] if self.recipe.run.keep_best else None
         elif self.recipe.start_step:
             before = Path(self.recipe.init_from) / "checkpoints"
-            if self.recipe.start_step not in saved_steps(before):
-                raise ValueError(f"{before} has no checkpoint of step {self.recipe.start_step}")
             earlier = CheckpointManager(before, keep_last=1, keep_every=0)
             run = earlier.load(self.recipe.start_step, self.model, self.optimizer)
             if run.get("tokenizer", self._tokenizer) != self._tokenizer:
