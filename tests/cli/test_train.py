@@ -71,6 +71,18 @@ def test_dry_run_prints_the_plan(cli: Cli) -> None:
     assert "6,865,424,896" in out
 
 
+def test_each_validation_set_is_printed(cli: Cli, settings: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    sets = f'data.validation={{"[b]a" = "{folder}", "a long name of a set" = "{folder}"}}'
+    more = ["--set", sets, "--set", "run.validate_every=2"]
+    code, _, err = cli(
+        "train", "quickstart", "--run", tmp_path / "run", "--device", "cpu", *settings, *more
+    )
+    loss = read_metrics(tmp_path / "run" / "metrics.jsonl")[1]["validation_loss"]
+    line = f"step 2: validation loss [b]a {loss:.4f}, a long name of a set {loss:.4f}"
+    assert (code, err.splitlines()[1]) == (0, line)
+
+
 def test_reference_needs_no_recipe_and_is_the_page_of_the_docs(cli: Cli) -> None:
     page = Path(__file__).parents[2] / "docs" / "recipes.md"
     assert succeeded(cli("train", "--reference")) == page.read_text(encoding="utf-8")

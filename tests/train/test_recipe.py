@@ -227,6 +227,22 @@ def test_the_examples_of_extends_in_the_docs(tmp_path: Path) -> None:
     )
 
 
+def test_validation_is_a_folder_or_several_with_names(tmp_path: Path) -> None:
+    assert small(tmp_path).data.validation_sets() == {}
+    assert small(tmp_path, "data.validation=v").data.validation_sets() == {"": "v"}
+    write_blocks(tmp_path)
+    recipe = load_recipe(str(tmp_path / "two-sets.toml"))
+    sets = {"books": "data/books/valid", "letters": "data/letters/valid"}
+    assert recipe.data.validation_sets() == recipe.data.validation == sets
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+    # Like a mixture, the sets are replaced by a file that extends, and changed by --set.
+    (tmp_path / "one.toml").write_text('extends = "two-sets.toml"\n[data.validation]\nweb = "w"')
+    more = load_recipe(str(tmp_path / "one.toml"), ["data.validation.code=c"])
+    assert more.data.validation_sets() == {"web": "w", "code": "c"}
+    with pytest.raises(ValueError, match=r"run\.validate_every needs data\.validation"):
+        small(tmp_path, "data.validation={}", "run.validate_every=10")
+
+
 WITHOUT_MODEL = SMALL.replace('[model]\nsize = "tiny"\n', "")
 
 
@@ -295,7 +311,11 @@ def test_a_missing_model_is_named(tmp_path: Path) -> None:
         ("run.steps=many", "run.steps must be a valid integer, not 'many'"),
         ("run.steps=true", "run.steps must be a valid integer, not True"),
         ("run.compile=1", "run.compile must be a valid boolean, not 1"),
-        ("data.validation=1", "data.validation must be a valid string, not 1"),
+        ("data.validation=1", 'data.validation must be a folder, or a table of NAME = "FOLDER", n'),
+        ("data.validation=[1]", r'or a table of NAME = "FOLDER", not \[1\]'),
+        ("data.validation.a=1", "NAME = \"FOLDER\", not {'a': 1}"),
+        ("data.validation.a=", "NAME = \"FOLDER\", not {'a': ''}"),
+        ('data.validation={"" = "b"}', "NAME = \"FOLDER\", not {'': 'b'}"),
         ("run=5", "run must be a table, not 5"),
         ("data.sources=5", "data.sources must be a table, not 5"),
         ("model=5", "model must be a table, not 5"),

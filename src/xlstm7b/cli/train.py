@@ -219,7 +219,11 @@ def _progress(
             shown = f"loss {line['loss']:.3f}  {line['tokens_per_second']:,.0f} tok/s"
             shown += _mfu(recipe, line["tokens_per_second"], device)
             if "validation_loss" in line:
-                bar.print(f"step {line['step'] + 1}: validation loss {line['validation_loss']:.4f}")
+                names = [name for name in recipe.data.validation_sets() if name]
+                losses = [f"{name} {line[f'validation_loss/{name}']:.4f}" for name in names]
+                found = ", ".join(losses) or f"{line['validation_loss']:.4f}"
+                text = f"step {line['step'] + 1}: validation loss {found}"
+                bar.print(text, markup=False, soft_wrap=True)
             bar.update(task, completed=line["step"] + 1, description=shown)
             if not is_live and "loss_mean" in line:
                 mean, norm = line["loss_mean"], line["gradient_norm_mean"]

@@ -3,9 +3,9 @@
     recipe = load_recipe("7b", ["optimizer.lr=4e-4", "data.sources.dclm.path=/data/dclm"])
 
 A name is that of a file in `xlstm7b/recipes/`; anything with a `/` or ending in `.toml` is a path.
-A file may extend another (`extends = "7b"`): its tables are merged into the other's. Lists and the
-mixture `[data.sources]` replace the other's as a whole. Defaults are the paper's (xLSTM 7B, arXiv
-2503.13427, appendix B) wherever it gives a number.
+A file may extend another (`extends = "7b"`): its tables are merged into the other's. Lists,
+`[data.sources]` and `[data.validation]` replace the other's as a whole. Defaults are the paper's
+(xLSTM 7B, arXiv 2503.13427, appendix B) wherever it gives a number.
 
 Nothing is ignored or guessed: an unknown setting, a wrong type or a value out of range is a
 `ValueError` of one sentence that names the setting.
@@ -31,7 +31,15 @@ from typing import (
     get_type_hints,
 )
 
-from pydantic import ConfigDict, Field, PlainValidator, StrictBool, StrictInt, ValidationError
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StrictBool,
+    StrictInt,
+    ValidationError,
+)
 from pydantic.dataclasses import dataclass
 
 from xlstm7b.config import ModelConfig
@@ -78,6 +86,15 @@ class Source:
     """Share of the tokens, relative to the other sources. Weights need not sum to 1."""
 
 
+def _check_validation(value: Any) -> Any:
+    sets = value if isinstance(value, Mapping) else {"one": value or " "}
+    if all(isinstance(word, str) and word for word in (*sets, *sets.values())):
+        return value
+    raise ValueError(
+        f'data.validation must be a folder, or a table of NAME = "FOLDER", not {value!r}'
+    )
+
+
 @section
 class Data:
     """The training data. The state is reset at every document: documents are independent."""
@@ -86,10 +103,11 @@ class Data:
     """Length of a sequence, in tokens."""
     sources: dict[str, Source]
     """The mixture: a table of names, each with a path and a weight."""
-    validation: str = ""
-    """Prepared folder of held-out text. Empty: none."""
+    validation: Annotated[str | dict[str, str], BeforeValidator(_check_validation)] = ""
+    """Prepared folder of held-out text, or a table of several: `NAME = "FOLDER"`. The loss of each
+    is measured, and the first one decides which checkpoint is the best. Empty: none."""
     validation_sequences: AtLeast0 = 0
-    """Sequences of it to read at each validation. 0: all."""
+    """Sequences to read of each set of held-out text at each validation. 0: all."""
     packing: Packing = "windows"
     """How documents become sequences. `windows` joins all documents and cuts them at the context
     length. `best-fit` keeps documents whole where they fit, and pads."""
@@ -97,6 +115,12 @@ class Data:
     def __post_init__(self) -> None:
         if not self.sources:
             raise ValueError("data.sources names no source; give at least one with a path")
+
+    def validation_sets(self) -> dict[str, str]:
+        """The folder of each set of held-out text, by name. A single one has the name ""."""
+        if isinstance(self.validation, dict):
+            return self.validation
+        return {"": self.validation} if self.validation else {}
 
     def shares(self) -> dict[str, float]:
         """Each source's share of the tokens. Shares sum to 1, whatever the weights sum to."""
@@ -510,8 +534,9 @@ def _read_tables(name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
         if not isinstance(wanted, str):
             raise ValueError(f"recipe {label}: extends must be a string, not {wanted!r}")
         data, base_data = tables.get("data"), base.get("data")
-        if isinstance(data, dict) and isinstance(base_data, dict) and "sources" in data:
-            base_data.pop("sources", None)  # a mixture is replaced, not merged
+        if isinstance(data, dict) and isinstance(base_data, dict):
+            for name in {"sources", "validation"} & data.keys():
+                base_data.pop(name, None)  # a mixture is replaced, not merged
         tables = _merge(base, tables)
     return Path(seen[0]).name.removesuffix(".toml"), tables
 

@@ -47,7 +47,7 @@ _EXTENDS = (
     "string",
     '`""`',
     "Recipe that this one changes: a name, or a path that starts at this file's folder. Tables are "
-    "merged; lists and `data.sources` are replaced.",
+    "merged; lists, `data.sources` and `data.validation` are replaced.",
 )
 
 _MODEL = f"""
@@ -123,6 +123,8 @@ def _rows(cls: Any, prefix: str) -> list[Row]:
 
 def _values(schema: dict[str, Any]) -> str:
     """The values that a setting may have, in words."""
+    if "anyOf" in schema:
+        return " or ".join(map(_values, schema["anyOf"]))
     if "enum" in schema:
         return ", ".join(f"`{json.dumps(value)}`" for value in schema["enum"])
     name = {"boolean": "true or false", "array": "list", "object": "table"}

@@ -7,6 +7,7 @@ so there is one code path: FSDP2 keeps float32 weights and computes in bfloat16.
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from xlstm7b.checkpoint import resolve
 from xlstm7b.data.loader import Batch, Loader, check_tokenizers
-from xlstm7b.data.shards import ShardFolder, open_folder
+from xlstm7b.data.shards import open_folder
 from xlstm7b.tokenizer import tokenizer_fingerprint
 from xlstm7b.train.metrics_log import MetricsLog
 from xlstm7b.train.monitor import gate_statistics, validation_loss
@@ -56,10 +57,12 @@ class Trainer:
             name: (open_folder(source.path), source.weight)
             for name, source in recipe.data.sources.items()
         }
-        self._validation: ShardFolder | None = None
+        self._validation = {
+            name: open_folder(path) for name, path in recipe.data.validation_sets().items()
+        }
         folders = {name: folder for name, (folder, _) in sources.items()}
-        if recipe.data.validation:
-            self._validation = folders["data.validation"] = open_folder(recipe.data.validation)
+        for name, held_out in self._validation.items():
+            folders[f"data.validation.{name}" if name else "data.validation"] = held_out
         check_tokenizers(folders, recipe.model.vocab_size)
         self._tokenizer = next(iter(folders.values())).tokenizer_fingerprint
         self.loader = Loader(
@@ -112,6 +115,7 @@ class Trainer:
             run = self.checkpoints.load(found[-1], self.model, self.optimizer)
             self.loader.load_state_dict(run["loader"])
             self.step, self.best = run["step"], run["best"] if self.recipe.run.keep_best else None
+            self._forget_best_of_another_set(Recipe.from_dict(run["recipe"]))
         elif self.recipe.start_step:
             before = Path(self.recipe.init_from) / "checkpoints"
             earlier = CheckpointManager(before, keep_last=1, keep_every=0)
@@ -122,6 +126,19 @@ class Trainer:
                     "that of this data"
                 )
         return bool(found)
+
+    def _forget_best_of_another_set(self, before: Recipe) -> None:
+        """Losses on another text cannot be compared. A new name or path alone is no change."""
+        (old_name, old), (name, new) = (
+            next(iter(recipe.data.validation_sets().items()), ("", ""))
+            for recipe in (before, self.recipe)
+        )
+        if self.best and new and old_name != name and old != new:
+            _note(
+                f"the best checkpoint, of step {self.best['step']}, was chosen on {old}; from now "
+                f"on {new} decides, and that checkpoint is kept no longer"
+            )
+            self.best = None
 
     def train(self, report: Report) -> None:
         """Runs to the last step, the time limit, SIGTERM or Ctrl-C. Saves at the end."""
@@ -248,9 +265,15 @@ class Trainer:
         return self.model.loss(tokens, targets, mask * scale, resets=resets)
 
     def validate(self) -> dict[str, Any]:
-        """The loss on held-out text. If it is the lowest so far, this step becomes the best."""
-        assert self._validation is not None
-        found = validation_loss(self.model, self._validation, self.recipe, self.layout, self.device)
+        """The loss on each set of held-out text.
+
+        If that of the first set is the lowest so far, this step becomes the best.
+        """
+        found: dict[str, Any] = {}
+        for name, folder in self._validation.items():
+            measured = validation_loss(self.model, folder, self.recipe, self.layout, self.device)
+            found.setdefault("validation_loss", measured["validation_loss"])
+            found |= {f"{key}/{name}" if name else key: loss for key, loss in measured.items()}
         reshard(self.model)
         loss = found["validation_loss"]
         if self.recipe.run.keep_best and loss < (self.best or {}).get("validation_loss", math.inf):
@@ -280,6 +303,12 @@ class Trainer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _note(text: str) -> None:
+    """Prints a line to stderr, once for all processes."""
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr)
 
 
 def _check_tokenizer(init_from: str, fingerprint: str | None) -> None:
