@@ -71,6 +71,31 @@ def test_dry_run_prints_the_plan(cli: Cli) -> None:
     assert "6,865,424,896" in out
 
 
+def test_a_failing_hook_is_named_below_its_traceback(
+    cli: Cli, settings: list[str], tmp_path: Path
+) -> None:
+    file, run = tmp_path / "mine.py", tmp_path / "run"
+    file.write_text(
+        "from xlstm7b.train import Hook\n"
+        "class Mine(Hook):\n"
+        "    def on_step(self, trainer, metrics):\n"
+        "        if trainer.step == 3: 1 / 0\n"
+    )
+    hooks = ["--set", f'run.hooks=["{file}:Mine"]', "--set", "run.save_every=2"]
+    code, out, err = train(cli, run, *settings, *hooks)
+    assert (code, out, err.count("Traceback")) == (1, "", 1)
+    assert f'File "{file}", line 4, in on_step' in err
+    assert err.splitlines()[-1] == (
+        f"xlstm7b: hook {file}:Mine failed in on_step at step 3: ZeroDivisionError: division by "
+        "zero; the last good checkpoint is of step 2"
+    )
+    hooks[1] = 'run.hooks=["mine.py"]'
+    said = refused(train(cli, run, *settings, *hooks))
+    assert said.endswith('"file.py:Class" or "package.module:Class" in its list, not \'mine.py\'')
+    code, out, _ = train(cli, run, *settings)
+    assert (code, out) == (0, f"{run}: trained to step 3 of 3\n")
+
+
 def test_each_validation_set_is_printed(cli: Cli, settings: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "data"
     sets = f'data.validation={{"[b]a" = "{folder}", "a long name of a set" = "{folder}"}}'

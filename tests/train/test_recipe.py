@@ -239,6 +239,8 @@ def test_validation_is_a_folder_or_several_with_names(tmp_path: Path) -> None:
     (tmp_path / "one.toml").write_text('extends = "two-sets.toml"\n[data.validation]\nweb = "w"')
     more = load_recipe(str(tmp_path / "one.toml"), ["data.validation.code=c"])
     assert more.data.validation_sets() == {"web": "w", "code": "c"}
+    hooked = load_recipe(str(tmp_path / "hooked.toml"))
+    assert hooked.run.hooks == ("my_hooks.py:ZLoss", "my_hooks.py:StopEarly")
     with pytest.raises(ValueError, match=r"run\.validate_every needs data\.validation"):
         small(tmp_path, "data.validation={}", "run.validate_every=10")
 
@@ -332,6 +334,11 @@ def test_a_missing_model_is_named(tmp_path: Path) -> None:
             r"ramp\[0\]\[1\] must be greater than or equal to 1, not 0",
         ),
         ("batch.ramp=8", "batch.ramp must be a list, not 8"),
+        ('run.hooks="a.py:B"', "run.hooks must be a list, not 'a.py:B'"),
+        ('run.hooks=["a.py"]', r"run.hooks has .* in its list, not 'a.py'"),
+        ('run.hooks=["a.py:B-C"]', r"run.hooks has .* in its list, not 'a.py:B-C'"),
+        ('run.hooks=[":B"]', r"run.hooks has .* in its list, not ':B'"),
+        ("run.hooks=[1]", r"run.hooks\[0\] must be a valid string, not 1"),
         # Ranges.
         ("run.steps=0", "run.steps must be greater than or equal to 1, not 0"),
         ("run.seed=-1", "run.seed must be greater than or equal to 0, not -1"),
@@ -473,6 +480,7 @@ def test_the_reference_has_every_setting_with_its_default_and_a_meaning() -> Non
 
 
 def test_reading_and_planning_a_recipe_load_no_torch() -> None:
-    code = "import sys; from xlstm7b.train import *; describe(make_plan(load_recipe('7b')))"
+    code = "import sys; from xlstm7b.train import describe, load_recipe, make_plan; "
+    code += "describe(make_plan(load_recipe('7b')))"
     check = "; assert not {'torch', 'numpy'} & set(sys.modules)"
     assert run([sys.executable, "-c", code + check], check=False).returncode == 0

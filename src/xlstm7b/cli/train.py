@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,7 +105,7 @@ def train(
         in_first_process(write_json, folder / "recipe.json", chosen.to_dict())
         if is_first and chosen.data.validation and not chosen.run.validate_every:
             print("data.validation is never read: run.validate_every is 0", file=sys.stderr)
-        with _progress(chosen, trainer.step, where) as report:
+        with _progress(chosen, trainer.step, where) as report, _explain_hook_errors():
             trainer.train(report)
     if is_first:
         print(f"{folder}: trained to step {trainer.step} of {chosen.run.steps}{_remarks(trainer)}")
@@ -193,6 +194,20 @@ def _remarks(trainer: "Trainer") -> str:
     if trainer.step < trainer.recipe.run.steps:
         remarks += "; the same command continues"
     return remarks
+
+
+@contextmanager
+def _explain_hook_errors() -> Iterator[None]:
+    """Prints where a hook failed, for its author, and then the sentence that names it."""
+    from xlstm7b.train import HookError
+
+    try:
+        yield
+    except HookError as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        print(f"xlstm7b: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from typing import (
 )
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -196,6 +197,15 @@ class Schedule:
             )
 
 
+def _check_hook(name: str) -> str:
+    place, _, attribute = name.rpartition(":")
+    if place and attribute.isidentifier():
+        return name
+    raise ValueError(
+        f'run.hooks has "file.py:Class" or "package.module:Class" in its list, not {name!r}'
+    )
+
+
 @section
 class Run:
     """Length, precision, checkpoints and logs."""
@@ -233,6 +243,9 @@ class Run:
     """Hours after which to save and stop. 0: no limit."""
     tensorboard: StrictBool = False
     """Also write the metrics for TensorBoard."""
+    hooks: tuple[Annotated[str, AfterValidator(_check_hook)], ...] = ()
+    """Code of your own to call, as `"file.py:Class"` or `"package.module:Class"`. Files are found
+    from where the command runs."""
 
 
 class Layout(NamedTuple):
