@@ -312,6 +312,8 @@ def test_a_trainer_needs_no_process_group_and_continues_its_run(
     assert capsys.readouterr().err == f"{folder}: already finished, nothing trained (step 8)\n"
     with pytest.raises(ValueError, match="has num_blocks 2, the recipe 1"):
         Trainer(recipe(data, "model.num_blocks=1"), device="cpu").train()
+    with pytest.raises(ValueError, match=r"batches of \(\(0, 8\),\) .*, not \(\(0, 4\),\): choose"):
+        Trainer(recipe(data, "batch.sequences=4"), device="cpu").train()
     with pytest.raises(ValueError, match="the device must be cuda or cpu, not 'tpu'"):
         Trainer(recipe(data), device="tpu")
     export_run(folder, tmp_path / "model")

@@ -103,7 +103,7 @@ def first_weights(
     return opened.tensors()
 
 
-def check_same_model(init_from: str, theirs: ModelConfig, ours: ModelConfig) -> None:
+def check_same_model(place: str, theirs: ModelConfig, ours: ModelConfig) -> None:
     """Raises a `ValueError` that names every field that differs and changes the model."""
     free = _FREE if theirs.parameter_shapes() != ours.parameter_shapes() else _FREE | _FACTORS
     differing = [
@@ -112,10 +112,7 @@ def check_same_model(init_from: str, theirs: ModelConfig, ours: ModelConfig) -> 
         if name not in free and getattr(theirs, name) != getattr(ours, name)
     ]
     if differing:
-        raise ValueError(
-            f"the model in {init_from} {'; it '.join(differing)}: change [model], or leave it out "
-            "to take that of init_from"
-        )
+        raise ValueError(f"the model in {place} {'; it '.join(differing)}: change [model]")
 
 
 def _drawn_weights(recipe: Recipe, device: torch.device) -> Iterator[tuple[str, Tensor]]:

@@ -144,6 +144,11 @@ class Trainer:
             saved = read_run(self.checkpoints.folder / f"step-{found[-1]:08}")
             before = Recipe.from_dict(saved["recipe"])
             check_same_model(str(self.folder), before.model, self.recipe.model)
+            if before.ramp != self.recipe.ramp:
+                raise ValueError(
+                    f"the run in {self.folder} has batches of {before.ramp.stages} (first step, "
+                    f"sequences), not {self.recipe.ramp.stages}: choose another folder"
+                )
             run = self.checkpoints.load(found[-1], self.model, self.optimizer)
             self.loader.load_state_dict(run["loader"])
             self.step, self.best = run["step"], run["best"] if self.recipe.run.keep_best else None
