@@ -1,5 +1,6 @@
 """`xlstm7b train`, `export` and `plot`, on a few bytes of text."""
 
+import random
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from train_processes import full_disk
 from xlstm7b.files import lock_folder
 from xlstm7b.model import XLSTM
 from xlstm7b.train.metrics_log import read_metrics
+from xlstm7b.train.trainer import Trainer, Update
 
 MODEL = "model={embedding_dim=64,num_blocks=1,num_heads=2,vocab_size=320}"
 
@@ -207,6 +209,53 @@ def test_a_damaged_checkpoint_is_named(
     assert train(cli, trained, *settings, *more).code == 0
 
 
+def test_flipped_bits_are_named_and_nothing_is_trained(
+    cli: Cli, settings: list[str], trained: Path
+) -> None:
+    checkpoint, draw = trained / "checkpoints" / "step-00000003", random.Random(0)
+    files = sorted(checkpoint.iterdir())
+    lengths = [file.stat().st_size for file in files]
+    for _ in range(5):
+        (file,) = draw.choices(files, lengths)
+        whole = file.read_bytes()
+        flipped = bytearray(whole)
+        flipped[draw.randrange(len(flipped))] ^= 1 << draw.randrange(8)
+        file.write_bytes(flipped)
+        before = contents(trained)
+        for said in (
+            refused(train(cli, trained, *settings, "--set", "run.steps=4")),
+            refused(train(cli, trained, *settings)),  # there is nothing left to train
+            refused(cli("export", trained, trained.with_name("model"))),
+        ):
+            assert said == (
+                f"{checkpoint} is damaged ({file} is damaged: its sha256 is not the one in "
+                "SHA256SUMS): remove it to continue from an earlier one"
+            )
+        assert contents(trained) == before
+        file.write_bytes(whole)
+    assert train(cli, trained, *settings, "--set", "run.steps=4").code == 0
+
+
+def test_a_run_whose_weights_are_not_finite_fails(
+    cli: Cli, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that no batch uses: every step is finite, up to the last one."""
+    update = Trainer.update
+
+    def spoil(trainer: Trainer) -> Update:
+        if trainer.step == 2:
+            trainer.model.backbone.embeddings.weight.data.to_local()[319, 0] = torch.nan
+        return update(trainer)
+
+    monkeypatch.setattr(Trainer, "update", spoil)
+    code, out, err = train(cli, tmp_path / "run", *settings, "--set", "run.save_every=1")
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1] == (
+        "xlstm7b: the weights or AdamW's averages are not finite after step 3, and are not saved; "
+        "the last good checkpoint is of step 2"
+    )
+
+
 def test_a_damaged_recipe_of_a_run_is_named(cli: Cli, settings: list[str], trained: Path) -> None:
     (trained / "recipe.json").write_text('{"model": ')
     before = contents(trained)
@@ -393,4 +442,5 @@ def test_torchrun_starts_two_processes(settings: list[str], tmp_path: Path) -> N
     )
     assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'run'}: trained to step 3 of 3\n")
     written = {path.name for path in (tmp_path / "run/checkpoints/step-00000003").iterdir()}
-    assert written == {".metadata", "run.json", "__0_0.distcp", "__1_0.distcp"}
+    parts = {"__0_0.distcp", "__1_0.distcp"}
+    assert written == {".metadata", "run.json", "SHA256SUMS", *parts}
