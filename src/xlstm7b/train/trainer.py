@@ -28,6 +28,7 @@ from xlstm7b.train.optimizer import build_optimizer, clipped_step, gradient_norm
 from xlstm7b.train.processes import in_first_process
 from xlstm7b.train.recipe import Recipe
 from xlstm7b.train.run_checkpoints import CheckpointManager, saved_steps
+from xlstm7b.train.run_settings import changed_settings, raised_rate
 from xlstm7b.train.sharded_model import build_model, reshard
 
 _MAX_SKIPPED = 20  # consecutive non-finite steps before the run aborts
@@ -91,6 +92,10 @@ class Trainer:
         )
         self.step = recipe.start_step
         self.best: dict[str, Any] | None = None  # step and validation loss of the best checkpoint
+        # What a resume changes: settings, with both values, and a learning rate that rises again.
+        self.changed: dict[str, tuple[Any, Any]] = {}
+        self.raised_rate: tuple[float, float] | None = None
+        self._changes: list[dict[str, Any]] = []  # the settings changed so far, with their steps
         self._stop_requested = False
         self.skipped = self._skipped_in_a_row = 0  # non-finite steps
 
@@ -109,11 +114,17 @@ class Trainer:
             run = self.checkpoints.load(found[-1], self.model, self.optimizer)
             self.loader.load_state_dict(run["loader"])
             self.step, self.best = run["step"], run["best"] if self.recipe.run.keep_best else None
+            before = Recipe.from_dict(run["recipe"])
+            self.changed = changed_settings(before, self.recipe)
+            self.raised_rate = raised_rate(before, self.recipe, self.step)
+            self._changes = run.get("changes", [])  # earlier versions did not save them
+            if self.changed:
+                self._changes.append({"step": self.step, "settings": self.changed})
         elif self.recipe.start_step:
-            before = Path(self.recipe.init_from) / "checkpoints"
-            if self.recipe.start_step not in saved_steps(before):
-                raise ValueError(f"{before} has no checkpoint of step {self.recipe.start_step}")
-            earlier = CheckpointManager(before, keep_last=1, keep_every=0)
+            folder = Path(self.recipe.init_from) / "checkpoints"
+            if self.recipe.start_step not in saved_steps(folder):
+                raise ValueError(f"{folder} has no checkpoint of step {self.recipe.start_step}")
+            earlier = CheckpointManager(folder, keep_last=1, keep_every=0)
             run = earlier.load(self.recipe.start_step, self.model, self.optimizer)
             if run.get("tokenizer", self._tokenizer) != self._tokenizer:
                 raise ValueError(
@@ -187,6 +198,7 @@ class Trainer:
                 "loader": self.loader.state_dict(),
                 "recipe": self.recipe.to_dict(),
                 "best": self.best,
+                "changes": self._changes,
                 "tokenizer": self._tokenizer,
             }
             self.checkpoints.start_save(self.step, self.model, self.optimizer, state)
