@@ -162,3 +162,11 @@ def refuses_to_resume(rank: int, chosen: Recipe, folder: Path) -> None:
                 shutil.rmtree(folder / f"checkpoints/step-{step:08}")
             dist.barrier()
         trainer.loader.close()
+
+
+def counts_positions(rank: int, chosen: Recipe, folder: Path, positions: int) -> None:
+    with process_group("cpu"):
+        trainer = Trainer(chosen, folder, "cpu")
+        update = trainer.update()
+        assert (update.tokens, update.positions) == (positions, positions)
+        trainer.loader.close()

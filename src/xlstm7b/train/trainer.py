@@ -41,6 +41,7 @@ class Update(NamedTuple):
     loss: float
     gradient_norm: float
     tokens: int  # targets that count in the loss
+    positions: int  # tokens read, without padding
     applied: bool  # False if loss or gradient were not finite; then no weight was changed
     stop: bool  # True if any process received a signal to stop
 
@@ -176,7 +177,7 @@ class Trainer:
             "gradient_norm": update.gradient_norm,
             "learning_rate": self.recipe.learning_rate(self.step - 1),
             "tokens": update.tokens,
-            "tokens_per_second": update.tokens / (time.perf_counter() - began),
+            "tokens_per_second": update.positions / (time.perf_counter() - began),
             "applied": update.applied,
         }
         if self.device.type == "cuda":
@@ -219,16 +220,17 @@ class Trainer:
     def update(self) -> Update:
         """One step. Every target of the global batch has the same weight in the loss."""
         recipe, step = self.recipe, self.step
-        # 1. The batch. All processes add up their targets and requests to stop.
+        # 1. The batch. All processes add up their targets, positions and requests to stop.
         sequences = recipe.ramp.sequences(step)
         if sequences != self.loader.global_batch:
             self.loader.set_global_batch(sequences)
         batch = next(self.loader)
         size, count = recipe.micro_batches(step, self.layout)
         stop = float(self._stop_requested)
-        counts = torch.tensor([float(batch.mask.sum()), stop], dtype=torch.float64)
+        counted = float(batch.mask.sum()), float(_unpadded(batch)), stop
+        counts = torch.tensor(counted, dtype=torch.float64)
         dist.all_reduce(counts)
-        targets = counts[0].item() / self.layout.tp
+        targets, positions = (counts[:2] / self.layout.tp).tolist()
         # 2. Forward and backward. FSDP averages over data-parallel processes; this scale makes
         # the result the mean over targets. Replicas are summed with the last micro-batch.
         scale = self.layout.data_parallel / max(targets, 1.0)
@@ -250,7 +252,14 @@ class Trainer:
         self.step += 1
         # 4. The only wait for the device in a step, after everything has been launched.
         mean_loss, whole_norm, skipped = torch.stack([loss, norm, is_bad]).tolist()
-        return Update(mean_loss, whole_norm, round(targets), not skipped, counts[1].item() > 0)
+        return Update(
+            mean_loss,
+            whole_norm,
+            round(targets),
+            round(positions),
+            applied=not skipped,
+            stop=counts[2].item() > 0,
+        )
 
     def _loss(self, batch: Batch, rows: slice, scale: float) -> Tensor:
         tokens, targets, resets, mask = (
@@ -291,6 +300,18 @@ class Trainer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _unpadded(batch: Batch) -> int:
+    """The positions of a batch without the padding at the ends of rows.
+
+    Padding begins with a reset, its tokens are their own targets, and none of them counts. The
+    padding's token alone does not tell it from text.
+    """
+    tail = batch.resets.flip(1).cumsum(1).eq(0).sum(1) + 1  # from the last reset to the end
+    is_same = (batch.tokens == batch.targets) & ~batch.mask
+    same = is_same.flip(1).cumprod(1).sum(1)  # the row's last positions that look like padding
+    return batch.tokens.numel() - int(tail[same >= tail].sum())
 
 
 def _check_tokenizer(init_from: str, fingerprint: str | None) -> None:
