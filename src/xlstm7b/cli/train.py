@@ -61,8 +61,10 @@ def train(
     One process: xlstm7b train 160m. Eight: torchrun --nproc-per-node 8 -m -- xlstm7b train 160m.
     """
     from xlstm7b.train import describe, load_recipe, make_plan
+    from xlstm7b.train.orphans import end_with_torchrun
     from xlstm7b.train.run_settings import default_folder
 
+    end_with_torchrun()  # now, since to import torch takes seconds
     chosen = load_recipe(recipe, settings or [])
     if dry_run:
         print_sections(f"recipe {chosen.name}", describe(make_plan(chosen, gpus=gpus, mfu=mfu)))
