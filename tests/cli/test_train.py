@@ -357,8 +357,8 @@ def test_a_finished_run_is_not_changed_by_a_sweep(
     code, out, err = train(cli, trained, *settings, *swept, "--set", "run.save_every=2")
     assert (code, out) == (0, f"{trained}: already finished, nothing trained (step 3 of 3)\n")
     assert err == (
-        f"{trained} was trained with optimizer.lr 0.005; this command has 0.002\n"
-        f"{trained} was trained with schedule.kind 'cosine'; this command has 'linear'\n"
+        f"{trained} was trained with optimizer.lr 0.005; this recipe has 0.002\n"
+        f"{trained} was trained with schedule.kind 'cosine'; this recipe has 'linear'\n"
     )
     assert contents(trained) == before
 
@@ -371,7 +371,7 @@ def test_changed_settings_are_named_and_the_record_of_the_start_is_kept(
     code, out, err = train(cli, trained, *settings, *lower, "--set", "run.steps=4")
     assert (code, out) == (0, f"{trained}: trained to step 4 of 4\n")
     first, *steps = err.splitlines()
-    assert first == f"{trained} was trained with optimizer.lr 0.005; this command has 0.0001"
+    assert first == f"{trained} was trained with optimizer.lr 0.005; this recipe has 0.0001"
     assert len(steps) == 1
     assert (trained / "recipe.json").read_bytes() == record
     # The same command again changes nothing; every checkpoint has the whole history.

@@ -310,10 +310,14 @@ def test_a_trainer_needs_no_process_group_and_continues_its_run(
     assert capsys.readouterr().err == ""
     Trainer(recipe(data), device="cpu").train()
     assert capsys.readouterr().err == f"{folder}: already finished, nothing trained (step 8)\n"
+    changed = recipe(data, "optimizer.lr=0.001", "run.steps=9")
+    Trainer(changed, device="cpu").train()
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first == f"{folder} was trained with optimizer.lr 0.005; this recipe has 0.001"
     with pytest.raises(ValueError, match="has num_blocks 2, the recipe 1"):
-        Trainer(recipe(data, "model.num_blocks=1"), device="cpu").train()
+        Trainer(recipe(data, "model.num_blocks=1", "run.steps=9"), device="cpu").train()
     with pytest.raises(ValueError, match=r"batches of \(\(0, 8\),\) .*, not \(\(0, 4\),\): choose"):
-        Trainer(recipe(data, "batch.sequences=4"), device="cpu").train()
+        Trainer(recipe(data, "batch.sequences=4", "run.steps=9"), device="cpu").train()
     with pytest.raises(ValueError, match="the device must be cuda or cpu, not 'tpu'"):
         Trainer(recipe(data), device="tpu")
     export_run(folder, tmp_path / "model")

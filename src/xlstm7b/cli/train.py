@@ -107,8 +107,7 @@ def train(
             # Written once, after every check has passed: the record of how the run was started.
             in_first_process(write_json, folder / "recipe.json", chosen.to_dict())
         is_finished = trainer.step == chosen.run.steps
-        if is_first:
-            _warn(trainer, is_finished)
+        trainer.print_remarks()
         if not is_finished:
             with _progress(chosen, trainer.step, where) as report, _explain_hook_errors():
                 trainer.train(report)
@@ -194,28 +193,6 @@ def _check_same_run(folder: Path, recipe: "Recipe") -> None:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     if changes:
         raise ValueError(f"the run in {folder} was started with {changes[0]}: choose another --run")
-
-
-def _warn(trainer: "Trainer", is_finished: bool) -> None:
-    """Says on stderr what may not be meant, such as a changed setting."""
-    from xlstm7b.train.run_settings import may_differ
-
-    recipe, step, remarks = trainer.recipe, trainer.step, []
-    for name, (before, now) in trainer.changed.items():
-        if not may_differ(name):
-            remarks.append(
-                f"{trainer.folder} was trained with {name} {before!r}; this command has {now!r}"
-            )
-    if trainer.raised_rate and not is_finished:
-        last, following = trainer.raised_rate
-        remarks.append(
-            f"the learning rate rises again: {last:.3g} at step {step - 1}, {following:.3g} at "
-            f"step {step}; schedule.decay sets the length of the decay"
-        )
-    if recipe.data.validation and not recipe.run.validate_every and not is_finished:
-        remarks.append("data.validation is never read: run.validate_every is 0")
-    for remark in remarks:
-        print(remark, file=sys.stderr)
 
 
 def _remarks(trainer: "Trainer") -> str:

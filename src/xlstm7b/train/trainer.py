@@ -31,7 +31,7 @@ from xlstm7b.train.optimizer import build_optimizer, clipped_step, gradient_norm
 from xlstm7b.train.processes import in_first_process, process_group, run_folder
 from xlstm7b.train.recipe import Recipe, model_of
 from xlstm7b.train.run_checkpoints import CheckpointManager, read_run, saved_steps
-from xlstm7b.train.run_settings import changed_settings, raised_rate
+from xlstm7b.train.run_settings import changed_settings, may_differ, raised_rate
 from xlstm7b.train.sharded_model import build_model, check_same_model, reshard
 
 _MAX_SKIPPED = 20  # consecutive non-finite steps before the run aborts
@@ -202,9 +202,29 @@ class Trainer:
                 if not self.resume():
                     record = self.folder / "recipe.json"
                     in_first_process(write_json, record, self.recipe.to_dict())
-                elif self.step == self.recipe.run.steps:
+                self.print_remarks()
+                if self.step == self.recipe.run.steps:
                     _note(f"{self.folder}: already finished, nothing trained (step {self.step})")
-            self._train(report)
+            if self.step < self.recipe.run.steps:
+                self._train(report)
+            else:
+                self.loader.close()
+
+    def print_remarks(self) -> None:
+        """Says on stderr what may not be meant, such as a setting that a resume changes."""
+        recipe, step = self.recipe, self.step
+        is_finished = step == recipe.run.steps
+        for name, (before, now) in self.changed.items():
+            if not may_differ(name):
+                _note(f"{self.folder} was trained with {name} {before!r}; this recipe has {now!r}")
+        if self.raised_rate and not is_finished:
+            last, following = self.raised_rate
+            _note(
+                f"the learning rate rises again: {last:.3g} at step {step - 1}, {following:.3g} at "
+                f"step {step}; schedule.decay sets the length of the decay"
+            )
+        if recipe.data.validation and not recipe.run.validate_every and not is_finished:
+            _note("data.validation is never read: run.validate_every is 0")
 
     def stop(self) -> None:
         """Asks for the end of the run, for example from a hook: after the next step it saves."""
