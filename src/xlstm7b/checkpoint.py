@@ -7,7 +7,7 @@ leaves the old checkpoint unchanged. Every error in a file is a `ValueError` tha
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import groupby
@@ -80,8 +80,11 @@ class Checkpoint:
                     progress(name, tensor.nbytes)
 
 
-def resolve(folder_or_hub_id: str | Path) -> Path:
-    """The folder itself, or the local copy of a hub repository, which is downloaded if needed."""
+def resolve(folder_or_hub_id: str | Path, patterns: Sequence[str] = _HUB_FILES) -> Path:
+    """The folder itself, or the local copy of a hub repository.
+
+    Files of the repository that match `patterns` are downloaded if needed.
+    """
     name, folder = str(folder_or_hub_id), Path(folder_or_hub_id)
     if folder.is_dir():
         return folder
@@ -92,7 +95,7 @@ def resolve(folder_or_hub_id: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except Exception as error:  # the types differ between versions of huggingface_hub
         reason = " ".join(str(error).split())
         raise OSError(

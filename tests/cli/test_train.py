@@ -77,6 +77,48 @@ def test_dry_run_prints_the_plan(cli: Cli) -> None:
     assert "6,865,424,896" in out
 
 
+def test_a_failing_hook_is_named_below_its_traceback(
+    cli: Cli, settings: list[str], tmp_path: Path
+) -> None:
+    file, run = tmp_path / "mine.py", tmp_path / "run"
+    file.write_text(
+        "from xlstm7b.train import Hook\n"
+        "class Mine(Hook):\n"
+        "    def on_step(self, trainer, metrics):\n"
+        "        if trainer.step == 3: 1 / 0\n"
+    )
+    hooks = ["--set", f'run.hooks=["{file}:Mine"]', "--set", "run.save_every=2"]
+    code, out, err = train(cli, run, *settings, *hooks)
+    assert (code, out, err.count("Traceback")) == (1, "", 1)
+    assert f'File "{file}", line 4, in on_step' in err
+    assert err.splitlines()[-1] == (
+        f"xlstm7b: hook {file}:Mine failed in on_step at step 3: ZeroDivisionError: division by "
+        "zero; the last good checkpoint is of step 2"
+    )
+    hooks[1] = 'run.hooks=["mine.py"]'
+    said = refused(train(cli, run, *settings, *hooks))
+    assert said.endswith('"file.py:Class" or "package.module:Class" in its list, not \'mine.py\'')
+    code, out, _ = train(cli, run, *settings)
+    assert (code, out) == (0, f"{run}: trained to step 3 of 3\n")
+
+
+def test_each_validation_set_is_printed(cli: Cli, settings: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    sets = f'data.validation={{"[b]a" = "{folder}", "a long name of a set" = "{folder}"}}'
+    more = ["--set", sets, "--set", "run.validate_every=2"]
+    code, _, err = cli(
+        "train", "quickstart", "--run", tmp_path / "run", "--device", "cpu", *settings, *more
+    )
+    loss = read_metrics(tmp_path / "run" / "metrics.jsonl")[1]["validation_loss"]
+    line = f"step 2: validation loss [b]a {loss:.4f}, a long name of a set {loss:.4f}"
+    assert (code, err.splitlines()[1]) == (0, line)
+
+
+def test_reference_needs_no_recipe_and_is_the_page_of_the_docs(cli: Cli) -> None:
+    page = Path(__file__).parents[2] / "docs" / "recipes.md"
+    assert succeeded(cli("train", "--reference")) == page.read_text(encoding="utf-8")
+
+
 def test_dry_run_prints_names_with_brackets_as_they_are(cli: Cli) -> None:
     sources = 'data.sources={"[b]" = { path = "z[/x]q" }}'
     code, out, _ = cli("train", "quickstart", "--dry-run", "--set", sources)
@@ -315,8 +357,8 @@ def test_a_finished_run_is_not_changed_by_a_sweep(
     code, out, err = train(cli, trained, *settings, *swept, "--set", "run.save_every=2")
     assert (code, out) == (0, f"{trained}: already finished, nothing trained (step 3 of 3)\n")
     assert err == (
-        f"{trained} was trained with optimizer.lr 0.005; this command has 0.002\n"
-        f"{trained} was trained with schedule.kind 'cosine'; this command has 'linear'\n"
+        f"{trained} was trained with optimizer.lr 0.005; this recipe has 0.002\n"
+        f"{trained} was trained with schedule.kind 'cosine'; this recipe has 'linear'\n"
     )
     assert contents(trained) == before
 
@@ -329,7 +371,7 @@ def test_changed_settings_are_named_and_the_record_of_the_start_is_kept(
     code, out, err = train(cli, trained, *settings, *lower, "--set", "run.steps=4")
     assert (code, out) == (0, f"{trained}: trained to step 4 of 4\n")
     first, *steps = err.splitlines()
-    assert first == f"{trained} was trained with optimizer.lr 0.005; this command has 0.0001"
+    assert first == f"{trained} was trained with optimizer.lr 0.005; this recipe has 0.0001"
     assert len(steps) == 1
     assert (trained / "recipe.json").read_bytes() == record
     # The same command again changes nothing; every checkpoint has the whole history.

@@ -18,11 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import ProcessContext
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
+from xlstm7b.train.hooks import Hook, HookError, LossBatch, Metrics
 from xlstm7b.train.processes import process_group
 from xlstm7b.train.recipe import Layout, Recipe
 from xlstm7b.train.run_checkpoints import saved_steps
@@ -141,6 +143,29 @@ def fails_on_a_full_disk(rank: int, full: int, chosen: Recipe, folder: Path) -> 
             trainer.train(lambda line: None)
         assert saved_steps(folder / "checkpoints")[-1] == 4
         assert not list((folder / "checkpoints").glob("writing-*"))
+
+
+class FailsInSecondProcess(Hook):
+    def on_step(self, trainer: Trainer, metrics: Metrics) -> None:
+        if dist.get_rank() == 1 and trainer.step == 5:
+            raise KeyError("lost")
+
+
+def fails_in_one_process(rank: int, chosen: Recipe, folder: Path) -> None:
+    """A hook fails in the second process only. Both stop; the checkpoints are complete."""
+    reason = "in another process, whose message says why" if rank == 0 else "KeyError: 'lost'"
+    with pytest.raises(HookError, match=f"FailsInSecondProcess failed .* at step 5: {reason}"):
+        Trainer(chosen, folder, "cpu", hooks=[FailsInSecondProcess()]).train()
+    if rank == 0:
+        assert saved_steps(folder / "checkpoints") == [3, 4]
+
+
+class TwoCalls(Hook):
+    """The model's own loss, as the mean of two ways to compute it."""
+
+    def loss(self, model: XLSTM, batch: LossBatch) -> Tensor:
+        logprobs, _ = model.token_logprobs(batch.tokens, batch.targets, resets=batch.resets)
+        return (super().loss(model, batch) - (logprobs * batch.weights).sum()) / 2
 
 
 def refuses_to_resume(rank: int, chosen: Recipe, folder: Path) -> None:

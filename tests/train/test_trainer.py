@@ -189,8 +189,22 @@ def test_init_from_takes_the_weights_of_a_folder(whole, data, tmp_path):
         for name, parameter in trainer.model.named_parameters():
             assert torch.equal(parameter.full_tensor(), exact[name])
         larger = recipe(data, f"init_from={tmp_path / 'model'}", "model.num_blocks=3")
-        with pytest.raises(ValueError, match="the recipe's: its num_blocks is 2, not 3"):
+        with pytest.raises(ValueError, match="model has num_blocks 2, the recipe 3: change"):
             Trainer(larger, tmp_path, "cpu")
+
+
+def test_every_field_that_does_not_fit_init_from_is_named(whole, data, tmp_path, monkeypatch):
+    """Before memory is allocated, for the weights of a folder and for a later stage."""
+    export_run(whole, tmp_path / "model")
+    different = ["model.num_heads=4", "model.ffn_proj_factor=4.0", "model.eps=1e-5"]
+    monkeypatch.setattr(XLSTM, "to_empty", None)
+    both = "has num_heads 2, the recipe 4; it has ffn_proj_factor 2.667, the recipe 4.0; "
+    both += "it has eps 1e-06, the recipe 1e-05: change \\[model\\]$"
+    starts = [[f"init_from={tmp_path / 'model'}"], [f"init_from={whole}", "start_step=6"]]
+    with process_group("cpu"):
+        for start in starts:
+            with pytest.raises(ValueError, match=both):
+                Trainer(recipe(data, *start, *different), tmp_path / "run", "cpu")
 
 
 def test_a_fine_tuning_run_continues_without_the_weights_of_init_from(whole, data, tmp_path):

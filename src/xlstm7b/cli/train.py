@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,14 @@ if TYPE_CHECKING:
 # Settings, in addition to the model's, that may not change during a run. The loader checks others.
 _FIXED = {"data": ["context_length", "packing"], "batch": ["sequences", "ramp"]}
 _PEAK_FLOPS = {(9, 0): H100_FLOPS, (8, 0): A100_FLOPS}  # by compute capability
+
+
+def _print_reference(chosen: bool) -> None:
+    if chosen:
+        from xlstm7b.train.reference import recipe_reference
+
+        print(recipe_reference(), end="")
+        raise typer.Exit
 
 
 def train(
@@ -55,6 +64,15 @@ def train(
     device: Annotated[
         str | None, typer.Option(help="Device: cuda or cpu.", show_default="a GPU if there is one")
     ] = None,
+    reference: Annotated[
+        bool,
+        typer.Option(
+            "--reference",
+            help="Print all settings of a recipe, with defaults and meanings, and exit.",
+            callback=_print_reference,
+            is_eager=True,
+        ),
+    ] = False,
 ) -> None:
     """Train a model. The same command continues a run that was stopped.
 
@@ -89,10 +107,9 @@ def train(
             # Written once, after every check has passed: the record of how the run was started.
             in_first_process(write_json, folder / "recipe.json", chosen.to_dict())
         is_finished = trainer.step == chosen.run.steps
-        if is_first:
-            _warn(trainer, is_finished)
+        trainer.print_remarks()
         if not is_finished:
-            with _progress(chosen, trainer.step, where) as report:
+            with _progress(chosen, trainer.step, where) as report, _explain_hook_errors():
                 trainer.train(report)
     if is_first:
         done = f"step {trainer.step} of {chosen.run.steps}"
@@ -178,28 +195,6 @@ def _check_same_run(folder: Path, recipe: "Recipe") -> None:
         raise ValueError(f"the run in {folder} was started with {changes[0]}: choose another --run")
 
 
-def _warn(trainer: "Trainer", is_finished: bool) -> None:
-    """Says on stderr what may not be meant, such as a changed setting."""
-    from xlstm7b.train.run_settings import may_differ
-
-    recipe, step, remarks = trainer.recipe, trainer.step, []
-    for name, (before, now) in trainer.changed.items():
-        if not may_differ(name):
-            remarks.append(
-                f"{trainer.folder} was trained with {name} {before!r}; this command has {now!r}"
-            )
-    if trainer.raised_rate and not is_finished:
-        last, following = trainer.raised_rate
-        remarks.append(
-            f"the learning rate rises again: {last:.3g} at step {step - 1}, {following:.3g} at "
-            f"step {step}; schedule.decay sets the length of the decay"
-        )
-    if recipe.data.validation and not recipe.run.validate_every and not is_finished:
-        remarks.append("data.validation is never read: run.validate_every is 0")
-    for remark in remarks:
-        print(remark, file=sys.stderr)
-
-
 def _remarks(trainer: "Trainer") -> str:
     remarks = ""
     if trainer.skipped:
@@ -207,6 +202,20 @@ def _remarks(trainer: "Trainer") -> str:
     if trainer.step < trainer.recipe.run.steps:
         remarks += "; the same command continues"
     return remarks
+
+
+@contextmanager
+def _explain_hook_errors() -> Iterator[None]:
+    """Prints where a hook failed, for its author, and then the sentence that names it."""
+    from xlstm7b.train import HookError
+
+    try:
+        yield
+    except HookError as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        print(f"xlstm7b: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
 
 
 @contextmanager
@@ -233,7 +242,11 @@ def _progress(
             shown = f"loss {line['loss']:.3f}  {line['tokens_per_second']:,.0f} tok/s"
             shown += _mfu(recipe, line["tokens_per_second"], device)
             if "validation_loss" in line:
-                bar.print(f"step {line['step'] + 1}: validation loss {line['validation_loss']:.4f}")
+                names = [name for name in recipe.data.validation_sets() if name]
+                losses = [f"{name} {line[f'validation_loss/{name}']:.4f}" for name in names]
+                found = ", ".join(losses) or f"{line['validation_loss']:.4f}"
+                text = f"step {line['step'] + 1}: validation loss {found}"
+                bar.print(text, markup=False, soft_wrap=True)
             bar.update(task, completed=line["step"] + 1, description=shown)
             if not is_live and "loss_mean" in line:
                 mean, norm = line["loss_mean"], line["gradient_norm_mean"]

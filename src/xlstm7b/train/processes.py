@@ -19,6 +19,7 @@ _CONNECT = timedelta(minutes=5)  # for all processes to find each other
 _COMMUNICATE = timedelta(minutes=10)  # for each collective
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+_locked: set[Path] = set()  # folders of runs that this process has locked
 
 
 @contextmanager
@@ -56,7 +57,14 @@ def process_group(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def run_folder(folder: Path) -> Iterator[None]:
-    """Creates and locks the folder of a run. Removes it at the end if nothing was written."""
+    """Creates and locks the folder of a run. Removes it at the end if nothing was written.
+
+    Inside another `run_folder` of the same folder it does nothing.
+    """
+    path = folder.resolve()
+    if path in _locked:
+        yield
+        return
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     with ExitStack() as stack:
 
@@ -65,9 +73,11 @@ def run_folder(folder: Path) -> Iterator[None]:
             stack.enter_context(lock_folder(folder, "training in"))
 
         in_first_process(enter)
+        _locked.add(path)
         try:
             yield
         finally:
+            _locked.remove(path)
             if dist.get_rank() == 0:
                 with suppress(OSError):  # the folder is not empty
                     for path in missing:
