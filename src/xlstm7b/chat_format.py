@@ -38,6 +38,15 @@ class PlainFormat(ChatFormat):
     """The format for a model without a chat template: "User: …" and "Assistant: …" lines."""
 
     stop_string = "\nUser:"
+    template = (
+        "{{ bos_token }}{% for message in messages %}"
+        "{% if message.role == 'system' %}{{ message.content + '\\n\\n' }}"
+        "{% elif message.role == 'user' %}{{ 'User: ' + message.content + '\\n' }}"
+        "{% elif message.role == 'assistant' %}"
+        "{{ 'Assistant: ' + (message.content | trim) + '\\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+    )
+    """What `render` does, as a chat template for other programs, with the first token."""
 
     def next_prompt(self, text: str) -> str:
         return f"\nUser: {text}\nAssistant:"
@@ -160,7 +169,29 @@ def without_prefix(text: str, other: str) -> str:
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:
-    """The chat template in a checkpoint folder, or None."""
+    """The chat template in a checkpoint folder. None without one, and for the plain format's."""
+    source, described, path = _read_template(folder)
+    if source is None or source == PlainFormat.template:
+        return None
+    tokens = {}
+    for name, token in described.items():
+        content = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(content, str):
+            tokens[name] = content
+    try:
+        return ChatTemplate(source, tokens)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def template_source(folder: Path) -> str:
+    """The chat template to write beside weights: the folder's own, else the plain format's."""
+    source, _, _ = _read_template(folder)
+    return PlainFormat.template if source is None else source
+
+
+def _read_template(folder: Path) -> tuple[str | None, dict[str, Any], Path]:
+    """The source of a folder's chat template, its tokenizer_config.json, and the source's file."""
     path = folder / "tokenizer_config.json"
     described: Any = {}
     if path.is_file():
@@ -177,19 +208,9 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
     if isinstance(source, list):  # several templates with names
         named = {str(part.get("name")): part for part in source if isinstance(part, dict)}
         source = named.get("default", {}).get("template")
-    if source is None:
-        return None
-    if not isinstance(source, str):
+    if source is not None and not isinstance(source, str):
         raise ValueError(f"{path}: chat_template is not a string")
-    tokens = {}
-    for name, token in described.items():
-        content = token.get("content") if isinstance(token, dict) else token
-        if name.endswith("_token") and isinstance(content, str):
-            tokens[name] = content
-    try:
-        return ChatTemplate(source, tokens)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return source, described, path
 
 
 def _message(role: str, content: str) -> dict[str, str]:

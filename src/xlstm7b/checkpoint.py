@@ -202,6 +202,28 @@ def save_checkpoint(
         files.write_manifest(aside, sums)
 
 
+def transformers_limits(config: ModelConfig) -> list[str]:
+    """Why `transformers` cannot run a model of this config, one sentence each; empty if it can."""
+    found = []
+    for field, what, width in (
+        ("qk_dim_factor", "queries and keys", config.qk_dim),
+        ("v_dim_factor", "values", config.v_dim),
+    ):
+        # Its layers have the exact width, its states the width rounded up to a multiple of 64.
+        exact = int(config.embedding_dim * getattr(config, field))
+        if exact != width or width % 64:
+            found.append(
+                f"transformers cannot run this model: {field} gives its {what} a width of {exact}, "
+                f"which is not {'a multiple of 64' if exact == width else f'the {width} used here'}"
+            )
+    if config.cell_norm_eps != config.norm_eps:
+        found.append(
+            f"transformers computes other logits: it uses norm_eps ({config.norm_eps}) where this "
+            f"model has cell_norm_eps ({config.cell_norm_eps})"
+        )
+    return found
+
+
 def verify(folder: str | Path, progress: Progress | None = None) -> int:
     """Checks every file against the folder's manifest. Returns the number of files."""
     folder = Path(folder)

@@ -6,9 +6,9 @@ import json
 import re
 from array import array
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from xlstm7b.config import ModelConfig
 
@@ -34,27 +34,36 @@ class Tokenizer(Protocol):
         """The UTF-8 bytes of one id. They may start or end inside a character."""
 
 
-def load_tokenizer(path: str | Path | None, vocab_size: int) -> Tokenizer:
+AnyTokenizer: TypeAlias = "ByteTokenizer | FileTokenizer"
+
+
+def open_tokenizer(tokenizer: str | Path) -> AnyTokenizer:
+    """The tokenizer of a `tokenizer.json` or its folder, or "bytes"."""
+    file = tokenizer_file(tokenizer)
+    if file is None:
+        return ByteTokenizer()
+    loaded = FileTokenizer(file)
+    # An export of a byte-level model has a file for other programs. Here its ids are bytes.
+    is_bytes = loaded.vocab_size == _byte_file()[0] and loaded.fingerprint == _byte_file()[1]
+    return ByteTokenizer() if is_bytes else loaded
+
+
+def load_tokenizer(path: str | Path | None, vocab_size: int) -> AnyTokenizer:
     """The tokenizer for a model with this vocabulary. `path` is a `tokenizer.json` or its folder.
 
     Without a file, a model with 320 ids uses bytes.
     """
-    file = None if path is None else Path(path)
-    if file is not None and file.is_dir():
-        file = file / "tokenizer.json" if (file / "tokenizer.json").exists() else None
-    if file is None:
+    if path is None or (Path(path).is_dir() and not (Path(path) / "tokenizer.json").exists()):
         if vocab_size == _BYTE_VOCABULARY:
             return ByteTokenizer()
         raise ValueError(
             f"{path or 'this model'} has no tokenizer.json, which a vocabulary of {vocab_size} "
             f"needs (only a vocabulary of {_BYTE_VOCABULARY}, bytes, works without a file)"
         )
-    if not file.exists():
-        raise ValueError(f"there is no tokenizer at {file}")
-    tokenizer = FileTokenizer(file)
+    tokenizer = open_tokenizer(path)
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
-            f"{file} has ids up to {tokenizer.vocab_size - 1}, "
+            f"{tokenizer_file(path)} has ids up to {tokenizer.vocab_size - 1}, "
             f"but the model's vocabulary ends at {vocab_size - 1}"
         )
     return tokenizer
@@ -73,8 +82,7 @@ def tokenizer_file(tokenizer: str | Path) -> Path | None:
 
 def tokenizer_fingerprint(tokenizer: str | Path) -> str:
     """A hash of everything that decides a text's ids; "bytes" for bytes."""
-    file = tokenizer_file(tokenizer)
-    return "bytes" if file is None else FileTokenizer(file).fingerprint
+    return open_tokenizer(tokenizer).fingerprint
 
 
 def with_first_token(config: ModelConfig, prompt: Sequence[int]) -> list[int]:
@@ -101,6 +109,7 @@ class ByteTokenizer(Tokenizer):
 
     vocab_size = _BYTE_VOCABULARY
     cuts_after_words = True
+    fingerprint = "bytes"
 
     def encode(self, text: str) -> list[int]:
         return [byte + _FIRST_BYTE for byte in text.encode()]
@@ -111,6 +120,24 @@ class ByteTokenizer(Tokenizer):
     def token_bytes(self, token: int) -> bytes:
         byte = token - _FIRST_BYTE
         return bytes([byte]) if 0 <= byte < 256 else b""
+
+    def backend(self) -> Any:
+        """The same tokenizer for the `tokenizers` library: a BPE without merges.
+
+        It differs in one point: a special token that is written out in a text, such as
+        "<|endoftext|>", becomes its id, as in every `tokenizer.json`.
+        """
+        import tokenizers
+        from tokenizers import decoders, models, pre_tokenizers
+
+        specials = ["<|endoftext|>", "<|padding|>"]
+        letters = {letter: byte + _FIRST_BYTE for letter, byte in _byte_of_letter().items()}
+        vocabulary = {**{text: token for token, text in enumerate(specials)}, **letters}
+        backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+        backend.add_special_tokens(specials)
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        return backend
 
 
 class FileTokenizer(Tokenizer):
@@ -123,6 +150,7 @@ class FileTokenizer(Tokenizer):
     def __init__(self, path: Path) -> None:
         import tokenizers
 
+        self.path = path
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain exceptions
@@ -146,10 +174,7 @@ class FileTokenizer(Tokenizer):
     @cached_property
     def fingerprint(self) -> str:
         """The sha256 of everything that decides a text's ids, however the file is formatted."""
-        written = json.loads(self._tokenizer.to_str())
-        deciding = ("model", "normalizer", "pre_tokenizer", "added_tokens")
-        content = json.dumps({name: written[name] for name in deciding}, sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
+        return _fingerprint(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -162,6 +187,73 @@ class FileTokenizer(Tokenizer):
     def token_bytes(self, token: int) -> bytes:
         # Some ids have no text, because the model's vocabulary is padded to 50304.
         return self._bytes.get(token, b"")
+
+    def backend(self) -> Any:
+        """The tokenizer of the `tokenizers` library."""
+        return self._tokenizer
+
+
+def _fingerprint(backend: Any) -> str:
+    written = json.loads(backend.to_str())
+    deciding = ("model", "normalizer", "pre_tokenizer", "added_tokens")
+    content = json.dumps({name: written[name] for name in deciding}, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+@cache
+def _byte_file() -> tuple[int, str]:
+    """Number of ids and fingerprint of the `tokenizer.json` that stands for bytes."""
+    backend = ByteTokenizer().backend()
+    return backend.get_vocab_size(), _fingerprint(backend)
+
+
+def write_tokenizer(
+    folder: Path, tokenizer: AnyTokenizer, config: ModelConfig, chat_template: str
+) -> list[Path]:
+    """Writes the `tokenizer.json` and `tokenizer_config.json` of a model with this config.
+
+    `transformers` then has the ids of this package: the model's first token and the text's.
+    """
+    backend = tokenizer.backend()
+    written = json.loads(backend.to_str())
+    # `transformers` takes the first token from this part of the file, not from add_bos_token.
+    parts = written["post_processor"] or {}
+    parts = parts["processors"] if parts.get("type") == "Sequence" else [parts]
+    parts = [part for part in parts if part.get("type") == "ByteLevel"]
+    has_first, first = config.force_bos_token_insert, config.bos_token_id
+    if has_first:
+        parts.append(_first_token_processor(backend, first))
+    written["post_processor"] = {"type": "Sequence", "processors": parts} if parts else None
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": backend.id_to_token(first) if has_first else None,
+        "eos_token": backend.id_to_token(config.eos_token_id),
+        "pad_token": backend.id_to_token(config.pad_token_id),
+        "add_bos_token": has_first,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": chat_template,
+    }
+    files = {"tokenizer.json": written, "tokenizer_config.json": described}
+    for name, content in files.items():
+        text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in files]
+
+
+def _first_token_processor(backend: Any, token: int) -> dict[str, Any]:
+    """The part of a `tokenizer.json` that puts a token before a text, and before two texts."""
+    name = backend.id_to_token(token)
+    if name is None:
+        raise ValueError(f"bos_token_id is {token}, but the tokenizer has no such id")
+    first: dict[str, Any] = {"SpecialToken": {"id": name, "type_id": 0}}
+    a, b = ({"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB"))
+    return {
+        "type": "TemplateProcessing",
+        "single": [first, a],
+        "pair": [first, a, b],
+        "special_tokens": {name: {"id": name, "ids": [token], "tokens": [name]}},
+    }
 
 
 def _cuts_after_words(backend: Any) -> bool:

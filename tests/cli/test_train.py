@@ -1,5 +1,6 @@
 """`xlstm7b train`, `export` and `plot`, on a few bytes of text."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -12,9 +13,11 @@ from train_processes import full_disk
 
 from xlstm7b.files import lock_folder
 from xlstm7b.model import XLSTM
+from xlstm7b.tokenizer import ByteTokenizer
 from xlstm7b.train.metrics_log import read_metrics
 
-MODEL = "model={embedding_dim=64,num_blocks=1,num_heads=2,vocab_size=320}"
+# With queries and keys of 64, transformers can run it: exports print no warning.
+MODEL = "model={embedding_dim=64,num_blocks=1,num_heads=2,qk_dim_factor=1.0,vocab_size=320}"
 
 
 @pytest.fixture
@@ -351,16 +354,18 @@ def test_an_export_has_the_tokenizer(cli: Cli, settings: list[str], neox: Path, 
     base, model, tuned = (tmp_path / name for name in ("base", "model", "tuned"))
     assert train(cli, base, *words).code == 0
     succeeded(cli("export", base, model, "--tokenizer", neox))
-    assert (model / "tokenizer.json").read_bytes() == neox.read_bytes()
+    written = (model / "tokenizer.json").read_bytes()
+    before, after = json.loads(neox.read_bytes()), json.loads(written)
+    assert {name for name in before if before[name] != after[name]} == {"post_processor"}
     assert not (model / "neox.json").exists()
     succeeded(cli("verify", model))
     assert cli("generate", model, "so much", "--max-new-tokens", 2).code == 0
     # Fine-tuned weights take the tokenizer of init_from; --tokenizer may also name its folder.
     assert train(cli, tmp_path / "tune", *words, "--set", f"init_from={model}").code == 0
     succeeded(cli("export", tmp_path / "tune", tuned))
-    assert (tuned / "tokenizer.json").read_bytes() == neox.read_bytes()
+    assert (tuned / "tokenizer.json").read_bytes() == written
     succeeded(cli("export", base, tmp_path / "again", "--tokenizer", model))
-    assert (tmp_path / "again" / "tokenizer.json").read_bytes() == neox.read_bytes()
+    assert (tmp_path / "again" / "tokenizer.json").read_bytes() == written
     # Data of bytes does not fit this tokenizer.
     bytes_run = tmp_path / "bytes"
     said = refused(train(cli, bytes_run, *settings, "--set", f"init_from={model}"))
@@ -379,6 +384,33 @@ def test_an_export_has_the_tokenizer(cli: Cli, settings: list[str], neox: Path, 
         assert said.startswith(sentence)
     assert not (tmp_path / "wrong").exists()
     succeeded(cli("export", bytes_run, tmp_path / "right", "--tokenizer", "bytes"))
+
+
+def test_transformers_reads_the_tokenizer_of_a_byte_level_export(
+    cli: Cli, settings: list[str], trained: Path, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    model = tmp_path / "model"
+    succeeded(cli("export", trained, model))
+    succeeded(cli("verify", model))
+    theirs = transformers.AutoTokenizer.from_pretrained(model)
+    assert theirs("Grüße").input_ids == [0, *ByteTokenizer().encode("Grüße")]
+    # Such a model can be fine-tuned on data of bytes.
+    tune = ["--set", f"init_from={model}"]
+    assert train(cli, tmp_path / "tune", *settings, *tune).code == 0
+
+
+def test_an_export_that_transformers_cannot_run_says_so(
+    cli: Cli, settings: list[str], tmp_path: Path
+) -> None:
+    narrow = ["--set", "model.qk_dim_factor=0.5"]
+    assert train(cli, tmp_path / "run", *settings, *narrow).code == 0
+    code, out, err = cli("export", tmp_path / "run", tmp_path / "model")
+    assert (code, out) == (0, f"wrote step 3 of {tmp_path / 'run'} to {tmp_path / 'model'}\n")
+    assert err == (
+        "warning: transformers cannot run this model: qk_dim_factor gives its queries and keys a "
+        "width of 32, which is not a multiple of 64\n"
+    )
 
 
 def test_torchrun_starts_two_processes(settings: list[str], tmp_path: Path) -> None:

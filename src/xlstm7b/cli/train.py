@@ -109,12 +109,13 @@ def export(
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            help="A tokenizer.json, or its folder, to copy next to the weights.",
-            show_default="that of init_from, if it has one",
+            help="A tokenizer.json, its folder, or bytes, to write next to the weights.",
+            show_default="that of init_from; bytes if the data is",
         ),
     ] = None,
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face folder, for generate and transformers."""
+    from xlstm7b.checkpoint import read_config, transformers_limits
     from xlstm7b.train.run_checkpoints import export_run
 
     if folder.is_dir() and any(folder.iterdir()):
@@ -125,6 +126,8 @@ def export(
             raise ValueError(f"--step must be a number or best, not {step!r}")
         chosen = int(str(step))
     done = export_run(run, folder, step=chosen, dtype=to_dtype(dtype), tokenizer=tokenizer)
+    for limit in transformers_limits(read_config(folder)):
+        print(f"warning: {limit}", file=sys.stderr)
     print(f"wrote step {done} of {run} to {folder}")
 
 

@@ -42,7 +42,8 @@ from xlstm7b.data.shards import (
     token_size,
     write_manifest,
 )
-from xlstm7b.tokenizer import ByteTokenizer, FileTokenizer, tokenizer_file, tokenizer_fingerprint
+from xlstm7b.tokenizer import AnyTokenizer, tokenizer_fingerprint
+from xlstm7b.tokenizer import open_tokenizer as open_any_tokenizer
 
 if TYPE_CHECKING:
     from xlstm7b.files import Progress
@@ -114,16 +115,13 @@ def adopt(folder: str | Path, tokenizer: str | Path) -> ShardFolder:
     )
 
 
-def open_tokenizer(tokenizer: str | Path) -> ByteTokenizer | FileTokenizer:
+def open_tokenizer(tokenizer: str | Path) -> AnyTokenizer:
     """A tokenizer.json, its folder, or "bytes". `ValueError` if id 0 is not the end of text."""
-    file = tokenizer_file(tokenizer)
-    if file is None:
-        return ByteTokenizer()
-    loaded = FileTokenizer(file)
+    loaded = open_any_tokenizer(tokenizer)
     if text := loaded.token_bytes(0):
         raise ValueError(
-            f"id 0 of {file} is {text.decode(errors='replace')!r}, but it must be the end of text, "
-            "which separates documents"
+            f"id 0 of {tokenizer} is {text.decode(errors='replace')!r}, but it must be the end of "
+            "text, which separates documents"
         )
     return loaded
 
@@ -273,9 +271,7 @@ def _work(batch: RecordBatch) -> Tokenized:
     return _tokenize(batch, *_worker)
 
 
-def _tokenize(
-    batch: RecordBatch, tokenizer: ByteTokenizer | FileTokenizer, columns: Columns
-) -> Tokenized:
+def _tokenize(batch: RecordBatch, tokenizer: AnyTokenizer, columns: Columns) -> Tokenized:
     documents = list(batch.documents(columns))
     encoded = iter(tokenizer.encode_batch([text for _, doc in documents for text, _ in doc]))
     dtype = f"<u{token_size(tokenizer.vocab_size)}"

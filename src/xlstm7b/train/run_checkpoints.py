@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from xlstm7b.chat_format import template_source
 from xlstm7b.checkpoint import resolve, save_checkpoint
 from xlstm7b.config import ModelConfig
-from xlstm7b.data.prepare import open_tokenizer
 from xlstm7b.model import XLSTM
-from xlstm7b.tokenizer import tokenizer_file, tokenizer_fingerprint
+from xlstm7b.tokenizer import open_tokenizer, tokenizer_file, tokenizer_fingerprint, write_tokenizer
 from xlstm7b.train.processes import any_process, in_first_process
 from xlstm7b.train.recipe import Recipe
 
@@ -190,8 +190,9 @@ def export_run(
 ) -> int:
     """Writes a checkpoint, by default the last, as a Hugging Face folder. Returns its step.
 
-    "best" is the step with the lowest validation loss. `tokenizer` is copied into the folder: a
-    tokenizer.json, its folder, or "bytes", which needs no file; by default that of `init_from`.
+    "best" is the step with the lowest validation loss. `tokenizer` is a tokenizer.json, its folder,
+    or "bytes"; by default that of `init_from`, or bytes if the data is. The folder gets the
+    tokenizer with the model's first token and a chat template.
     """
     folder = run / "checkpoints"
     found = saved_steps(folder)
@@ -210,31 +211,35 @@ def export_run(
     saved = read_run(checkpoint)
     recipe = Recipe.from_dict(saved["recipe"])
     # Earlier versions did not save the tokenizer's fingerprint.
-    file = _find_tokenizer(recipe, tokenizer, saved.get("tokenizer"))
+    found_tokenizer = _find_tokenizer(recipe, tokenizer, saved.get("tokenizer"))
     parameters = read_model(checkpoint, recipe.model).named_parameters()
     with TemporaryDirectory() as aside:
         companions = []
-        if file is not None:  # it may have another name
-            companions.append(shutil.copyfile(file, Path(aside) / "tokenizer.json"))
+        if found_tokenizer is not None:
+            file = tokenizer_file(found_tokenizer)
+            template = template_source(Path(aside) if file is None else file.parent)
+            opened = open_tokenizer(found_tokenizer)
+            companions = write_tokenizer(Path(aside), opened, recipe.model, template)
         save_checkpoint(target, recipe.model, parameters, dtype=dtype, companions=companions)
     return step
 
 
 def _find_tokenizer(
     recipe: Recipe, chosen: str | Path | None, fingerprint: str | None
-) -> Path | None:
-    """The chosen tokenizer, if it is the run's; otherwise that of `init_from`, if it has one."""
+) -> str | Path | None:
+    """The chosen tokenizer, if it is the run's; otherwise that of `init_from`, or bytes."""
     if chosen is not None:
-        fits = open_tokenizer(chosen).vocab_size <= recipe.model.vocab_size
-        if not fits or fingerprint not in (None, tokenizer_fingerprint(chosen)):
+        opened = open_tokenizer(chosen)
+        fits = opened.vocab_size <= recipe.model.vocab_size
+        if not fits or fingerprint not in (None, opened.fingerprint):
             raise ValueError(f"the run was trained with another tokenizer than {chosen}")
-        return tokenizer_file(chosen)
+        return chosen
     if recipe.init_from and not recipe.start_step:
         with suppress(ValueError, OSError):  # the folder may not exist any more
             file = tokenizer_file(resolve(recipe.init_from))
             if file is not None and fingerprint in (None, tokenizer_fingerprint(file)):
                 return file
-    return None
+    return "bytes" if fingerprint == "bytes" else None
 
 
 @contextmanager
