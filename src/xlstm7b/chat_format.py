@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from xlstm7b.tokenizer import Tokenizer
+from xlstm7b.tokenizer import Tokenizer, read_object, token_text
 
 Messages = Sequence[Mapping[str, str]]
 """Each message has a "role" (system, user or assistant) and a "content"."""
@@ -152,7 +152,7 @@ def answer_ends(
     chat_format: ChatFormat, tokenizer: Tokenizer, eos_token_id: int
 ) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
     """The stop strings and end-of-text ids of an answer. None: the model's own end-of-text id."""
-    ids = tokenizer.encode(chat_format.stop_string)
+    ids = tokenizer.encode(chat_format.stop_string, continues=True)
     # A single id may be a special token. It has no text, so a stop string would not find it.
     ends = (eos_token_id, *ids) if len(ids) == 1 else None
     return (chat_format.stop_string,) if chat_format.stop_string else (), ends
@@ -173,11 +173,11 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
     source, described, path = _read_template(folder)
     if source is None or source == PlainFormat.template:
         return None
-    tokens = {}
-    for name, token in described.items():
-        content = token.get("content") if isinstance(token, dict) else token
-        if name.endswith("_token") and isinstance(content, str):
-            tokens[name] = content
+    tokens = {
+        name: text
+        for name, token in described.items()
+        if name.endswith("_token") and (text := token_text(token)) is not None
+    }
     try:
         return ChatTemplate(source, tokens)
     except ValueError as error:
@@ -193,15 +193,8 @@ def template_source(folder: Path) -> str:
 def _read_template(folder: Path) -> tuple[str | None, dict[str, Any], Path]:
     """The source of a folder's chat template, its tokenizer_config.json, and the source's file."""
     path = folder / "tokenizer_config.json"
-    described: Any = {}
-    if path.is_file():
-        try:
-            described = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not a readable JSON file: {error}") from error
-        if not isinstance(described, dict):
-            raise ValueError(f"{path} is not a JSON object")
-    source = described.get("chat_template")
+    described = read_object(path)
+    source: Any = described.get("chat_template")
     if (folder / "chat_template.jinja").is_file():
         path = folder / "chat_template.jinja"
         source = path.read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from xlstm7b import files
+from xlstm7b import files, hub
 from xlstm7b.config import ModelConfig
 from xlstm7b.files import Progress, Stored
 
@@ -87,17 +87,9 @@ def resolve(folder_or_hub_id: str | Path) -> Path:
         return folder
     if folder.exists():
         raise ValueError(f"{name} is a file; a checkpoint is a folder")
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name, re.ASCII):
+    if not hub.is_hub_id(name):
         raise ValueError(f"{name!r} is neither a folder nor the id of a hub repository")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
-    except Exception as error:  # the types differ between versions of huggingface_hub
-        reason = " ".join(str(error).split())
-        raise OSError(
-            f"there is no folder {name!r}, and the Hugging Face hub did not provide it: {reason}"
-        ) from error
+    return hub.download(name, _HUB_FILES)
 
 
 def open_checkpoint(folder_or_hub_id: str | Path) -> Checkpoint:

@@ -13,7 +13,7 @@ from train_processes import full_disk
 
 from xlstm7b.files import lock_folder
 from xlstm7b.model import XLSTM
-from xlstm7b.tokenizer import ByteTokenizer
+from xlstm7b.tokenizer import ByteTokenizer, tokenizer_fingerprint
 from xlstm7b.train.metrics_log import read_metrics
 
 # With queries and keys of 64, transformers can run it: exports print no warning.
@@ -369,13 +369,15 @@ def test_an_export_has_the_tokenizer(cli: Cli, settings: list[str], neox: Path, 
     # Data of bytes does not fit this tokenizer.
     bytes_run = tmp_path / "bytes"
     said = refused(train(cli, bytes_run, *settings, "--set", f"init_from={model}"))
+    fingerprint = tokenizer_fingerprint(neox)[:12]
     assert said == (
-        f"the data was prepared with another tokenizer than that of {model}: prepare it with "
-        f"--tokenizer {model}"
+        f"the data was prepared with the tokenizer bytes, but {model} holds the tokenizer "
+        f"{fingerprint}: prepare it with --tokenizer {model}"
     )
     assert train(cli, bytes_run, *settings).code == 0
+    other = f"the run was trained with the tokenizer bytes, but {neox} is the tokenizer"
     wrong = {
-        neox: f"the run was trained with another tokenizer than {neox}",
+        neox: f"{other} {fingerprint}",
         tmp_path / "text.txt": f"{tmp_path / 'text.txt'} is not a readable tokenizer.json: ",
         "nowhere": "there is no tokenizer at nowhere",
     }
@@ -384,6 +386,26 @@ def test_an_export_has_the_tokenizer(cli: Cli, settings: list[str], neox: Path, 
         assert said.startswith(sentence)
     assert not (tmp_path / "wrong").exists()
     succeeded(cli("export", bytes_run, tmp_path / "right", "--tokenizer", "bytes"))
+
+
+def test_an_export_knows_a_tokenizer_that_was_not_found(
+    cli: Cli, settings: list[str], neox: Path, tmp_path: Path
+) -> None:
+    run, model, words = tmp_path / "run", tmp_path / "model", tmp_path / "words"
+    data = ["--output", words, "--tokenizer", neox]
+    assert cli("prepare", tmp_path / "text.txt", *data).code == 0
+    assert train(cli, run, *settings, "--set", f"data.sources.text.path={words}").code == 0
+    (words / "tokenizer.json").unlink()
+    _, _, err = cli("export", run, model)
+    assert err == "warning: the run's tokenizer was not found: give it with --tokenizer\n"
+    fingerprint = tokenizer_fingerprint(neox)[:12]
+    said = refused(cli("generate", model, "so much"))
+    assert said == (
+        f"{model} was trained with the tokenizer {fingerprint}, but holds no tokenizer.json: give "
+        "it with --tokenizer"
+    )
+    some = ["so much", "--max-new-tokens", 2]
+    assert cli("generate", model, *some, "--tokenizer", neox).code == 0
 
 
 def test_transformers_reads_the_tokenizer_of_a_byte_level_export(

@@ -109,8 +109,8 @@ def export(
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            help="A tokenizer.json, its folder, or bytes, to write next to the weights.",
-            show_default="that of init_from; bytes if the data is",
+            help="A tokenizer.json, its folder, a hub id, or bytes, to write next to the weights.",
+            show_default="that of the data",
         ),
     ] = None,
 ) -> None:
@@ -126,8 +126,11 @@ def export(
             raise ValueError(f"--step must be a number or best, not {step!r}")
         chosen = int(str(step))
     done = export_run(run, folder, step=chosen, dtype=to_dtype(dtype), tokenizer=tokenizer)
-    for limit in transformers_limits(read_config(folder)):
-        print(f"warning: {limit}", file=sys.stderr)
+    warnings = transformers_limits(read_config(folder))
+    if not (folder / "tokenizer.json").exists():
+        warnings.append("the run's tokenizer was not found: give it with --tokenizer")
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     print(f"wrote step {done} of {run} to {folder}")
 
 
