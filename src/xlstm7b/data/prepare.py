@@ -42,7 +42,7 @@ from xlstm7b.data.shards import (
     token_size,
     write_manifest,
 )
-from xlstm7b.tokenizer import ByteTokenizer, FileTokenizer, tokenizer_file, tokenizer_fingerprint
+from xlstm7b.tokenizer import AnyTokenizer, copy_tokenizer, open_tokenizer, tokenizer_file
 
 if TYPE_CHECKING:
     from xlstm7b.files import Progress
@@ -64,7 +64,8 @@ def prepare(
 ) -> ShardFolder:
     """Tokenizes the documents of files and folders into the folder `output`.
 
-    `tokenizer` is a tokenizer.json, its folder, or "bytes". A shard holds at most `shard_tokens`
+    `tokenizer` is a tokenizer.json, its folder, a hub id, or "bytes". A copy of the file is kept
+    with the shards, for `export`. A shard holds at most `shard_tokens`
     tokens, or a single longer document. Documents without tokens are left out. The same call
     continues a killed run, and returns at once if nothing is left to do.
     """
@@ -72,9 +73,9 @@ def prepare(
         if value < 1:
             raise ValueError(f"{name} must be at least 1, not {value}")
     output, sources = Path(output), find_input_files(inputs, text_endings)
-    vocab_size = open_tokenizer(tokenizer).vocab_size
-    fingerprint = tokenizer_fingerprint(tokenizer)
-    plan = _digest([fingerprint, vars(columns), shard_tokens, *map(_identity, sources)])
+    tokenizer = tokenizer_file(tokenizer) or "bytes"  # a download comes once, not in each process
+    ids = _tokenizer_ids(tokenizer)
+    plan = _digest([ids, vars(columns), shard_tokens, *map(_identity, sources)])
     if _is_done(output, plan):
         return open_folder(output)
     for source in sources:
@@ -85,16 +86,16 @@ def prepare(
             start = done[-1][1] if done else [0, 0]
             batches = _read(sources, columns, text_endings, start, progress)
             tokenized = tokenize(batches, tokenizer, columns, processes)
-            _write(output, tokenized, sources, done, vocab_size, columns.has_mask, shard_tokens)
+            _write(output, tokenized, sources, done, ids, columns.has_mask, shard_tokens)
             if not done:
                 (output / UNFINISHED).unlink()
                 output.rmdir()
                 raise ValueError("the input holds no text")
+            copy_tokenizer(tokenizer, output)
             write_manifest(
                 output,
                 [entry for entry, _ in done],
-                vocab_size=vocab_size,
-                tokenizer_fingerprint=fingerprint,
+                **ids,
                 documents_as=columns.format,
                 plan=plan,
             )
@@ -107,25 +108,26 @@ def prepare(
 
 def adopt(folder: str | Path, tokenizer: str | Path) -> ShardFolder:
     """Adds the manifest to a folder that datatrove wrote with this tokenizer."""
-    return adopt_folder(
-        folder,
-        vocab_size=open_tokenizer(tokenizer).vocab_size,
-        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
-    )
+    adopted = adopt_folder(folder, **_tokenizer_ids(tokenizer))
+    copy_tokenizer(tokenizer, adopted.path)
+    return adopted
 
 
-def open_tokenizer(tokenizer: str | Path) -> ByteTokenizer | FileTokenizer:
-    """A tokenizer.json, its folder, or "bytes". `ValueError` if id 0 is not the end of text."""
-    file = tokenizer_file(tokenizer)
-    if file is None:
-        return ByteTokenizer()
-    loaded = FileTokenizer(file)
-    if text := loaded.token_bytes(0):
+def _tokenizer_ids(tokenizer: str | Path) -> dict[str, Any]:
+    """What the manifest says of a tokenizer. `ValueError` if it has no end of text."""
+    loaded = open_tokenizer(tokenizer)
+    bos, eos, _ = loaded.special
+    if eos is None:
         raise ValueError(
-            f"id 0 of {file} is {text.decode(errors='replace')!r}, but it must be the end of text, "
-            "which separates documents"
+            f"{tokenizer} names no end of text, which separates documents: put a "
+            'tokenizer_config.json with "eos_token" beside it'
         )
-    return loaded
+    return {
+        "vocab_size": loaded.vocab_size,
+        "tokenizer_fingerprint": loaded.fingerprint,
+        "eos_token_id": eos,
+        "bos_token_id": bos,
+    }
 
 
 # The output folder
@@ -273,11 +275,11 @@ def _work(batch: RecordBatch) -> Tokenized:
     return _tokenize(batch, *_worker)
 
 
-def _tokenize(
-    batch: RecordBatch, tokenizer: ByteTokenizer | FileTokenizer, columns: Columns
-) -> Tokenized:
+def _tokenize(batch: RecordBatch, tokenizer: AnyTokenizer, columns: Columns) -> Tokenized:
     documents = list(batch.documents(columns))
-    encoded = iter(tokenizer.encode_batch([text for _, doc in documents for text, _ in doc]))
+    texts = [text for _, doc in documents for text, _ in doc]
+    continues = [number > 0 for _, doc in documents for number in range(len(doc))]
+    encoded = iter(tokenizer.encode_batch(texts, continues))
     dtype = f"<u{token_size(tokenizer.vocab_size)}"
     positions, lengths, tokens, mask = [], [], [np.empty(0, dtype)], [np.empty(0, np.uint8)]
     for position, segments in documents:
@@ -295,7 +297,7 @@ def _write(
     batches: Iterable[Tokenized],
     sources: Sequence[Path],
     done: Finished,
-    vocab_size: int,
+    ids: dict[str, Any],
     has_mask: bool,
     shard_tokens: int,
 ) -> None:
@@ -304,7 +306,8 @@ def _write(
     upcoming = next(documents, None)
     while upcoming is not None:
         path = output / f"{len(done):05d}.ds"
-        with ShardWriter(path, vocab_size=vocab_size, has_mask=has_mask) as writer:
+        sizes = {name: ids[name] for name in ("vocab_size", "eos_token_id")}
+        with ShardWriter(path, **sizes, has_mask=has_mask) as writer:
             while upcoming is not None:
                 _, tokens, mask = upcoming
                 if writer.tokens and writer.tokens + len(tokens) + 1 > shard_tokens:

@@ -93,7 +93,7 @@ class Trainer:
         folders = {name: folder for name, (folder, _) in sources.items()}
         for name, held_out in self._validation.items():
             folders[f"data.validation.{name}" if name else "data.validation"] = held_out
-        check_tokenizers(folders, recipe.model.vocab_size)
+        check_tokenizers(folders, recipe.model)
         self._tokenizer = next(iter(folders.values())).tokenizer_fingerprint
         self.loader = Loader(
             sources,
@@ -104,7 +104,7 @@ class Trainer:
             seed=recipe.run.seed,
             stage=recipe.start_step,
             packing=recipe.data.packing,
-            vocab_size=recipe.model.vocab_size,
+            model=recipe.model,
             pin_memory=self.device.type == "cuda",
         )
         # The same sample during the whole run, so that gate statistics can be compared.
@@ -439,8 +439,11 @@ def _unpadded(batch: Batch) -> int:
 def _check_tokenizer(init_from: str, fingerprint: str | None) -> None:
     """Raises a `ValueError` if the weights come with another tokenizer than that of the data."""
     folder = resolve(init_from)
-    if (folder / "tokenizer.json").is_file() and tokenizer_fingerprint(folder) != fingerprint:
+    if not (folder / "tokenizer.json").is_file():
+        return
+    theirs = tokenizer_fingerprint(folder)
+    if theirs != fingerprint:
         raise ValueError(
-            f"the data was prepared with another tokenizer than that of {init_from}: prepare it "
-            f"with --tokenizer {folder}"
+            f"the data was prepared with the tokenizer {str(fingerprint)[:12]}, but {init_from} "
+            f"holds the tokenizer {theirs[:12]}: prepare it with --tokenizer {folder}"
         )
