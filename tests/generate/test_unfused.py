@@ -13,6 +13,8 @@ from changed_models import (
     trained_lora,
 )
 from engines import Driver, copy_of, gpu_like_engine, greedy, new_engine, random_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from xlstm7b import Generator, Request, SamplingParams
@@ -186,22 +188,34 @@ def test_equals_the_model_with_a_prefix_cache(make):
     assert engine.stats().cached_tokens > 40
 
 
+MODEL = random_model()
+FUSED, PLAIN = FusedModel(copy.deepcopy(MODEL)), UnfusedModel(MODEL)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    st.lists(st.integers(0, 5), min_size=4, max_size=4),
+    st.permutations(range(6)),
+    st.lists(st.booleans(), min_size=6, max_size=6),
+)
 @torch.no_grad()
-def test_rows_that_start_from_one_slot_and_are_written_to_another():
-    model = random_model()
-    fused, plain = FusedModel(copy.deepcopy(model)), UnfusedModel(model)
-    states = [ModelState.zeros(model.config, 5) for _ in range(2)]
-    tokens, lengths = torch.randint(2, 258, (3, 9)), torch.tensor([9, 4, 0])
-    slots = Slots(torch.tensor([4, 4, 2]), torch.tensor([0, 1, 2]))
-    start = torch.randint(2, 258, (5, 20))
-    for path, state in zip((fused, plain), states, strict=True):
+def test_any_rows_lengths_and_slots_as_on_the_fused_path(lengths, sources, targets, live):
+    """Padded rows start from any slots and are written to others; then single tokens."""
+    draw, count = torch.Generator().manual_seed(0), len(lengths)
+    start, token = (torch.randint(2, 258, shape, generator=draw) for shape in ((6, 20), (6,)))
+    tokens = torch.randint(2, 258, (count, 9), generator=draw)
+    slots = Slots(torch.tensor(sources[:count]), torch.tensor(targets[:count]))
+    states, logits = [], []
+    for path in (FUSED, PLAIN):
+        state = ModelState.zeros(MODEL.config, 6)
         path.read(start, state)
-    one, two = (
-        path.logits(path.read(tokens, state, lengths, slots))
-        for path, state in zip((fused, plain), states, strict=True)
-    )
-    torch.testing.assert_close(one[:2], two[:2], atol=1e-4, rtol=1e-4)
-    assert states[0].tokens_seen.tolist() == states[1].tokens_seen.tolist() == [29, 24, 20, 20, 20]
+        read = path.logits(path.read(tokens, state, torch.tensor(lengths), slots))
+        stepped = path.step(token, state, torch.tensor(live))
+        logits.append([*read[torch.tensor(lengths) > 0], *stepped[torch.tensor(live)]])
+        states.append(state)
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+    assert states[0].tokens_seen.tolist() == states[1].tokens_seen.tolist()
     for parts in zip(*(state.blocks for state in states), strict=True):
         for part, want in zip(*parts, strict=True):
             torch.testing.assert_close(part, want, atol=1e-4, rtol=1e-4)
@@ -263,8 +277,8 @@ def test_peft_adapters():
         Generator(model, ByteTokenizer()).generate("A")
     want = by_forward(model, "The sea")
     assert want != by_forward(random_model(), "The sea")
-    for given in (model, adapted):
-        assert unfused(given).generate("The sea", **GREEDY)[0].token_ids == want
+    for either in (model, adapted):
+        assert unfused(either).generate("The sea", **GREEDY)[0].token_ids == want
 
 
 # Requests that also keep the state of a scored prompt

@@ -16,7 +16,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import TypeVar
 import torch
 
 from xlstm7b.config import ModelConfig
+from xlstm7b.devices import as_current
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.prefix_cache import DiskLevel, Level, PrefixCache, weights_fingerprint
 from xlstm7b.generate.request import (
@@ -187,7 +187,7 @@ class Engine:
         Returns new outputs. On a GPU these are the results of the previous step, except for first
         tokens. If the model fails, this raises, and the engine is unusable afterwards.
         """
-        with self._on_device():
+        with as_current(self.device):
             return self._step()
 
     def _step(self) -> list[RequestOutput]:
@@ -219,12 +219,8 @@ class Engine:
     def warm_up(self) -> None:
         """Compiles kernels and captures CUDA graphs now instead of during the first requests."""
         assert not self.has_requests
-        with self._on_device():
+        with as_current(self.device):
             self._runner.warm_up(self._prefill_tokens)
-
-    def _on_device(self) -> AbstractContextManager[object]:
-        """Makes the engine's GPU the current one: Triton and CUDA events use the current GPU."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xlstm7b.devices import as_current
 from xlstm7b.generate.fusable import difference
 from xlstm7b.generate.kernels import plain
 from xlstm7b.generate.unfused import evaluation_mode
@@ -211,7 +212,7 @@ class FusedModel:
         """
         count = _CHECKED_TOKENS_GPU if self.device.type == "cuda" else _CHECKED_TOKENS
         tokens = torch.arange(count, device=self.device)[None] % self.config.vocab_size
-        with evaluation_mode(model):
+        with as_current(self.device), evaluation_mode(model):
             want = model.forward(tokens, logits="last")[0]  # its state is freed at once
             state = ModelState.zeros(self.config, 1, device=self.device)
             if self._is_close(self.logits(self.read(tokens, state)), want):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
+from xlstm7b.devices import as_current
 from xlstm7b.generate.kernels.plain import gather_states, scatter_states
 from xlstm7b.model import XLSTM, ModelState
 
@@ -37,7 +38,7 @@ class UnfusedModel:
         yield from (weight.detach() for weight in self.model.parameters())
         yield from self.model.buffers()
         tokens = torch.arange(8, device=self.device)[None] % self.config.vocab_size
-        with torch.inference_mode(), evaluation_mode(self.model):
+        with torch.inference_mode(), as_current(self.device), evaluation_mode(self.model):
             yield self.model(tokens)[0]
 
     def step(self, tokens: Tensor, state: ModelState, live: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from xlstm7b.mlstm import MLSTMState, headwise_norm, mlstm_step
 from xlstm7b.model.layers import linear, linear_float32, soft_cap
-from xlstm7b.model.model_state import BlockState
 
 
 def project(
@@ -78,12 +77,12 @@ def head(x: Tensor, norm: Tensor, eps: float, W: Tensor, cap: float) -> Tensor:
     return soft_cap(linear_float32(rms_norm(x, norm, eps), W), cap)
 
 
-def gather_states(states: BlockState, slots: Tensor) -> BlockState:
+def gather_states(states: MLSTMState, slots: Tensor) -> MLSTMState:
     """The states of these slots [R], as a new batch."""
     return type(states)(*(x.index_select(0, slots) for x in states))
 
 
-def scatter_states(batch: BlockState, states: BlockState, slots: Tensor) -> None:
+def scatter_states(batch: MLSTMState, states: MLSTMState, slots: Tensor) -> None:
     """Writes the states of a batch to these slots [R], in the slots' dtype."""
     for x, value in zip(states, batch, strict=True):
         x.index_copy_(0, slots, value.to(x.dtype))
