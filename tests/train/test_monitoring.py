@@ -43,7 +43,7 @@ def gates_of(model: XLSTM, data: Path) -> list[list[float]]:
             for gate in (layer.igate_preact, layer.fgate_preact)
         )
         found.append([part.item() for part in (i.mean(), i.max(), f.mean(), f.min())])
-        x, _ = block(x, None, batch.resets, None)
+        x, _ = block(x, resets=batch.resets)
     return [list(column) for column in zip(*found, strict=True)]
 
 

@@ -261,7 +261,6 @@ def _fuse_block(block: Any) -> FusedBlock:
     )
 
 
-@torch.inference_mode(False)  # even if the caller is in it: the parameters must stay trainable
 def fuse(parameters: Sequence[Tensor]) -> Tensor:
     """Parameters stacked along the first axis into one tensor; they become views of it.
 
@@ -278,7 +277,9 @@ def fuse(parameters: Sequence[Tensor]) -> Tensor:
     if adjacent:
         shape = sum(map(len, parameters)), *first.shape[1:]
         return first.as_strided(shape, first.stride())
-    stacked = torch.cat([parameter.data for parameter in parameters])
-    for parameter, part in zip(parameters, stacked.split([*map(len, parameters)]), strict=True):
-        parameter.data = part
+    # Parameters must stay trainable, unless they were created in inference mode.
+    with torch.inference_mode(parameters[0].is_inference()):
+        stacked = torch.cat([parameter.data for parameter in parameters])
+        for parameter, part in zip(parameters, stacked.split([*map(len, parameters)]), strict=True):
+            parameter.data = part
     return stacked
