@@ -117,10 +117,11 @@ class FileTokenizer(Tokenizer):
     """A byte-level `tokenizer.json` (GPT-NeoX, GPT-2, Llama 3, …), read by `tokenizers`.
 
     Only byte-level tokenizers are supported: there the text of a token does not depend on the
-    tokens around it.
+    tokens around it. Without `special_tokens`, "<|endoftext|>" and the like in a text are encoded
+    as ordinary text.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, special_tokens: bool = True) -> None:
         import tokenizers
 
         try:
@@ -135,6 +136,7 @@ class FileTokenizer(Tokenizer):
         # The file may ask to truncate or pad texts. Here the ids are always those of the text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = not special_tokens
         byte_of = _byte_of_letter()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
         self._bytes = {token: _to_bytes(piece, byte_of) for piece, token in vocabulary.items()}

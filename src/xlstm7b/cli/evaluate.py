@@ -143,7 +143,7 @@ def ppl(
 
     if picture is not None:
         check_matplotlib()
-    for source in find_input_files(texts):
+    for source in find_input_files(texts).files:
         check_input_file(source, Columns(text=column))
     if not any(read_documents(texts, column)):
         raise ValueError("there is no text to measure")

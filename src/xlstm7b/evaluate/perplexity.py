@@ -77,7 +77,7 @@ class Perplexity:
 def read_documents(inputs: Iterable[str | Path], column: str = "text") -> Iterator[str]:
     """Documents of files and folders: a .txt, a line of a .jsonl, or a row of a .parquet."""
     columns = Columns(text=column)
-    for path in find_input_files(inputs):
+    for path in find_input_files(inputs).files:
         for batch in read_batches(path, columns):
             for _, segments in batch.documents(columns):
                 yield segments[0][0]
