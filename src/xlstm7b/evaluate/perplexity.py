@@ -3,6 +3,7 @@
 If a model uses its context, the loss falls with the position.
 """
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -41,6 +42,7 @@ class Perplexity:
     perplexity: float
     bits_per_byte: float
     buckets: list[Bucket]
+    text_sha256: str  # of all documents
 
     def to_results(self, task: str) -> dict[str, Any]:
         """The harness's layout: one task, and one more for each bucket."""
@@ -75,7 +77,7 @@ class Perplexity:
 
 
 def read_documents(inputs: Iterable[str | Path], column: str = "text") -> Iterator[str]:
-    """Documents of files and folders: a .txt, a line of a .jsonl, or a row of a .parquet."""
+    """Documents of files and folders, as `xlstm7b prepare` reads them."""
     columns = Columns(text=column)
     for path in find_input_files(inputs).files:
         for batch in read_batches(path, columns):
@@ -88,6 +90,7 @@ def perplexity(
 ) -> Perplexity:
     """Scores every document from its beginning to its end, each one from a fresh state."""
     count = size = held = 0
+    text = hashlib.sha256()
     sums = torch.zeros(64, dtype=torch.float64)
     counts = torch.zeros(64, dtype=torch.long)
     waiting: list[list[int]] = []
@@ -100,7 +103,9 @@ def perplexity(
         waiting.clear()
 
     for document in documents:
-        count, size = count + 1, size + len(document.encode())
+        content = document.encode()
+        count, size = count + 1, size + len(content)
+        text.update(hashlib.sha256(content).digest())
         waiting.append(tokenizer.encode(document))
         held += len(waiting[-1])
         if held >= MAX_HELD_TOKENS:
@@ -118,7 +123,9 @@ def perplexity(
         buckets.append(Bucket(first, last, int(counts[index]), loss, math.exp(loss)))
     loss = total / tokens
     bits = total / math.log(2)
-    return Perplexity(count, tokens, size, loss, math.exp(loss), bits / size, buckets)
+    return Perplexity(
+        count, tokens, size, loss, math.exp(loss), bits / size, buckets, text.hexdigest()
+    )
 
 
 def _bucket_of_positions(length: int) -> Tensor:
