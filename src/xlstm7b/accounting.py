@@ -197,16 +197,6 @@ def decode_bytes(
     return weight_itemsize * weights + state
 
 
-def decode_limit(
-    config: ModelConfig, bytes_per_second: float, batch_size: int = 1, **itemsizes: int
-) -> float:
-    """The limit that memory bandwidth sets on tokens per second, summed over the batch.
-
-    `itemsizes` are those of `decode_bytes`.
-    """
-    return batch_size * bytes_per_second / decode_bytes(config, batch_size, **itemsizes)
-
-
 def least_decode_seconds(
     config: ModelConfig,
     flops_per_second: float,

@@ -1,8 +1,11 @@
 """`xlstm7b train`, `export` and `plot`, on a few bytes of text."""
 
+import json
+import random
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,9 @@ from train_processes import full_disk
 from xlstm7b.files import lock_folder
 from xlstm7b.model import XLSTM
 from xlstm7b.train.metrics_log import read_metrics
+from xlstm7b.train.recipe import Recipe
+from xlstm7b.train.run_checkpoints import read_run
+from xlstm7b.train.trainer import Trainer, Update
 
 MODEL = "model={embedding_dim=64,num_blocks=1,num_heads=2,vocab_size=320}"
 
@@ -45,7 +51,7 @@ def test_from_text_to_an_exported_model(cli: Cli, settings: list[str], tmp_path:
     assert [line.split(":")[0] for line in err.splitlines()] == ["step 1", "step 2", "step 3"]
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
     code, out, _ = cli("train", "quickstart", "--run", run, "--device", "cpu", *settings)
-    assert (code, out) == (0, f"{run}: trained to step 3 of 3\n")  # nothing was left to do
+    assert (code, out) == (0, f"{run}: already finished, nothing trained (step 3 of 3)\n")
     assert cli("export", run, tmp_path / "model")[0] == 0
     code, out, _ = cli("generate", tmp_path / "model", "so much", "--max-new-tokens", 4)
     assert code == 0
@@ -207,6 +213,53 @@ def test_a_damaged_checkpoint_is_named(
     assert train(cli, trained, *settings, *more).code == 0
 
 
+def test_flipped_bits_are_named_and_nothing_is_trained(
+    cli: Cli, settings: list[str], trained: Path
+) -> None:
+    checkpoint, draw = trained / "checkpoints" / "step-00000003", random.Random(0)
+    files = sorted(checkpoint.iterdir())
+    lengths = [file.stat().st_size for file in files]
+    for _ in range(5):
+        (file,) = draw.choices(files, lengths)
+        whole = file.read_bytes()
+        flipped = bytearray(whole)
+        flipped[draw.randrange(len(flipped))] ^= 1 << draw.randrange(8)
+        file.write_bytes(flipped)
+        before = contents(trained)
+        for said in (
+            refused(train(cli, trained, *settings, "--set", "run.steps=4")),
+            refused(train(cli, trained, *settings)),  # there is nothing left to train
+            refused(cli("export", trained, trained.with_name("model"))),
+        ):
+            assert said == (
+                f"{checkpoint} is damaged ({file} is damaged: its sha256 is not the one in "
+                "SHA256SUMS): remove it to continue from an earlier one"
+            )
+        assert contents(trained) == before
+        file.write_bytes(whole)
+    assert train(cli, trained, *settings, "--set", "run.steps=4").code == 0
+
+
+def test_a_run_whose_weights_are_not_finite_fails(
+    cli: Cli, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that no batch uses: every step is finite, up to the last one."""
+    update = Trainer.update
+
+    def spoil(trainer: Trainer) -> Update:
+        if trainer.step == 2:
+            trainer.model.backbone.embeddings.weight.data.to_local()[319, 0] = torch.nan
+        return update(trainer)
+
+    monkeypatch.setattr(Trainer, "update", spoil)
+    code, out, err = train(cli, tmp_path / "run", *settings, "--set", "run.save_every=1")
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1] == (
+        "xlstm7b: the weights or AdamW's averages are not finite after step 3, and are not saved; "
+        "the last good checkpoint is of step 2"
+    )
+
+
 def test_a_damaged_recipe_of_a_run_is_named(cli: Cli, settings: list[str], trained: Path) -> None:
     (trained / "recipe.json").write_text('{"model": ')
     before = contents(trained)
@@ -252,6 +305,89 @@ def test_settings_that_a_run_can_change(
     assert train(cli, trained, *settings, *more).out == f"{trained}: trained to step 4 of 4\n"
     lines = read_metrics(trained / "metrics.jsonl")
     assert ["validation_loss" in line for line in lines] == [False, False, False, True]
+
+
+def test_a_finished_run_is_not_changed_by_a_sweep(
+    cli: Cli, settings: list[str], trained: Path
+) -> None:
+    before = contents(trained)
+    swept = ["--set", "optimizer.lr=0.002", "--set", "schedule.kind=linear"]
+    code, out, err = train(cli, trained, *settings, *swept, "--set", "run.save_every=2")
+    assert (code, out) == (0, f"{trained}: already finished, nothing trained (step 3 of 3)\n")
+    assert err == (
+        f"{trained} was trained with optimizer.lr 0.005; this command has 0.002\n"
+        f"{trained} was trained with schedule.kind 'cosine'; this command has 'linear'\n"
+    )
+    assert contents(trained) == before
+
+
+def test_changed_settings_are_named_and_the_record_of_the_start_is_kept(
+    cli: Cli, settings: list[str], trained: Path
+) -> None:
+    record = (trained / "recipe.json").read_bytes()
+    lower = ["--set", "optimizer.lr=0.0001", "--set", "run.save_every=2"]
+    code, out, err = train(cli, trained, *settings, *lower, "--set", "run.steps=4")
+    assert (code, out) == (0, f"{trained}: trained to step 4 of 4\n")
+    first, *steps = err.splitlines()
+    assert first == f"{trained} was trained with optimizer.lr 0.005; this command has 0.0001"
+    assert len(steps) == 1
+    assert (trained / "recipe.json").read_bytes() == record
+    # The same command again changes nothing; every checkpoint has the whole history.
+    more = train(cli, trained, *settings, *lower, "--set", "run.steps=5")
+    assert [line.split(":")[0] for line in more.err.splitlines()] == ["step 5"]
+    saved = read_run(trained / "checkpoints/step-00000005")
+    assert saved["recipe"]["optimizer"]["lr"] == 0.0001
+    assert saved["changes"] == [
+        {"step": 3, "settings": {"optimizer.lr": [0.005, 0.0001], "run.steps": [3, 4]}},
+        {"step": 4, "settings": {"run.steps": [4, 5]}},
+    ]
+    assert (trained / "recipe.json").read_bytes() == record
+
+
+def test_a_rate_that_rises_again_is_pointed_out(
+    cli: Cli, settings: list[str], trained: Path
+) -> None:
+    """The cosine of 3 steps has ended; that of 9 steps is still near its peak."""
+    outcome = train(cli, trained, *settings, "--set", "run.steps=9")
+    chosen = Recipe.from_dict(json.loads((trained / "recipe.json").read_text()))
+    longer = replace(chosen, run=replace(chosen.run, steps=9))
+    assert outcome.code == 0
+    assert outcome.err.splitlines()[0] == (
+        f"the learning rate rises again: {chosen.learning_rate(2):.3g} at step 2, "
+        f"{longer.learning_rate(3):.3g} at step 3; schedule.decay sets the length of the decay"
+    )
+
+
+def test_sweeps_have_folders_of_their_own(
+    cli: Cli, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`settings` has prepared the data. Settings of `run`, paths and layout share a folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.toml").write_text(
+        """
+        model = { embedding_dim = 64, num_blocks = 1, num_heads = 2, vocab_size = 320 }
+        data = { context_length = 32, sources = { text = { path = "data" } } }
+        batch = { sequences = 2, micro_batch = 2 }
+        schedule = { kind = "constant", warmup = 1 }
+        run = { steps = 1 }
+        """
+    )
+
+    def train(*chosen: str) -> str:
+        more = [word for setting in chosen for word in ("--set", setting)]
+        code, out, err = cli("train", "small.toml", "--device", "cpu", *more)
+        assert (code, err) == (0, "")
+        return out
+
+    assert train() == "runs/small: trained to step 1 of 1\n"
+    for rate in ("0.001", "2e-3"):
+        folder = f"runs/small-optimizer.lr={float(rate)}"
+        assert train(f"optimizer.lr={rate}") == f"{folder}: trained to step 1 of 1\n"
+    longer = ["run.steps=2", "batch.micro_batch=1", "parallel.dp_shard=1", "run.nan_policy=stop"]
+    out = train("optimizer.lr=1e-3", *longer, f"data.sources.text.path={tmp_path / 'data'}")
+    assert out == "runs/small-optimizer.lr=0.001: trained to step 2 of 2\n"
+    found = {path.name for path in (tmp_path / "runs").iterdir()}
+    assert found == {"small", "small-optimizer.lr=0.001", "small-optimizer.lr=0.002"}
 
 
 def test_a_run_without_a_checkpoint_starts_again(
@@ -393,4 +529,5 @@ def test_torchrun_starts_two_processes(settings: list[str], tmp_path: Path) -> N
     )
     assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'run'}: trained to step 3 of 3\n")
     written = {path.name for path in (tmp_path / "run/checkpoints/step-00000003").iterdir()}
-    assert written == {".metadata", "run.json", "__0_0.distcp", "__1_0.distcp"}
+    parts = {"__0_0.distcp", "__1_0.distcp"}
+    assert written == {".metadata", "run.json", "SHA256SUMS", *parts}

@@ -6,6 +6,7 @@ A new process imports these functions by name, so they are not in a test file.
 import multiprocessing
 import os
 import resource
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -140,3 +141,32 @@ def fails_on_a_full_disk(rank: int, full: int, chosen: Recipe, folder: Path) -> 
             trainer.train(lambda line: None)
         assert saved_steps(folder / "checkpoints")[-1] == 4
         assert not list((folder / "checkpoints").glob("writing-*"))
+
+
+def refuses_to_resume(rank: int, chosen: Recipe, folder: Path) -> None:
+    """The last checkpoint is damaged in one process's part, and so is the one before."""
+    with process_group("cpu"):
+        trainer = Trainer(chosen, folder, "cpu")
+        for step in (8, 6):
+            if rank == 0:
+                assert saved_steps(folder / "checkpoints")[-1] == step
+            dist.barrier()
+            with pytest.raises(ValueError, match=f"/step-{step:08} is damaged") as caught:
+                trainer.resume()
+            others = "another process says why" in str(caught.value)
+            dist.barrier()
+            found = torch.tensor([float(others)])
+            dist.all_reduce(found)
+            assert found.item() == 1  # one process has found it
+            if rank == 0:
+                shutil.rmtree(folder / f"checkpoints/step-{step:08}")
+            dist.barrier()
+        trainer.loader.close()
+
+
+def counts_positions(rank: int, chosen: Recipe, folder: Path, positions: int) -> None:
+    with process_group("cpu"):
+        trainer = Trainer(chosen, folder, "cpu")
+        update = trainer.update()
+        assert (update.tokens, update.positions) == (positions, positions)
+        trainer.loader.close()

@@ -7,20 +7,25 @@ import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from commands import save_chat_model
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.testing import assert_close
-from train_processes import in_processes, run
+from train_processes import counts_positions, in_processes, run
 from train_runs import losses, recipe, spoil_loss, weights
 
+from xlstm7b.data.loader import Batch
+from xlstm7b.data.pack import Sample
 from xlstm7b.generate import Generator
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import ByteTokenizer
 from xlstm7b.train.metrics_log import plot_runs, read_metrics
 from xlstm7b.train.processes import process_group
 from xlstm7b.train.run_checkpoints import export_run, read_model, saved_steps
-from xlstm7b.train.trainer import Trainer
+from xlstm7b.train.trainer import Trainer, _unpadded
 
 
 @pytest.fixture(scope="module")
@@ -261,3 +266,32 @@ def test_a_cut_last_line_of_metrics_is_ignored(tmp_path):
     path.write_text(path.read_text() + "\n", "utf-8")
     with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged in line 2: Unterminated"):
         read_metrics(path)
+
+
+def test_positions_of_tensor_parallel_processes_are_counted_once(data, tmp_path):
+    in_processes(2, counts_positions, recipe(data, "parallel.tp=2"), tmp_path, 8 * 32)
+
+
+@given(st.data())
+def test_padding_is_told_from_text(draws):
+    """Whatever the padding's token is, and with masked documents."""
+    length, pad = draws.draw(st.integers(2, 12)), draws.draw(st.integers(0, 3))
+    rows, unpadded = [], 0
+    for _ in range(draws.draw(st.integers(1, 3))):
+        sample = Sample.padding(length)
+        sample.tokens[:], sample.targets[:] = pad, pad
+        filled = draws.draw(st.integers(1, length))
+        at = 0
+        while at < filled:  # documents of words 1 … 3, each ended by 0
+            size = draws.draw(st.integers(1, filled - at))
+            words = [draws.draw(st.integers(1, 3)) for _ in range(size - 1)]
+            sample.targets[at : at + size] = [*words, 0]
+            sample.tokens[at : at + size] = [0, *words]
+            sample.mask[at : at + size] = size == 1 or draws.draw(st.booleans())
+            sample.resets[at] = True
+            at += size
+        sample.resets[filled : filled + 1] = True
+        rows.append(sample)
+        unpadded += filled
+    parts = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
+    assert _unpadded(Batch(*parts)) == unpadded

@@ -22,10 +22,8 @@ from xlstm7b.model.lm import init_parameters
 if TYPE_CHECKING:  # the kernel and training benchmarks do not import it
     from xlstm7b.generate import Generator, SavedState
 
-GREEDY: dict[str, Any] = {
-    "temperature": 0.0,
-    "eos_token_id": (),
-}  # without an end-of-text token no output ends early
+# Without an end-of-text token no output ends early.
+GREEDY: dict[str, Any] = {"temperature": 0.0, "eos_token_id": ()}
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "eos_token_id": (), "seed": 0}
 H200 = 768e12, 4.27e12  # measured: FLOP/s of a bf16 matrix product, bytes/s of reading weights
 

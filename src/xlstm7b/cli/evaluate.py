@@ -301,7 +301,6 @@ def ruler(
         check_matplotlib()
     chosen = tuple(TASKS) if tasks is None else tuple(listed(tasks))
     plan = Plan(chosen, _to_lengths(lengths), samples, seed)
-    plan.check()
     files = {"haystack": haystack, "squad": squad, "hotpotqa": hotpotqa}
     datasets = Datasets.read(**files)
     opened = open_model(

@@ -32,7 +32,7 @@ def train(
         Path | None,
         typer.Option(
             help="Folder of the run. If it holds a run, that run is continued.",
-            show_default="runs/ and the recipe's name",
+            show_default="runs/, the recipe's name and most settings given with --set",
         ),
     ] = None,
     settings: Annotated[
@@ -61,12 +61,15 @@ def train(
     One process: xlstm7b train 160m. Eight: torchrun --nproc-per-node 8 -m -- xlstm7b train 160m.
     """
     from xlstm7b.train import describe, load_recipe, make_plan
+    from xlstm7b.train.orphans import end_with_torchrun
+    from xlstm7b.train.run_settings import default_folder
 
+    end_with_torchrun()  # now, since to import torch takes seconds
     chosen = load_recipe(recipe, settings or [])
     if dry_run:
         print_sections(f"recipe {chosen.name}", describe(make_plan(chosen, gpus=gpus, mfu=mfu)))
         return
-    folder = run or Path("runs") / chosen.name
+    folder = run or default_folder(chosen.name, settings or [])
     _check_same_run(folder, chosen)
     if device not in (None, "cuda", "cpu"):
         raise ValueError(f"the device must be cuda or cpu, not {device!r}")
@@ -82,15 +85,21 @@ def train(
     is_first = int(os.environ.get("RANK", "0")) == 0
     with process_group(where), run_folder(folder):
         trainer = Trainer(chosen, folder, where)
-        trainer.resume()
-        # Written only now, after every check has passed.
-        in_first_process(write_json, folder / "recipe.json", chosen.to_dict())
-        if is_first and chosen.data.validation and not chosen.run.validate_every:
-            print("data.validation is never read: run.validate_every is 0", file=sys.stderr)
-        with _progress(chosen, trainer.step, where) as report:
-            trainer.train(report)
+        if not trainer.resume():
+            # Written once, after every check has passed: the record of how the run was started.
+            in_first_process(write_json, folder / "recipe.json", chosen.to_dict())
+        is_finished = trainer.step == chosen.run.steps
+        if is_first:
+            _warn(trainer, is_finished)
+        if not is_finished:
+            with _progress(chosen, trainer.step, where) as report:
+                trainer.train(report)
     if is_first:
-        print(f"{folder}: trained to step {trainer.step} of {chosen.run.steps}{_remarks(trainer)}")
+        done = f"step {trainer.step} of {chosen.run.steps}"
+        if is_finished:
+            print(f"{folder}: already finished, nothing trained ({done})")
+        else:
+            print(f"{folder}: trained to {done}{_remarks(trainer)}")
 
 
 def export(
@@ -167,6 +176,28 @@ def _check_same_run(folder: Path, recipe: "Recipe") -> None:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     if changes:
         raise ValueError(f"the run in {folder} was started with {changes[0]}: choose another --run")
+
+
+def _warn(trainer: "Trainer", is_finished: bool) -> None:
+    """Says on stderr what may not be meant, such as a changed setting."""
+    from xlstm7b.train.run_settings import may_differ
+
+    recipe, step, remarks = trainer.recipe, trainer.step, []
+    for name, (before, now) in trainer.changed.items():
+        if not may_differ(name):
+            remarks.append(
+                f"{trainer.folder} was trained with {name} {before!r}; this command has {now!r}"
+            )
+    if trainer.raised_rate and not is_finished:
+        last, following = trainer.raised_rate
+        remarks.append(
+            f"the learning rate rises again: {last:.3g} at step {step - 1}, {following:.3g} at "
+            f"step {step}; schedule.decay sets the length of the decay"
+        )
+    if recipe.data.validation and not recipe.run.validate_every and not is_finished:
+        remarks.append("data.validation is never read: run.validate_every is 0")
+    for remark in remarks:
+        print(remark, file=sys.stderr)
 
 
 def _remarks(trainer: "Trainer") -> str:

@@ -10,19 +10,39 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.rendezvous import rendezvous
 
 from xlstm7b.files import lock_folder
+from xlstm7b.train.orphans import end_with_torchrun
 
+_CONNECT = timedelta(minutes=5)  # for all processes to find each other
+_COMMUNICATE = timedelta(minutes=10)  # for each collective
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
 @contextmanager
 def process_group(device_type: str) -> Iterator[None]:
-    """The process group that `torchrun` describes, or one of this process alone."""
+    """The process group that `torchrun` describes, or one of this process alone.
+
+    Processes that do not find each other in time are an `OSError`. If torchrun is killed, its
+    processes end too.
+    """
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(minutes=10))
+        end_with_torchrun()
+        try:
+            store, rank, world = next(rendezvous("env://", timeout=_CONNECT))
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world, timeout=_COMMUNICATE
+            )
+        except dist.DistError as error:
+            where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise OSError(
+                f"process {os.environ['RANK']} of {os.environ.get('WORLD_SIZE')} could not connect "
+                f"to the others at {where} ({reason}): start all processes again"
+            ) from error
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     if device_type == "cuda":

@@ -28,6 +28,7 @@ from xlstm7b.train.optimizer import build_optimizer, clipped_step, gradient_norm
 from xlstm7b.train.processes import in_first_process
 from xlstm7b.train.recipe import Recipe
 from xlstm7b.train.run_checkpoints import CheckpointManager, saved_steps
+from xlstm7b.train.run_settings import changed_settings, raised_rate
 from xlstm7b.train.sharded_model import build_model, reshard
 
 _MAX_SKIPPED = 20  # consecutive non-finite steps before the run aborts
@@ -40,6 +41,7 @@ class Update(NamedTuple):
     loss: float
     gradient_norm: float
     tokens: int  # targets that count in the loss
+    positions: int  # tokens read, without padding
     applied: bool  # False if loss or gradient were not finite; then no weight was changed
     stop: bool  # True if any process received a signal to stop
 
@@ -91,6 +93,10 @@ class Trainer:
         )
         self.step = recipe.start_step
         self.best: dict[str, Any] | None = None  # step and validation loss of the best checkpoint
+        # What a resume changes: settings, with both values, and a learning rate that rises again.
+        self.changed: dict[str, tuple[Any, Any]] = {}
+        self.raised_rate: tuple[float, float] | None = None
+        self._changes: list[dict[str, Any]] = []  # the settings changed so far, with their steps
         self._stop_requested = False
         self.skipped = self._skipped_in_a_row = 0  # non-finite steps
 
@@ -109,11 +115,17 @@ class Trainer:
             run = self.checkpoints.load(found[-1], self.model, self.optimizer)
             self.loader.load_state_dict(run["loader"])
             self.step, self.best = run["step"], run["best"] if self.recipe.run.keep_best else None
+            before = Recipe.from_dict(run["recipe"])
+            self.changed = changed_settings(before, self.recipe)
+            self.raised_rate = raised_rate(before, self.recipe, self.step)
+            self._changes = run.get("changes", [])  # earlier versions did not save them
+            if self.changed:
+                self._changes.append({"step": self.step, "settings": self.changed})
         elif self.recipe.start_step:
-            before = Path(self.recipe.init_from) / "checkpoints"
-            if self.recipe.start_step not in saved_steps(before):
-                raise ValueError(f"{before} has no checkpoint of step {self.recipe.start_step}")
-            earlier = CheckpointManager(before, keep_last=1, keep_every=0)
+            folder = Path(self.recipe.init_from) / "checkpoints"
+            if self.recipe.start_step not in saved_steps(folder):
+                raise ValueError(f"{folder} has no checkpoint of step {self.recipe.start_step}")
+            earlier = CheckpointManager(folder, keep_last=1, keep_every=0)
             run = earlier.load(self.recipe.start_step, self.model, self.optimizer)
             if run.get("tokenizer", self._tokenizer) != self._tokenizer:
                 raise ValueError(
@@ -165,7 +177,7 @@ class Trainer:
             "gradient_norm": update.gradient_norm,
             "learning_rate": self.recipe.learning_rate(self.step - 1),
             "tokens": update.tokens,
-            "tokens_per_second": update.tokens / (time.perf_counter() - began),
+            "tokens_per_second": update.positions / (time.perf_counter() - began),
             "applied": update.applied,
         }
         if self.device.type == "cuda":
@@ -187,6 +199,7 @@ class Trainer:
                 "loader": self.loader.state_dict(),
                 "recipe": self.recipe.to_dict(),
                 "best": self.best,
+                "changes": self._changes,
                 "tokenizer": self._tokenizer,
             }
             self.checkpoints.start_save(self.step, self.model, self.optimizer, state)
@@ -207,16 +220,17 @@ class Trainer:
     def update(self) -> Update:
         """One step. Every target of the global batch has the same weight in the loss."""
         recipe, step = self.recipe, self.step
-        # 1. The batch. All processes add up their targets and requests to stop.
+        # 1. The batch. All processes add up their targets, positions and requests to stop.
         sequences = recipe.ramp.sequences(step)
         if sequences != self.loader.global_batch:
             self.loader.set_global_batch(sequences)
         batch = next(self.loader)
         size, count = recipe.micro_batches(step, self.layout)
         stop = float(self._stop_requested)
-        counts = torch.tensor([float(batch.mask.sum()), stop], dtype=torch.float64)
+        counted = float(batch.mask.sum()), float(_unpadded(batch)), stop
+        counts = torch.tensor(counted, dtype=torch.float64)
         dist.all_reduce(counts)
-        targets = counts[0].item() / self.layout.tp
+        targets, positions = (counts[:2] / self.layout.tp).tolist()
         # 2. Forward and backward. FSDP averages over data-parallel processes; this scale makes
         # the result the mean over targets. Replicas are summed with the last micro-batch.
         scale = self.layout.data_parallel / max(targets, 1.0)
@@ -238,7 +252,14 @@ class Trainer:
         self.step += 1
         # 4. The only wait for the device in a step, after everything has been launched.
         mean_loss, whole_norm, skipped = torch.stack([loss, norm, is_bad]).tolist()
-        return Update(mean_loss, whole_norm, round(targets), not skipped, counts[1].item() > 0)
+        return Update(
+            mean_loss,
+            whole_norm,
+            round(targets),
+            round(positions),
+            applied=not skipped,
+            stop=counts[2].item() > 0,
+        )
 
     def _loss(self, batch: Batch, rows: slice, scale: float) -> Tensor:
         tokens, targets, resets, mask = (
@@ -279,6 +300,18 @@ class Trainer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _unpadded(batch: Batch) -> int:
+    """The positions of a batch without the padding at the ends of rows.
+
+    Padding begins with a reset, its tokens are their own targets, and none of them counts. The
+    padding's token alone does not tell it from text.
+    """
+    tail = batch.resets.flip(1).cumsum(1).eq(0).sum(1) + 1  # from the last reset to the end
+    is_same = (batch.tokens == batch.targets) & ~batch.mask
+    same = is_same.flip(1).cumprod(1).sum(1)  # the row's last positions that look like padding
+    return batch.tokens.numel() - int(tail[same >= tail].sum())
 
 
 def _check_tokenizer(init_from: str, fingerprint: str | None) -> None:
