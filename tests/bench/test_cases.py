@@ -105,7 +105,7 @@ def test_a_closed_pipe_loses_no_measured_row(
 
     monkeypatch.setattr("builtins.print", say)
     with pytest.raises(BrokenPipeError):
-        cases.run(PLAN, Outputs(json=tmp_path / "results.json"))
+        cases.run(PLAN, json=tmp_path / "results.json")
     rows = json.loads((tmp_path / "results.json").read_text())["results"]
     assert [Result.from_dict(row) for row in rows] == RESULTS[:1]
 
