@@ -52,10 +52,10 @@ class ModelConfig:
     gate_soft_cap: float = 15.0
     output_logit_soft_cap: float = 30.0
     igate_bias_init_range: float = -10.0
-    bos_token_id: int = 0
+    bos_token_id: int = 0  # the first token of every text; eos_token_id if there is none
     eos_token_id: int = 0
     pad_token_id: int = 1
-    force_bos_token_insert: bool = True
+    force_bos_token_insert: bool = True  # False: texts have no first token
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -82,6 +82,9 @@ class ModelConfig:
                     f"num_heads ({self.num_heads}) does not divide the {name} width ({width}) "
                     f"of embedding_dim {self.embedding_dim}"
                 )
+        if not self.force_bos_token_insert:
+            # Not used then. It gets one value, so that configs of equal models compare equal.
+            object.__setattr__(self, "bos_token_id", self.eos_token_id)
 
     @classmethod
     def named(cls, size: str) -> Self:
@@ -184,6 +187,12 @@ class ModelConfig:
         eos = read.get("eos_token_id")
         if isinstance(eos, list) and len(eos) == 1:
             read["eos_token_id"] = eos[0]
+        if "bos_token_id" in read and read["bos_token_id"] is None:  # as Qwen's
+            del read["bos_token_id"]
+            if read.setdefault("force_bos_token_insert", False):
+                raise ValueError("force_bos_token_insert is true, but bos_token_id is null")
+        if "pad_token_id" in read and read["pad_token_id"] is None:  # as GPT-2's and Llama 3's
+            read["pad_token_id"] = read.get("eos_token_id", cls.eos_token_id)
         if eos == 2 and read.get("vocab_size", cls.vocab_size) == _GPT_NEOX_VOCABULARY:
             # The released config says 2, but that is the token "!". Documents end with id 0.
             read["eos_token_id"] = 0
@@ -217,6 +226,7 @@ class ModelConfig:
             "architectures": ["xLSTMForCausalLM"],
             "model_type": "xlstm",
             **asdict(self),
+            "bos_token_id": self.bos_token_id if self.force_bos_token_insert else None,
             **_ONLY_SUPPORTED,
             "hidden_size": self.embedding_dim,
             "num_hidden_layers": self.num_blocks,

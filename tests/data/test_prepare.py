@@ -567,7 +567,7 @@ def test_mistakes_before_anything_is_written(texts, tokenizer, tmp_path):
     spec["model"] |= {"vocab": {p: index - 1 for p, index in letters.items()}, "merges": []}
     (tmp_path / "other.json").write_text(json.dumps(spec))
     refused(
-        r"^id 0 of .*other.json is '!', but it must be the end of text",
+        r"other.json names no end of text, which separates documents: put a tokenizer_config.json",
         [texts],
         out,
         tmp_path / "other.json",

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -106,6 +107,24 @@ def test_last_words_score_as_computed_naively(lm: XLSTM7B, tmp_path: Path) -> No
 def test_lambada_scores_as_computed_naively(lm: XLSTM7B, tmp_path: Path) -> None:
     lines = (Path(os.environ["XLSTM7B_LAMBADA"]) / "test.jsonl").read_text().splitlines()
     check_last_words(lm, tmp_path, [json.loads(line)["text"] for line in lines[:8]])
+
+
+def test_a_model_without_a_first_token_is_given_the_first_one(
+    lm: XLSTM7B, byte_model: Path, tmp_path: Path
+) -> None:
+    without = tmp_path / "without"
+    shutil.copytree(byte_model, without)
+    config = json.loads((without / "config.json").read_text())
+    changed = {**config, "bos_token_id": None, "force_bos_token_insert": False, "eos_token_id": 5}
+    (without / "config.json").write_text(json.dumps(changed))
+    other = XLSTM7B(str(without), device="cpu", batch_size=8)
+    ids = torch.tensor([ByteTokenizer().encode("the sea")])
+    with torch.no_grad():
+        logprobs, _ = lm.scorer.model.token_logprobs(ids[:, :-1], ids[:, 1:])
+    rolling = instances("loglikelihood_rolling", ("the sea",))
+    (found,) = other.loglikelihood_rolling(rolling, disable_tqdm=True)
+    assert found == pytest.approx(logprobs.sum().item(), abs=1e-4)
+    assert (other.prefix_token_id, other.eot_token_id) == (5, 5)
 
 
 def test_trailing_spaces_belong_to_the_continuation(lm: XLSTM7B) -> None:

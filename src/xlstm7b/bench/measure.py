@@ -189,7 +189,7 @@ def make_generator(model: XLSTM, plan: ModelPlan, batch_size: int = 1) -> "Gener
 
 
 def random_prompts(vocab_size: int, batch: int, length: int) -> list[list[int]]:
-    """Random token ids. `Generator` puts id 0 before them, whose state it already has."""
+    """Random token ids. `Generator` puts the first token before them: it has its state."""
     draw = torch.Generator().manual_seed(length)
     ids: list[list[int]] = torch.randint(1, vocab_size, (batch, length), generator=draw).tolist()
     return ids

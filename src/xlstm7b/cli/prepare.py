@@ -30,7 +30,7 @@ def prepare(
         Path | None, typer.Option("--output", "-o", help="Folder to write the shards to.")
     ] = None,
     tokenizer: Annotated[
-        str, typer.Option(help="A tokenizer.json, a folder with one, or bytes.")
+        str, typer.Option(help="A tokenizer.json, its folder, a hub id, or bytes.")
     ] = "bytes",
     form: Annotated[
         str,
@@ -161,3 +161,7 @@ def _print_summary(path: Path, what: str, folder: "ShardFolder") -> None:
         f"{path} {what}: {folder.tokens:,} tokens, {folder.documents:,} documents, "
         f"shards: {len(folder.shards)}{', loss masks' if folder.has_mask else ''}"
     )
+    eos, bos = folder.eos_token_id, folder.bos_token_id
+    if (eos, bos) != (0, 0):  # other than a recipe's defaults
+        first = "force_bos_token_insert=false" if bos is None else f"bos_token_id={bos}"
+        print(f"train on it with --set model.eos_token_id={eos} --set model.{first}")

@@ -118,12 +118,13 @@ def export(
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            help="A tokenizer.json, or its folder, to copy next to the weights.",
-            show_default="that of init_from, if it has one",
+            help="A tokenizer.json, its folder, a hub id, or bytes, to write next to the weights.",
+            show_default="that of the data",
         ),
     ] = None,
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face folder, for generate and transformers."""
+    from xlstm7b.checkpoint import read_config, transformers_limits
     from xlstm7b.train.run_checkpoints import export_run
 
     if folder.is_dir() and any(folder.iterdir()):
@@ -134,6 +135,11 @@ def export(
             raise ValueError(f"--step must be a number or best, not {step!r}")
         chosen = int(str(step))
     done = export_run(run, folder, step=chosen, dtype=to_dtype(dtype), tokenizer=tokenizer)
+    warnings = transformers_limits(read_config(folder))
+    if not (folder / "tokenizer.json").exists():
+        warnings.append("the run's tokenizer was not found: give it with --tokenizer")
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     print(f"wrote step {done} of {run} to {folder}")
 
 

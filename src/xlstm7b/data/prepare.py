@@ -47,7 +47,7 @@ from xlstm7b.data.shards import (
     token_size,
     write_manifest,
 )
-from xlstm7b.tokenizer import ByteTokenizer, FileTokenizer, tokenizer_file, tokenizer_fingerprint
+from xlstm7b.tokenizer import AnyTokenizer, copy_tokenizer, open_tokenizer, tokenizer_file
 
 if TYPE_CHECKING:
     from xlstm7b.files import Progress
@@ -75,11 +75,12 @@ def prepare(
 ) -> ShardFolder:
     """Tokenizes the documents of files and folders into the folder `output`.
 
-    `tokenizer` is a tokenizer.json, its folder, or "bytes". `include` and `exclude` choose files,
-    see `find_input_files`. Up to `skip_bad` records that cannot be read are left out and listed in
-    the manifest. With `special_tokens`, "<|endoftext|>" and the like in a text become their ids;
-    otherwise they are ordinary text. A shard holds at most `shard_tokens` tokens, or a single
-    longer document. Documents without tokens are left out.
+    `tokenizer` is a tokenizer.json, its folder, a hub id, or "bytes". A copy of the file is kept
+    with the shards, for `export`. `include` and `exclude` choose files, see `find_input_files`. Up
+    to `skip_bad` records that cannot be read are left out and listed in the manifest. With
+    `special_tokens`, "<|endoftext|>" and the like in a text become their ids; otherwise they are
+    ordinary text. A shard holds at most `shard_tokens` tokens, or a single longer document.
+    Documents without tokens are left out.
 
     The same call continues a run that was killed or that ended with an error, and returns at once
     if nothing is left to do.
@@ -95,9 +96,9 @@ def prepare(
     found = find_input_files(
         inputs, text_endings, include=include, exclude=exclude, columns=columns, output=output
     )
-    vocab_size = open_tokenizer(tokenizer).vocab_size
-    fingerprint = tokenizer_fingerprint(tokenizer)
-    settings = [fingerprint, vars(columns), shard_tokens, list(text_endings), special_tokens]
+    tokenizer = tokenizer_file(tokenizer) or "bytes"  # a download comes once, not in each process
+    ids = _tokenizer_ids(tokenizer)
+    settings = [ids, vars(columns), shard_tokens, list(text_endings), special_tokens]
     plan = _Plan(_digest(settings), found.files, columns, text_endings, skip_bad)
     if _is_done(output, plan):
         return open_folder(output)
@@ -110,16 +111,16 @@ def prepare(
             batches = _read(plan, consumed, progress)
             tokenized = tokenize(batches, tokenizer, columns, processes, special_tokens)
             documents = _documents(tokenized, consumed)
-            _write(output, documents, consumed, done, vocab_size, columns.has_mask, shard_tokens)
+            _write(output, documents, consumed, done, ids, columns.has_mask, shard_tokens)
             if not done:
                 (output / UNFINISHED).unlink()
                 output.rmdir()
                 raise ValueError("the input holds no text")
+            copy_tokenizer(tokenizer, output)
             write_manifest(
                 output,
                 [note.entry for note in done],
-                vocab_size=vocab_size,
-                tokenizer_fingerprint=fingerprint,
+                **ids,
                 documents_as=columns.format,
                 plan=plan.digest,
                 **found.summary(),
@@ -141,27 +142,26 @@ def bad_records(output: str | Path) -> list[str]:
 
 def adopt(folder: str | Path, tokenizer: str | Path) -> ShardFolder:
     """Adds the manifest to a folder that datatrove wrote with this tokenizer."""
-    return adopt_folder(
-        folder,
-        vocab_size=open_tokenizer(tokenizer).vocab_size,
-        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
-    )
+    adopted = adopt_folder(folder, **_tokenizer_ids(tokenizer))
+    copy_tokenizer(tokenizer, adopted.path)
+    return adopted
 
 
-def open_tokenizer(
-    tokenizer: str | Path, special_tokens: bool = True
-) -> ByteTokenizer | FileTokenizer:
-    """A tokenizer.json, its folder, or "bytes". `ValueError` if id 0 is not the end of text."""
-    file = tokenizer_file(tokenizer)
-    if file is None:
-        return ByteTokenizer()
-    loaded = FileTokenizer(file, special_tokens=special_tokens)
-    if text := loaded.token_bytes(0):
+def _tokenizer_ids(tokenizer: str | Path) -> dict[str, Any]:
+    """What the manifest says of a tokenizer. `ValueError` if it has no end of text."""
+    loaded = open_tokenizer(tokenizer)
+    bos, eos, _ = loaded.special
+    if eos is None:
         raise ValueError(
-            f"id 0 of {file} is {text.decode(errors='replace')!r}, but it must be the end of text, "
-            "which separates documents"
+            f"{tokenizer} names no end of text, which separates documents: put a "
+            'tokenizer_config.json with "eos_token" beside it'
         )
-    return loaded
+    return {
+        "vocab_size": loaded.vocab_size,
+        "tokenizer_fingerprint": loaded.fingerprint,
+        "eos_token_id": eos,
+        "bos_token_id": bos,
+    }
 
 
 # The output folder
@@ -410,7 +410,7 @@ def tokenize(
 ) -> Iterator[Tokenized]:
     """Tokenizes batches in order, in this process or in several others."""
     if processes == 1:
-        here = open_tokenizer(tokenizer, special_tokens)
+        here = open_tokenizer(tokenizer, special_tokens=special_tokens)
         yield from (_tokenize(batch, here, columns) for batch in batches)
         return
     pool = ProcessPoolExecutor(
@@ -448,16 +448,14 @@ def _start_worker(tokenizer: str | Path, columns: Columns, special_tokens: bool)
         os._exit(1)  # a killed parent cannot stop us
 
     threading.Thread(target=exit_with_parent, daemon=True).start()
-    _worker = open_tokenizer(tokenizer, special_tokens), columns
+    _worker = open_tokenizer(tokenizer, special_tokens=special_tokens), columns
 
 
 def _work(batch: RecordBatch) -> Tokenized:
     return _tokenize(batch, *_worker)
 
 
-def _tokenize(
-    batch: RecordBatch, tokenizer: ByteTokenizer | FileTokenizer, columns: Columns
-) -> Tokenized:
+def _tokenize(batch: RecordBatch, tokenizer: AnyTokenizer, columns: Columns) -> Tokenized:
     documents, bad = list[tuple[int, list[Segment]]](), dict[int, str]()
     for position, document in batch.parse(columns):
         if isinstance(document, ValueError):
@@ -467,7 +465,8 @@ def _tokenize(
     digests = batch.digests()
     batch.records.clear()  # a record may be long
     dtype = np.dtype(f"<u{token_size(tokenizer.vocab_size)}")
-    encoded = _encode((text for _, doc in documents for text, _ in doc), tokenizer, dtype)
+    texts = ((text, number > 0) for _, doc in documents for number, (text, _) in enumerate(doc))
+    encoded = _encode(texts, tokenizer, dtype)
     positions, lengths, tokens, mask = [], [], [np.empty(0, dtype)], [np.empty(0, np.uint8)]
     for position, segments in documents:
         length = 0
@@ -484,24 +483,27 @@ def _tokenize(
 
 
 def _encode(
-    texts: Iterable[str], tokenizer: ByteTokenizer | FileTokenizer, dtype: np.dtype[Any]
+    texts: Iterable[tuple[str, bool]], tokenizer: AnyTokenizer, dtype: np.dtype[Any]
 ) -> Iterator[npt.NDArray[Any]]:
-    """The ids of each text."""
+    """The ids of each text. A text comes with whether it continues the one before it."""
 
     def encoded_pieces() -> Iterator[tuple[int, npt.NDArray[Any]]]:
-        waiting, size = list[tuple[int, str]](), 0
-        for number, text in enumerate(texts):
-            for piece in _pieces(text):
-                waiting.append((number, piece))
+        waiting, size = list[tuple[int, str, bool]](), 0
+        for number, (text, continues) in enumerate(texts):
+            for part, piece in enumerate(_pieces(text)):
+                waiting.append((number, piece, continues or part > 0))
                 size += len(piece)
                 if size >= _PIECE:
                     yield from encode(waiting)
                     waiting, size = [], 0
         yield from encode(waiting)
 
-    def encode(waiting: Sequence[tuple[int, str]]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-        found = tokenizer.encode_batch([piece for _, piece in waiting])
-        for (number, _), ids in zip(waiting, found, strict=True):
+    def encode(
+        waiting: Sequence[tuple[int, str, bool]],
+    ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        continues = [each for _, _, each in waiting]
+        found = tokenizer.encode_batch([piece for _, piece, _ in waiting], continues)
+        for (number, _, _), ids in zip(waiting, found, strict=True):
             yield number, np.array(ids, dtype)
 
     for _, parts in groupby(encoded_pieces(), key=itemgetter(0)):
@@ -546,7 +548,7 @@ def _write(
     documents: Iterator[Document],
     consumed: _Consumed,
     done: list[_Note],
-    vocab_size: int,
+    ids: dict[str, Any],
     has_mask: bool,
     shard_tokens: int,
 ) -> None:
@@ -554,7 +556,8 @@ def _write(
     upcoming = next(documents, None)
     while upcoming is not None:
         path = output / f"{len(done):05d}.ds"
-        with ShardWriter(path, vocab_size=vocab_size, has_mask=has_mask) as writer:
+        sizes = {name: ids[name] for name in ("vocab_size", "eos_token_id")}
+        with ShardWriter(path, **sizes, has_mask=has_mask) as writer:
             while upcoming is not None:
                 tokens, mask = upcoming
                 if writer.tokens and writer.tokens + len(tokens) + 1 > shard_tokens:

@@ -30,7 +30,7 @@ from xlstm7b.evaluate.scoring import Continuation, Scorer, default_batch_size
 from xlstm7b.files import write_aside, write_hashed
 from xlstm7b.generate import Generator, Request, SamplingParams, SavedState
 from xlstm7b.model import XLSTM
-from xlstm7b.tokenizer import load_tokenizer, with_first_token
+from xlstm7b.tokenizer import model_tokenizer, with_first_token
 
 NAME = "xlstm7b"
 
@@ -83,7 +83,7 @@ class XLSTM7B(TemplateLM):
         rows = None if str(batch_size).startswith("auto") else int(batch_size)
         if rows is not None and rows < 1:
             raise ValueError(f"batch_size must be at least 1 or auto, not {rows}")
-        text = load_tokenizer(tokenizer or self._folder, read_config(self._folder).vocab_size)
+        text = model_tokenizer(self._folder, read_config(self._folder), tokenizer)
         model = XLSTM.from_pretrained(self._folder, dtype=model_dtype, device=self._device)
         if rows is None:
             rows = min(default_batch_size(model), max_batch_size or 1 << 30)
@@ -97,6 +97,7 @@ class XLSTM7B(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
+        """The context of a text without one: the first token, or the end of text without it."""
         return self.generator.config.bos_token_id
 
     @property
@@ -106,7 +107,7 @@ class XLSTM7B(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Token ids without the first token (id 0): scoring and generation add it."""
+        """Token ids without the model's first token: scoring and generation add it."""
         return self.generator.tokenizer.encode(string)
 
     def apply_chat_template(
@@ -125,7 +126,10 @@ class XLSTM7B(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-probabilities of whole texts. A text may have any length: no window is used."""
+        """Log-probabilities of whole texts. A text may have any length: no window is used.
+
+        For a model without a first token, a text's first token is given, not scored.
+        """
         return self._task_by_task(self._score_texts, requests, disable_tqdm)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -170,7 +174,8 @@ class XLSTM7B(TemplateLM):
 
     def _score_texts(self, requests: list[Instance], disable_tqdm: bool) -> list[float]:
         texts = [request.args[0] for request in requests]
-        documents = [[self.prefix_token_id, *self.tok_encode(text)] for text in texts]
+        first = [self.prefix_token_id] if self.generator.config.force_bos_token_insert else []
+        documents = [[*first, *self.tok_encode(text)] for text in texts]
         total = sum(map(len, documents))
         with tqdm(total=total, desc="loglikelihood_rolling, tokens", disable=disable_tqdm) as bar:
             found = self.scorer.logprobs(documents, bar.update)

@@ -88,7 +88,12 @@ def read_documents(inputs: Iterable[str | Path], column: str = "text") -> Iterat
 def perplexity(
     scorer: Scorer, tokenizer: Tokenizer, documents: Iterable[str], progress: Progress | None = None
 ) -> Perplexity:
-    """Scores every document from its beginning to its end, each one from a fresh state."""
+    """Scores every document from its beginning to its end, each one from a fresh state.
+
+    For a model without a first token, a document's first token is given: it has no loss, and its
+    bytes do not count.
+    """
+    first_is_given = not scorer.config.force_bos_token_insert
     count = size = held = 0
     text = hashlib.sha256()
     sums = torch.zeros(64, dtype=torch.float64)
@@ -107,6 +112,9 @@ def perplexity(
         count, size = count + 1, size + len(content)
         text.update(hashlib.sha256(content).digest())
         waiting.append(tokenizer.encode(document))
+        if first_is_given and waiting[-1]:
+            given = tokenizer.token_bytes(waiting[-1][0])
+            size -= len(given.removeprefix(tokenizer.prefix))
         held += len(waiting[-1])
         if held >= MAX_HELD_TOKENS:
             score_waiting()

@@ -23,7 +23,7 @@ from xlstm7b.generate.request import (
 )
 from xlstm7b.generate.state import SavedState
 from xlstm7b.model import XLSTM
-from xlstm7b.tokenizer import Tokenizer, load_tokenizer
+from xlstm7b.tokenizer import Tokenizer, model_tokenizer
 
 ShouldStop = Callable[[], bool]
 Progress = Callable[[int], None]
@@ -72,7 +72,7 @@ class Generator:
         """
         where = to_device(device)
         folder = resolve(folder_or_hub_id)
-        text = load_tokenizer(tokenizer or folder, read_config(folder).vocab_size)
+        text = model_tokenizer(folder, read_config(folder), tokenizer)
         model = XLSTM.from_pretrained(folder, dtype=dtype or default_dtype(where), device=where)
         return cls(model, text, state_dtype=state_dtype, batch_size=batch_size)
 

@@ -111,7 +111,8 @@ class Request:
         prompt = self.prompt
         if not is_prompt(prompt):
             raise ValueError("a prompt must be a string or a list of ids")
-        ids = _encode(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+        continues = self.state is not None
+        ids = _encode(tokenizer, prompt, continues) if isinstance(prompt, str) else list(prompt)
         if not is_prompt([*self.previous_prompt, *self.previous_output]):
             raise ValueError("previous_prompt and previous_output must be lists of ids")
         for tokens in (ids, self.previous_prompt, self.previous_output):
@@ -141,7 +142,7 @@ class Request:
         return made
 
 
-def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+def _encode(tokenizer: Tokenizer, text: str, continues: bool) -> list[int]:
     try:
         text.encode()
     except UnicodeEncodeError as error:  # half a surrogate pair, or bytes that are not UTF-8
@@ -149,7 +150,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
         raise ValueError(
             f"the prompt is not valid Unicode: {wrong!r} at character {error.start}"
         ) from error
-    return tokenizer.encode(text)
+    return tokenizer.encode(text, continues=continues)
 
 
 def is_prompt(value: object) -> bool:

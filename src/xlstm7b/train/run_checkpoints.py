@@ -41,9 +41,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from xlstm7b.chat_format import template_source
 from xlstm7b.checkpoint import resolve, save_checkpoint
 from xlstm7b.config import ModelConfig
-from xlstm7b.data.prepare import open_tokenizer
 from xlstm7b.files import (
     MANIFEST,
     check_sha256,
@@ -54,7 +54,14 @@ from xlstm7b.files import (
     write_manifest,
 )
 from xlstm7b.model import XLSTM
-from xlstm7b.tokenizer import tokenizer_file, tokenizer_fingerprint
+from xlstm7b.tokenizer import (
+    load_tokenizer,
+    open_tokenizer,
+    tokenizer_file,
+    tokenizer_fingerprint,
+    write_fingerprint,
+    write_tokenizer,
+)
 from xlstm7b.train.processes import any_process, in_first_process
 from xlstm7b.train.recipe import Recipe
 
@@ -274,8 +281,9 @@ def export_run(
 ) -> int:
     """Writes a checkpoint, by default the last, as a Hugging Face folder. Returns its step.
 
-    "best" is the step with the lowest validation loss. `tokenizer` is copied into the folder: a
-    tokenizer.json, its folder, or "bytes", which needs no file; by default that of `init_from`.
+    "best" is the step with the lowest validation loss. `tokenizer` is a tokenizer.json, its folder,
+    a hub id or "bytes"; by default that of `init_from` or of the data. The folder gets the
+    tokenizer with the model's first token, a chat template, and the tokenizer's fingerprint.
     """
     folder = run / "checkpoints"
     found = saved_steps(folder)
@@ -293,16 +301,20 @@ def export_run(
     checkpoint = folder / f"step-{step:08}"
     saved = read_run(checkpoint)
     recipe = Recipe.from_dict(saved["recipe"])
-    # Earlier versions did not save the tokenizer's fingerprint.
-    file = _find_tokenizer(recipe, tokenizer, saved.get("tokenizer"))
+    fingerprint = saved.get("tokenizer")  # earlier versions did not save it
+    found_tokenizer = _find_tokenizer(recipe, tokenizer, fingerprint)
     verify_checkpoint(checkpoint)
     model = read_model(checkpoint, recipe.model)
     if not _all_finite(model.parameters()):
         raise ValueError(_not_finite(checkpoint))
     with TemporaryDirectory() as aside:
-        companions = []
-        if file is not None:  # it may have another name
-            companions.append(shutil.copyfile(file, Path(aside) / "tokenizer.json"))
+        if found_tokenizer is not None:
+            file = tokenizer_file(found_tokenizer)
+            template = template_source(Path(aside) if file is None else file.parent)
+            opened = open_tokenizer(found_tokenizer)
+            companions = write_tokenizer(Path(aside), opened, recipe.model, template)
+        else:
+            companions = [write_fingerprint(Path(aside), fingerprint)] if fingerprint else []
         parameters = model.named_parameters()
         save_checkpoint(target, recipe.model, parameters, dtype=dtype, companions=companions)
     return step
@@ -310,19 +322,28 @@ def export_run(
 
 def _find_tokenizer(
     recipe: Recipe, chosen: str | Path | None, fingerprint: str | None
-) -> Path | None:
-    """The chosen tokenizer, if it is the run's; otherwise that of `init_from`, if it has one."""
+) -> str | Path | None:
+    """The chosen tokenizer, if it is the run's; otherwise that of `init_from` or of the data."""
     if chosen is not None:
-        fits = open_tokenizer(chosen).vocab_size <= recipe.model.vocab_size
-        if not fits or fingerprint not in (None, tokenizer_fingerprint(chosen)):
-            raise ValueError(f"the run was trained with another tokenizer than {chosen}")
-        return tokenizer_file(chosen)
+        opened = open_tokenizer(chosen)
+        if fingerprint not in (None, opened.fingerprint):
+            raise ValueError(
+                f"the run was trained with the tokenizer {str(fingerprint)[:12]}, but {chosen} is "
+                f"the tokenizer {opened.fingerprint[:12]}"
+            )
+        load_tokenizer(chosen, recipe.model.vocab_size)
+        return chosen
+    # The folders may not exist any more, or hold another tokenizer.
+    places = [Path(source.path) for source in recipe.data.sources.values()]
     if recipe.init_from and not recipe.start_step:
-        with suppress(ValueError, OSError):  # the folder may not exist any more
-            file = tokenizer_file(resolve(recipe.init_from))
-            if file is not None and fingerprint in (None, tokenizer_fingerprint(file)):
-                return file
-    return None
+        with suppress(ValueError, OSError):
+            places.insert(0, resolve(recipe.init_from))
+    for place in places:
+        if (place / "tokenizer.json").is_file():
+            with suppress(ValueError, OSError):
+                if fingerprint in (None, tokenizer_fingerprint(place)):
+                    return place
+    return "bytes" if fingerprint == "bytes" else None
 
 
 # Weights that are not finite

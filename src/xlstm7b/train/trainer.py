@@ -62,7 +62,7 @@ class Trainer:
         folders = {name: folder for name, (folder, _) in sources.items()}
         if recipe.data.validation:
             self._validation = folders["data.validation"] = open_folder(recipe.data.validation)
-        check_tokenizers(folders, recipe.model.vocab_size)
+        check_tokenizers(folders, recipe.model)
         self._tokenizer = next(iter(folders.values())).tokenizer_fingerprint
         self.loader = Loader(
             sources,
@@ -73,7 +73,7 @@ class Trainer:
             seed=recipe.run.seed,
             stage=recipe.start_step,
             packing=recipe.data.packing,
-            vocab_size=recipe.model.vocab_size,
+            model=recipe.model,
             pin_memory=device_type == "cuda",
         )
         # The same sample during the whole run, so that gate statistics can be compared.
@@ -317,8 +317,11 @@ def _unpadded(batch: Batch) -> int:
 def _check_tokenizer(init_from: str, fingerprint: str | None) -> None:
     """Raises a `ValueError` if the weights come with another tokenizer than that of the data."""
     folder = resolve(init_from)
-    if (folder / "tokenizer.json").is_file() and tokenizer_fingerprint(folder) != fingerprint:
+    if not (folder / "tokenizer.json").is_file():
+        return
+    theirs = tokenizer_fingerprint(folder)
+    if theirs != fingerprint:
         raise ValueError(
-            f"the data was prepared with another tokenizer than that of {init_from}: prepare it "
-            f"with --tokenizer {folder}"
+            f"the data was prepared with the tokenizer {str(fingerprint)[:12]}, but {init_from} "
+            f"holds the tokenizer {theirs[:12]}: prepare it with --tokenizer {folder}"
         )
