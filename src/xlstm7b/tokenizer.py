@@ -60,12 +60,15 @@ class Tokenizer(Protocol):
 AnyTokenizer: TypeAlias = "ByteTokenizer | FileTokenizer"
 
 
-def open_tokenizer(tokenizer: str | Path) -> AnyTokenizer:
-    """The tokenizer of a `tokenizer.json`, its folder or a hub id, or "bytes"."""
+def open_tokenizer(tokenizer: str | Path, *, special_tokens: bool = True) -> AnyTokenizer:
+    """The tokenizer of a `tokenizer.json`, its folder or a hub id, or "bytes".
+
+    For `special_tokens`, see `FileTokenizer`.
+    """
     file = tokenizer_file(tokenizer)
     if file is None:
         return ByteTokenizer()
-    loaded = FileTokenizer(file)
+    loaded = FileTokenizer(file, special_tokens=special_tokens)
     # An export of a byte-level model has a file for other programs. Here its ids are bytes.
     is_bytes = loaded.vocab_size == _byte_file()[0] and loaded.fingerprint == _byte_file()[1]
     return ByteTokenizer() if is_bytes else loaded
@@ -226,10 +229,11 @@ class FileTokenizer(Tokenizer):
 
     Byte-level ones (GPT-2, GPT-NeoX, Llama 3, Qwen, …) and SentencePiece's style (Llama 2, Gemma,
     …) are supported. There the text of a token does not depend on the tokens around it, except for
-    the space that SentencePiece puts before a text (`prefix`).
+    the space that SentencePiece puts before a text (`prefix`). Without `special_tokens`,
+    "<|endoftext|>" and the like in a text are encoded as ordinary text.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, special_tokens: bool = True) -> None:
         import tokenizers
 
         self.path = path
@@ -240,6 +244,7 @@ class FileTokenizer(Tokenizer):
         # The file may ask to truncate or pad texts. Here the ids are always those of the text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = not special_tokens
         try:
             to_bytes, self.prefix = _decoding(json.loads(self._tokenizer.to_str())["decoder"])
         except ValueError as error:

@@ -29,10 +29,12 @@ from xlstm7b.evaluate import harness
 from xlstm7b.evaluate.harness import (
     PRESETS,
     XLSTM7B,
+    FinishedTasks,
     expand_presets,
     load_tasks,
     run_tasks,
     sampling_options,
+    write_samples,
 )
 
 
@@ -323,3 +325,53 @@ def test_the_harness_command_line_gives_the_same_results(
     ours = run_tasks(lm, load_tasks(["choices"], tmp_path))
     assert theirs["results"]["choices"]["acc,none"] == ours["results"]["choices"]["acc,none"]
     assert theirs["config"]["model"] == "xlstm7b"
+
+
+_GROUP = "group: both\ntask: [one, two]\naggregate_metric_list: [{metric: acc}]\n"
+
+
+def test_finished_tasks_of_a_group_are_not_run_again(lm: XLSTM7B, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        add_choices(tmp_path, name, questions=3, shots=1, words=3)
+    add_whole(tmp_path, "whole", ["a text", "another"])
+    (tmp_path / "both.yaml").write_text(_GROUP)
+    expected = run_tasks(lm, load_tasks(["both", "whole"], tmp_path))
+    path = tmp_path / "kept"
+    found = run_tasks(lm, load_tasks(["both", "whole"], tmp_path), finished=FinishedTasks(path, {}))
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert [json.loads(line)["task"] for line in lines[1:]] == ["one", "two", "whole"]
+    for end in range(1, len(lines) + 1):
+        path.write_bytes(b"".join(lines[:end]) + b'{"task": "tw')
+        before = lm.scorer.tokens_processed
+        kept = FinishedTasks(path, {})
+        again = run_tasks(lm, load_tasks(["both", "whole"], tmp_path), finished=kept)
+        for each in (found, again):
+            assert each["results"] == expected["results"]
+            assert each["groups"] == expected["groups"]
+        assert (lm.scorer.tokens_processed == before) == (end == len(lines))
+        assert path.read_bytes() == b"".join(lines)
+    add_choices(tmp_path, "two", questions=3, shots=2, words=3)
+    with pytest.raises(ValueError, match="questions of the task 'two' are not those of the interr"):
+        run_tasks(lm, load_tasks(["both"], tmp_path), finished=FinishedTasks(path, {}))
+    lm.finished = None
+    path.write_bytes(lines[0] + b"[]x\n")
+    with pytest.raises(ValueError, match="kept is damaged in line 2: delete it to start again"):
+        FinishedTasks(path, {})
+
+
+def test_samples_are_written_as_lm_eval_writes_them(lm: XLSTM7B, tmp_path: Path) -> None:
+    from lm_eval.loggers import EvaluationTracker
+
+    add_choices(tmp_path, "choices", questions=2, shots=1, words=3)
+    add_answered(tmp_path, "answered", {"alone": "nö", "lonely": "no"})
+    found = run_tasks(lm, load_tasks(["choices", "answered"], tmp_path), log_samples=True)
+    write_samples(tmp_path / "mine.json", found["samples"])
+    tracker = EvaluationTracker(output_path=str(tmp_path / "theirs" / "out.json"))
+    tracker.date_id = "mine"
+    for task, samples in found["samples"].items():
+        tracker.save_results_samples(task, samples)
+        name = f"samples_{task}_mine.jsonl"
+        theirs = (tmp_path / "theirs" / name).read_text().splitlines()
+        ours = (tmp_path / name).read_text().splitlines()
+        assert list(map(json.loads, ours)) == list(map(json.loads, theirs))
+        assert len(ours) == 2

@@ -350,22 +350,20 @@ class ShardWriter:
 
     def add(self, tokens: Ids, mask: Ids | None = None) -> None:
         """Appends a document and the end of text, which always counts in the loss."""
-        ids = np.full(len(tokens) + 1, self._eos, dtype=np.int64)
-        ids[:-1] = tokens
-        if ids.min() < 0 or ids.max() >= self._vocab_size:
+        ids = tokens if isinstance(tokens, np.ndarray) else np.array(tokens, dtype=np.int64)
+        smallest, largest = ids.min(initial=0), ids.max(initial=0)
+        if smallest < 0 or largest >= self._vocab_size:
             raise ValueError(
-                f"{self.path}: a document has ids from {ids.min()} to {ids.max()}, "
+                f"{self.path}: a document has ids from {smallest} to {largest}, "
                 f"but the vocabulary ends at {self._vocab_size - 1}"
             )
         assert (mask is not None) == self._has_mask
-        self._write("", ids.astype(self._dtype))
+        self._write("", ids.astype(self._dtype, copy=False), np.full(1, self._eos, self._dtype))
         if mask is not None:
             assert len(mask) == len(tokens)
-            counted = np.ones(len(ids), dtype=np.uint8)
-            counted[:-1] = mask
-            self._write(".loss", counted)
+            self._write(".loss", np.asarray(mask, np.uint8), np.ones(1, np.uint8))
         self.documents += 1
-        self.tokens += len(ids)
+        self.tokens += len(ids) + 1
         self._ends.append(self.tokens)
 
     def close(self, **noted: Any) -> None:
@@ -388,10 +386,11 @@ class ShardWriter:
         write_json(note, {**self.entry.model_dump(), **noted})
         self._is_closed = True
 
-    def _write(self, ending: str, values: npt.NDArray[Any]) -> None:
-        name, content = f"{self.path.name}{ending}", values.tobytes()
-        self._sums[name].update(content)
-        self._files[name].write(content)
+    def _write(self, ending: str, *parts: npt.NDArray[Any]) -> None:
+        name = f"{self.path.name}{ending}"
+        for values in map(np.ascontiguousarray, parts):  # not copied: a document may be long
+            self._sums[name].update(values.data)
+            self._files[name].write(values.data)
 
     def __enter__(self) -> Self:
         return self
