@@ -7,7 +7,7 @@ TOOLS := $(VENV)/.tools
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup test lint quickstart clean
+.PHONY: setup test lint quickstart sanitize clean
 
 setup: $(TOOLS)
 
@@ -32,6 +32,15 @@ test: lint
 
 quickstart: $(PACKAGE)
 	$(BIN)/python examples/quickstart.py
+
+# Needs a GPU and NVIDIA's compute-sanitizer. The first run compiles the kernels and counts them.
+# For memcheck every tensor has its own allocation, so that it sees what lies outside of a tensor.
+SANITIZE = compute-sanitizer --error-exitcode 1 --tool
+sanitize: $(PACKAGE)
+	$(BIN)/python tests/sanitize.py
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZE) memcheck $(BIN)/python tests/sanitize.py
+	$(SANITIZE) initcheck $(BIN)/python tests/sanitize.py
+	$(SANITIZE) racecheck $(BIN)/python tests/sanitize.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -140,15 +140,16 @@ def test_state_bytes() -> None:
     assert (narrow["n"], narrow["m"]) == (state["n"], state["m"])  # always float32
 
 
-def test_decode_limit_of_one_h200() -> None:
-    assert accounting.decode_limit(SEVEN, 4.27e12) == pytest.approx(314, rel=0.01)
+def test_decoding_on_one_h200_moves_the_weights_and_all_states() -> None:
+    assert 4.27e12 / accounting.decode_bytes(SEVEN) == pytest.approx(314, rel=0.01)
     without_table = 6_865_424_896 - 50304 * 4096
     moved = 2 * (without_table + 4096) + 2 * accounting.state_bytes(SEVEN)["total"]
     assert accounting.decode_bytes(SEVEN) == moved
     # Only the weights are shared in a batch.
     row = 2 * 4096 + 2 * accounting.state_bytes(SEVEN)["total"]
     assert accounting.decode_bytes(SEVEN, 64) == moved + 63 * row
-    assert accounting.decode_limit(SEVEN, 4.27e12, 64) == 64 * 4.27e12 / (moved + 63 * row)
+    least = accounting.least_decode_seconds(SEVEN, 768e12, 4.27e12, 64)
+    assert least == (moved + 63 * row) / 4.27e12
 
 
 def test_the_least_decode_time_is_that_of_bytes_or_flops() -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
     from xlstm7b.model import XLSTM, MLSTMBlock, MLSTMLayer, MLSTMStack, ModelState
     from xlstm7b.tokenizer import load_tokenizer
+    from xlstm7b.train import Trainer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Request",
     "SamplingParams",
     "SavedState",
+    "Trainer",
     "load_tokenizer",
     "mlstm_sequence",
     "mlstm_step",
@@ -51,6 +53,7 @@ _HOMES = {
     "Request": "generate",
     "SamplingParams": "generate",
     "SavedState": "generate",
+    "Trainer": "train",
 }
 
 

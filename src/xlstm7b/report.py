@@ -12,12 +12,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     cells = [list(header), *([("" if x is None else str(x)) for x in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
-    for row in cells:
-        first, *rest = (
-            cell.ljust(width) if index == 0 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        lines.append("  ".join([first, *rest]).rstrip())
+    for first, *others in cells:
+        aligned = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
+        lines.append("  ".join(aligned).rstrip())
     return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from xlstm7b.bench import cases
-from xlstm7b.bench.cases import Column, Outputs, Part, Result, heading, line
+from xlstm7b.bench.cases import Column, Part, Result, heading, line
 from xlstm7b.bench.measure import attempt, find_peaks, measure_steps, percentile
 from xlstm7b.bench.peers import in_process
 from xlstm7b.bench.plans import BENCHMARKS, Engine, Generation, Kernels, Loader, Serve, Tune
@@ -62,8 +62,8 @@ def test_rows_carry_the_figures_or_the_reason() -> None:
 def test_results_are_printed_compared_saved_and_drawn(
     loader: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outputs = Outputs(tmp_path / "results.json", tmp_path / "results.png", "xlstm7b bench loader x")
-    done = cases.run(PLAN, outputs)
+    files = {"json": tmp_path / "results.json", "plot": tmp_path / "results.png"}
+    done = cases.run(PLAN, **files, command="xlstm7b bench loader x")
     # Beside a peer stands ours of the same case: the same work, else the first.
     assert [result.ratio for result in done[2:5]] == [2.0, 5.0, None]
     assert [replace(result, ratio=None) for result in done] == RESULTS
@@ -87,7 +87,25 @@ def test_an_interrupted_benchmark_saves_what_it_has(loader: Any, tmp_path: Path)
 
     loader.results = results
     with pytest.raises(KeyboardInterrupt):
-        cases.run(PLAN, Outputs(json=tmp_path / "results.json"))
+        cases.run(PLAN, json=tmp_path / "results.json")
+    rows = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert [Result.from_dict(row) for row in rows] == RESULTS[:1]
+
+
+def test_a_closed_pipe_loses_no_measured_row(
+    loader: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pipe is closed when the heading of the first row is printed."""
+    said: list[str] = []
+
+    def say(text: str, flush: bool = False) -> None:
+        if said:
+            raise BrokenPipeError
+        said.append(text)
+
+    monkeypatch.setattr("builtins.print", say)
+    with pytest.raises(BrokenPipeError):
+        cases.run(PLAN, json=tmp_path / "results.json")
     rows = json.loads((tmp_path / "results.json").read_text())["results"]
     assert [Result.from_dict(row) for row in rows] == RESULTS[:1]
 
@@ -99,10 +117,10 @@ def test_files_that_cannot_be_written_are_found_before_the_work(
     with pytest.raises(
         ValueError, match=r"cannot write /nowhere/at/.*: there is no folder /nowhere/at$"
     ):
-        cases.run(PLAN, Outputs(json=Path("/nowhere/at/all.json")))
+        cases.run(PLAN, json=Path("/nowhere/at/all.json"))
     monkeypatch.setattr("xlstm7b.report.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="drawing a figure needs matplotlib"):
-        cases.run(PLAN, Outputs(plot=Path("plot.png")))
+        cases.run(PLAN, plot=Path("plot.png"))
 
 
 def test_secrets_are_not_saved() -> None:

@@ -78,7 +78,7 @@ def test_limits_of_the_7b_on_an_h200() -> None:
     plan = Generation.of(device="cuda", peak_tflops=768.0, peak_tbs=4.27)
     step = with_limit(Result("decode", batch=1, length=16), plan, 1 / 250)
     assert step.tokens_per_second == 250
-    assert step.limit == pytest.approx(accounting.decode_limit(SEVEN, 4.27e12))
+    assert step.limit == pytest.approx(4.27e12 / accounting.decode_bytes(SEVEN))
     assert step.limit == pytest.approx(314, rel=0.01)
     assert step.percent_of_limit == pytest.approx(100 * 250 / step.limit)
     moved = accounting.decode_bytes(SEVEN)
@@ -99,7 +99,7 @@ def test_limits_of_the_7b_on_an_h200() -> None:
     assert hundred.tokens_per_second is None
 
     llama = Result("context", "llama2", "eager", batch=1)
-    llama = with_limit(llama, plan, 1 / 100, is_xlstm=False)
+    llama = with_limit(llama, plan, 1 / 100)
     assert (llama.tokens_per_second, llama.limit, llama.percent_of_limit) == (100, None, None)
 
 

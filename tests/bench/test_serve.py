@@ -13,7 +13,6 @@ from commands import environment
 from live_server import serving, spelling_model, wait_for
 
 from xlstm7b.bench import cases
-from xlstm7b.bench.cases import Outputs
 from xlstm7b.bench.plans import Serve
 from xlstm7b.bench.serve import Answer, Measured, check_server, send
 from xlstm7b.generate import Generator
@@ -91,8 +90,8 @@ def test_a_server_under_load(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     generator = Generator(spelling_model("abcdefgh"), ByteTokenizer())
     lengths = {"prompt_tokens": (5, 9), "new_tokens": (4, 8), "api_key": "key"}
     with serving(generator, keys=("key",)) as live:
-        outputs = Outputs(tmp_path / "load.json", tmp_path / "load.png")
-        results = cases.run(Serve.of(url=live.url, rate=40.0, seconds=1.0, **lengths), outputs)
+        files = {"json": tmp_path / "load.json", "plot": tmp_path / "load.png"}
+        results = cases.run(Serve.of(url=live.url, rate=40.0, seconds=1.0, **lengths), **files)
         assert {result.error for result in results} == {None}
         answers = results[0].figures["answers"]
         assert 20 <= len(answers) <= 65

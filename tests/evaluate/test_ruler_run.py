@@ -210,23 +210,23 @@ def test_folders_of_other_runs_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "message"),
+    ("settings", "message"),
     [
-        (Plan(("nia",), (4096,), 1, 42), "RULER has no task 'nia'; its tasks: niah_single_1, "),
-        (Plan(("vt",), (0,), 1, 42), "a length must be at least 1, not 0"),
-        (Plan(("vt",), (4096,), 0, 42), "the number of samples must be at least 1, not 0"),
-        (Plan(("vt",), (4096, 4096), 1, 42), "give at least one length, and each length only once"),
-        (Plan((), (4096,), 1, 42), "give at least one task, and each task only once"),
+        ((("nia",), (4096,), 1, 42), "RULER has no task 'nia'; its tasks: niah_single_1, "),
+        ((("vt",), (0,), 1, 42), "a length must be at least 1, not 0"),
+        ((("vt",), (4096,), 0, 42), "the number of samples must be at least 1, not 0"),
+        ((("vt",), (4096, 4096), 1, 42), "give at least one length, and each length only once"),
+        (((), (4096,), 1, 42), "give at least one task, and each task only once"),
         (
-            Plan(("qa_1", "qa_2"), (4096,), 1, 42),
+            (("qa_1", "qa_2"), (4096,), 1, 42),
             "none of these tasks can be run: no --squad is given, no --hotpotqa is given",
         ),
-        (Plan(("vt",), (600,), 1, 42), "a length of 600 tokens is too short for vt: "),
+        ((("vt",), (600,), 1, 42), "a length of 600 tokens is too short for vt: "),
     ],
 )
-def test_wrong_plans_are_refused(tmp_path: Path, plan: Plan, message: str) -> None:
+def test_wrong_plans_are_refused(tmp_path: Path, settings: Any, message: str) -> None:
     with pytest.raises(ValueError) as raised:  # noqa: PT011 (the message is compared below)
-        run(tmp_path / "run", None, plan, data=Datasets())
+        run(tmp_path / "run", None, Plan(*settings), data=Datasets())
     assert str(raised.value).startswith(message)
     assert not (tmp_path / "run").exists()
 

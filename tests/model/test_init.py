@@ -1,6 +1,7 @@
 """First weights: each module sets its own, and the same seed gives the same weights as ever."""
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM, layers
 from xlstm7b.model.init import drawn_parameters, reset_parameters
+from xlstm7b.registry import register
 
 
 def digest(parameters) -> str:
@@ -83,6 +85,7 @@ def test_a_block_alone_can_be_trained():
     assert all(parameter.grad.isfinite().all() for parameter in block.parameters())
 
 
+@register("norm", "with_bias")
 class WithBias(layers.RMSNorm):
     """A changed norm whose author forgot to initialise the new parameter."""
 
@@ -104,27 +107,27 @@ class WithScale(layers.SwiGLU):
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(
-    ("part", "changed", "name"),
-    [("RMSNorm", WithBias, "norm_mlstm.bias"), ("SwiGLU", WithScale, "ffn.scale")],
+    ("norm", "ffn", "name"),
+    [("with_bias", layers.SwiGLU, "norm_mlstm.bias"), ("rms_norm", WithScale, "ffn.scale")],
 )
-def test_a_parameter_without_a_rule_is_an_error(monkeypatch, device, part, changed, name):
-    monkeypatch.setattr(layers, part, changed)
-    message = rf"blocks.0.{name} is not initialised: give {changed.__name__} a method"
+def test_a_parameter_without_a_rule_is_an_error(monkeypatch, device, norm, ffn, name):
+    monkeypatch.setattr(layers, "SwiGLU", ffn)
+    message = rf"blocks.0.{name} is not initialised: give With\w+ a method"
     with torch.device(device), pytest.raises(TypeError, match=message):
-        XLSTM(SMALL)
+        XLSTM(replace(SMALL, norm=norm))
 
 
-def test_a_rule_that_only_the_constructor_knows_is_an_error(monkeypatch):
+def test_a_rule_that_only_the_constructor_knows_is_an_error():
     """The trainer builds on the meta device and calls reset_parameters() later."""
 
+    @register("norm", "shifted")
     class Shifted(WithBias):
         def __init__(self, width: int, eps: float) -> None:
             super().__init__(width, eps)
             nn.init.zeros_(self.bias)
 
-    monkeypatch.setattr(layers, "RMSNorm", Shifted)
     with torch.device("meta"):
-        model = XLSTM(SMALL)
+        model = XLSTM(replace(SMALL, norm="shifted"))
     with pytest.raises(TypeError, match=r"norm_mlstm\.bias is not initialised"):
         list(drawn_parameters(model, torch.device("cpu")))
 

@@ -14,8 +14,7 @@ from xlstm7b.chat_format import ChatTemplate, TemplateFormat
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate import Generator, SavedState, StateStore
 from xlstm7b.model import XLSTM
-from xlstm7b.serve import saved_states
-from xlstm7b.serve.protocol import ApiError
+from xlstm7b.serve.protocol import ApiError, Limiter
 from xlstm7b.serve.saved_states import SavedStates
 from xlstm7b.tokenizer import ByteTokenizer
 
@@ -114,7 +113,7 @@ def test_an_answer_is_sent_even_if_its_state_cannot_be_saved(
 def test_few_requests_may_hold_saved_states_in_memory(
     live: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saved_states, "MAX_IN_MEMORY", 1)
+    monkeypatch.setattr(live.service.states, "in_memory", Limiter(1, "requests with saved states"))
     saved = live.post(STATES, prompt="a")["id"]
     endless = {"state": saved, "max_tokens": 60000, "ignore_eos": True, "stream": True}
     with live.client.stream("POST", COMPLETIONS, json=endless) as answer:

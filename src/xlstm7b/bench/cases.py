@@ -112,44 +112,31 @@ class Part:
         title: str,
         columns: Iterable[str | Column],
         *,
-        plot: tuple[str, str] | None = None,
+        plot: tuple[str, ...] = (),
         log_y: bool = False,
     ) -> None:
         self.title, self.log_y = title, log_y
         self.columns = [COLUMNS[each] if isinstance(each, str) else each for each in columns]
         titles = [column.title for column in self.columns]
-        self.plot = [self.columns[titles.index(each)] for each in plot or ()]
+        self.plot = [self.columns[titles.index(each)] for each in plot]
 
 
 _LABEL, _COLUMN = 40, 9  # widths: rows are printed before the longest cell is known
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """The files that a benchmark writes, and the command line to record in them."""
+def run(
+    plan: Plan, *, json: Path | None = None, plot: Path | None = None, command: str = ""
+) -> list[Result]:
+    """Runs the plan's benchmark, and writes its files. `command` is recorded in the JSON file.
 
-    json: Path | None = None
-    plot: Path | None = None
-    command: str = ""
-
-    def check(self) -> None:
-        """Raises a `ValueError` if a file cannot be written. Call it before the measurement."""
-        for path in (self.json, self.plot):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise ValueError(
-                    f"cannot write {path}: there is no folder {path.absolute().parent}"
-                )
-        if self.plot is not None:
-            check_matplotlib()
-
-
-NO_FILES = Outputs()
-
-
-def run(plan: Plan, outputs: Outputs = NO_FILES) -> list[Result]:
-    """Runs the plan's benchmark. If it is interrupted, the results so far are saved."""
+    If it is interrupted, the results so far are saved.
+    """
     plan.check()
-    outputs.check()
+    for path in (json, plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"cannot write {path}: there is no folder {path.absolute().parent}")
+    if plot is not None:
+        check_matplotlib()
     subject = next(name for name, kind in BENCHMARKS.items() if kind is type(plan))
     module: Any = import_module(f"xlstm7b.bench.{subject}")
     if plan.runs_on == "cuda" and not torch.cuda.is_available():
@@ -161,12 +148,12 @@ def run(plan: Plan, outputs: Outputs = NO_FILES) -> list[Result]:
     try:
         _print(module.PARTS, results, done)
     finally:
-        if outputs.json is not None and done:
+        if json is not None and done:
             rows = [result.to_dict() for result in done]
-            about |= {"command": outputs.command}
-            write_json(outputs.json, about | {"plan": plan.to_dict(), "results": rows})
-    if outputs.plot is not None:
-        getattr(module, "draw", draw)(module.PARTS, done, outputs.plot)
+            content = {"command": command, "plan": plan.to_dict(), "results": rows}
+            write_json(json, about | content)
+    if plot is not None:
+        getattr(module, "draw", draw)(module.PARTS, done, plot)
     return done
 
 
@@ -174,10 +161,10 @@ def _print(parts: Mapping[str, Part], results: Iterable[Result], done: list[Resu
     """Prints a heading before each part and a line for each result. Appends to `done`."""
     began, current = time.monotonic(), ""
     for result in results:
+        done.append(_with_ratio(result, done))  # before printing, which may fail: a closed pipe
         if result.part != current and result.part in parts:
             current = result.part
             print(f"\n{heading(parts[current])}  [{time.monotonic() - began:.0f} s]")
-        done.append(_with_ratio(result, done))
         print(line(done[-1], parts.get(result.part)), flush=True)
 
 

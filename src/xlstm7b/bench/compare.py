@@ -1,9 +1,9 @@
 """`xlstm7b compare FOLDER`: this package and `transformers` on the same weights."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ Forward = Callable[[Tensor, Any], tuple[Tensor, Any]]
 """Takes tokens [B, T] and a state or None; returns logits [B, T, V] and the new state."""
 
 
-class Speeds(NamedTuple):
+@dataclass(frozen=True)
+class Speeds:
     """Tokens per second."""
 
     prefill: float
@@ -56,9 +57,6 @@ class Comparison:
     speed_length: int
     ours: Speeds
     theirs: Speeds
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"ours": self.ours._asdict(), "theirs": self.theirs._asdict()}
 
 
 @torch.inference_mode()
@@ -132,14 +130,8 @@ def _their_speeds(forward: Forward, prompt: Tensor, steps: int = 8) -> Speeds:
     """Reads the prompt [1, T], then decodes `steps` tokens after it."""
     prefill = measure(lambda: forward(prompt, None), prompt.device)
     state = forward(prompt, None)[1]
-
-    def decode() -> None:
-        token, after = prompt[:, -1:], state
-        for _ in range(steps):
-            logits, after = forward(token, after)
-            token = logits[:, -1:].argmax(-1)
-
-    return Speeds(prompt.numel() / prefill, steps / measure(decode, prompt.device))
+    decode = measure(lambda: _greedy(forward, prompt[:, -1:], steps, state), prompt.device)
+    return Speeds(prompt.numel() / prefill, steps / decode)
 
 
 def _prompt_tokens(config: ModelConfig, folder: Path) -> dict[str, list[int]]:
@@ -155,11 +147,12 @@ def _prompt_tokens(config: ModelConfig, folder: Path) -> dict[str, list[int]]:
     }
 
 
-def _greedy(forward: Callable[..., tuple[Tensor, Any]], tokens: Tensor, steps: int) -> list[int]:
-    output: list[int] = []
-    state = None
+def _greedy(
+    forward: Callable[..., tuple[Tensor, Any]], tokens: Tensor, steps: int, state: Any = None
+) -> list[int]:
+    output = []
     for _ in range(steps):
         logits, state = forward(tokens, state)
         tokens = logits[:, -1:].argmax(-1)
-        output.append(int(tokens))
-    return output
+        output.append(tokens)
+    return [int(token) for token in output]  # here, not in the loop: it waits for a GPU

@@ -9,14 +9,13 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 from xlstm7b.bench import plans
 from xlstm7b.bench.cases import Column, Part, Result
-from xlstm7b.bench.measure import percentile, random_model, random_prompts, release
+from xlstm7b.bench.measure import GREEDY, percentile, random_model, random_prompts, release
 from xlstm7b.devices import to_dtype
 from xlstm7b.generate import Engine, Generator, Request, SamplingParams
 from xlstm7b.model import XLSTM
@@ -64,11 +63,11 @@ def make_requests(plan: plans.Engine) -> list[Request]:
     """New requests. Every call returns the same prompts and lengths."""
     prompts = random_prompts(plan.config.vocab_size, plan.requests, plan.prompt_tokens)
     draw = random.Random(0)
-    return [Request(ids, _greedy(draw.randint(*plan.new_tokens_range()))) for ids in prompts]
+    return [_greedy(ids, draw.randint(*plan.new_tokens_range())) for ids in prompts]
 
 
-def _greedy(tokens: int) -> SamplingParams:
-    return SamplingParams(max_new_tokens=tokens, temperature=0, eos_token_id=())
+def _greedy(token_ids: list[int], new_tokens: int) -> Request:
+    return Request(token_ids, SamplingParams(max_new_tokens=new_tokens, **GREEDY))
 
 
 def drive(engine: Engine, requests: Sequence[Request], streams: int) -> list[list[float]]:
@@ -107,12 +106,11 @@ def _whole_batches(model: XLSTM, tokenizer: Tokenizer, plan: plans.Engine) -> fl
 def _streams(
     model: XLSTM, tokenizer: Tokenizer, plan: plans.Engine, prefill_tokens: int, limit: float
 ) -> Result:
-    state_dtype = to_dtype(plan.state_dtype)
     engine = Engine(
         model,
         tokenizer,
         slots=plan.streams,
-        state_dtype=state_dtype,
+        state_dtype=to_dtype(plan.state_dtype),
         prefill_tokens=prefill_tokens,
     )
     engine.warm_up()
@@ -133,11 +131,17 @@ def _streams(
         "gap_p99": percentile(gaps, 99),
         "outside_model": 1 - model_seconds / (after.seconds - before.seconds),
     }
-    work = f"prefill of {prefill_tokens}"
-    case = Result("streams", "ours", work, "", plan.streams, plan.prompt_tokens, figures=figures)
-    percent = 100 * speed / limit
-    case = replace(case, seconds=seconds, tokens_per_second=speed)
-    return replace(case, limit=limit, percent_of_limit=percent)
+    return Result(
+        "streams",
+        work=f"prefill of {prefill_tokens}",
+        batch=plan.streams,
+        length=plan.prompt_tokens,
+        seconds=seconds,
+        tokens_per_second=speed,
+        limit=limit,
+        percent_of_limit=100 * speed / limit,
+        figures=figures,
+    )
 
 
 def _prefix(model: XLSTM, tokenizer: Tokenizer, plan: plans.Engine) -> Iterator[Result]:
@@ -146,10 +150,10 @@ def _prefix(model: XLSTM, tokenizer: Tokenizer, plan: plans.Engine) -> Iterator[
     engine = Engine(model, tokenizer, slots=8, state_dtype=state_dtype, cache_bytes=cache_bytes)
     prefix, other = random_prompts(plan.config.vocab_size, 2, plan.prefix_tokens)
     engine.warm_up()
-    drive(engine, [Request(other, _greedy(8))], 1)  # not counted
+    drive(engine, [_greedy(other, 8)], 1)  # not counted
     firsts = []
     for question in random_prompts(plan.config.vocab_size, _QUESTIONS, _QUESTION_TOKENS):
-        ((added, first, *_),) = drive(engine, [Request(prefix + question, _greedy(8))], 1)
+        ((added, first, *_),) = drive(engine, [_greedy(prefix + question, 8)], 1)
         firsts.append(first - added)
     engine.close()
     nothing_cached, second, *later = firsts

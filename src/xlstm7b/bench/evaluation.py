@@ -14,13 +14,7 @@ from statistics import median
 import torch
 
 from xlstm7b.bench.cases import Column, Part, Result
-from xlstm7b.bench.measure import (
-    GREEDY,
-    make_generator,
-    random_model,
-    random_prompts,
-    release,
-)
+from xlstm7b.bench.measure import GREEDY, make_generator, random_model, random_prompts, release
 from xlstm7b.bench.plans import Evaluation
 from xlstm7b.evaluate.scoring import Continuation, Score, Scorer
 from xlstm7b.generate.engine import peak_memory

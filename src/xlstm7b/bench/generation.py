@@ -82,16 +82,14 @@ def results(plan: Generation) -> Iterator[Result]:
         yield from _our_results(plan)
     for peer in plan.peers:
         release(plan.device)
-        job = {"peer": peer, "plan": plan.to_dict()}
+        job = {"peer": peer, "options": plan.to_dict()}
         yield from in_process(Result("peer", peer), run_peer, plan.timeout, **job)
 
 
-def with_limit(
-    case: Result, plan: Generation, seconds: float, *, decoded: int = 0, is_xlstm: bool = True
-) -> Result:
+def with_limit(case: Result, plan: Generation, seconds: float, *, decoded: int = 0) -> Result:
     """The case with its time and limit: one decoding step, or a prefill and `decoded` tokens more.
 
-    Only an xLSTM has a limit.
+    A Llama has no limit.
     """
     is_step = case.part in ("decode", "context")
     tokens = case.batch if is_step else case.batch * case.length
@@ -99,7 +97,7 @@ def with_limit(
     result = replace(case, seconds=seconds)
     if not counts_time:
         result = replace(result, tokens_per_second=tokens / seconds)
-    if not is_xlstm:
+    if case.name.startswith("llama"):
         return result
     assert plan.peak_tflops is not None
     assert plan.peak_tbs is not None
@@ -252,13 +250,10 @@ class PeerModel(NamedTuple):
     decoder: Callable[[Any, int], tuple[_Logits, Callable[[], None]]]
 
 
-def run_peer(peer: str, plan: dict[str, Any]) -> Iterator[Result]:
-    """All results of a peer. Runs in a process of its own."""
-    with torch.no_grad():
-        yield from _peer_results(peer, Generation.of(**plan))
-
-
-def _peer_results(peer: str, plan: Generation) -> Iterator[Result]:
+@torch.no_grad()
+def run_peer(peer: str, options: dict[str, Any]) -> Iterator[Result]:
+    """All results of a peer. Runs in a process of its own. `options` are those of the plan."""
+    plan = Generation.of(**options)
     makers = {"transformers": _transformers, "xlstm": _xlstm}
     is_xlstm = peer in makers
     model = makers[peer](plan) if is_xlstm else _llama(peer, plan)
@@ -304,7 +299,7 @@ def _time_reading(plan: Generation, model: PeerModel, case: Result) -> Result:
     prompts = _tokens(plan, case.batch, case.length, model.vocab_size)
     read = partial(model.read, prompts)
     seconds = measure(lambda: read()[:, -1].argmax(-1).tolist(), plan.device, repeats=2)
-    return with_limit(case, plan, seconds, is_xlstm=not case.name.startswith("llama"))
+    return with_limit(case, plan, seconds)
 
 
 def _time_decoding(case: Result, plan: Generation, model: PeerModel) -> Result:
@@ -332,8 +327,7 @@ def _time_decoding(case: Result, plan: Generation, model: PeerModel) -> Result:
             for _ in range(count):
                 repeated()
 
-        seconds = measure_steps(steps, plan.device, seconds=plan.seconds)
-        return with_limit(case, plan, seconds, is_xlstm=not case.name.startswith("llama"))
+        return with_limit(case, plan, measure_steps(steps, plan.device, seconds=plan.seconds))
 
     return attempt(case, timed, Exception)
 

@@ -24,7 +24,6 @@ from xlstm7b.bench.peers import in_process
 from xlstm7b.bench.plans import Kernels
 from xlstm7b.config import ModelConfig
 from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
-from xlstm7b.mlstm.chunkwise import chunkwise_sequence
 from xlstm7b.mlstm.triton.launch_params import plan as launch_plan
 
 STATES_IN_TURN = 32  # more than the L2 cache holds, as in a model of 32 blocks
@@ -67,17 +66,14 @@ def check_kernels(config: ModelConfig, batch: int = 1, length: int = 1000) -> di
     parts = random_inputs(batch, length, config)
     weight = torch.randn_like(parts[2])
 
-    def outcome(form: Callable[..., tuple[Tensor, MLSTMState]], dtype: torch.dtype) -> list[Tensor]:
+    def outcome(backend: str, dtype: torch.dtype) -> list[Tensor]:
         leaves = [
             p.detach().to(torch.promote_types(p.dtype, dtype)).requires_grad_() for p in parts
         ]
-        batch, _, heads, d_qk = leaves[0].shape
-        d_hv, device = leaves[2].shape[-1], leaves[0].device
-        state = MLSTMState.zeros(batch, heads, d_qk, d_hv, dtype=leaves[3].dtype, device=device)
-        h, _ = form(*leaves, state=state)
+        h, _ = mlstm_sequence(*leaves, backend=backend)
         return [h.detach(), *torch.autograd.grad((h * weight).sum(), leaves)]
 
-    got, want = outcome(mlstm_sequence, torch.bfloat16), outcome(chunkwise_sequence, torch.float64)
+    got, want = outcome("auto", torch.bfloat16), outcome("chunkwise", torch.float64)
     names = ("h", "dq", "dk", "dv", "di", "df")
     return {
         name: float((a.double() - b).norm() / b.norm())

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import product, starmap
 
 from xlstm7b.bench import plans
@@ -23,8 +22,7 @@ def results(plan: plans.Loader) -> Iterator[Result]:
 
     def row(packing: Packing, length: int, batch: int) -> Result:
         speed = tokens_per_second(folders, length, batch, packing, plan.seconds)
-        case = Result("loader", packing, batch=batch, length=length)
-        return replace(case, tokens_per_second=speed)
+        return Result("loader", packing, batch=batch, length=length, tokens_per_second=speed)
 
     return starmap(row, product(PACKINGS, plan.lengths, plan.batches))
 

@@ -22,10 +22,8 @@ from xlstm7b.model.init import reset_parameters
 if TYPE_CHECKING:  # the kernel and training benchmarks do not import it
     from xlstm7b.generate import Generator, SavedState
 
-GREEDY: dict[str, Any] = {
-    "temperature": 0.0,
-    "eos_token_id": (),
-}  # without an end-of-text token no output ends early
+# Without an end-of-text token no output ends early.
+GREEDY: dict[str, Any] = {"temperature": 0.0, "eos_token_id": ()}
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "eos_token_id": (), "seed": 0}
 H200 = 768e12, 4.27e12  # measured: FLOP/s of a bf16 matrix product, bytes/s of reading weights
 
@@ -191,7 +189,7 @@ def make_generator(model: XLSTM, plan: ModelPlan, batch_size: int = 1) -> "Gener
 
 
 def random_prompts(vocab_size: int, batch: int, length: int) -> list[list[int]]:
-    """Random token ids. `Generator` puts id 0 before them, whose state it already has."""
+    """Random token ids. `Generator` puts the first token before them: it has its state."""
     draw = torch.Generator().manual_seed(length)
     ids: list[list[int]] = torch.randint(1, vocab_size, (batch, length), generator=draw).tolist()
     return ids

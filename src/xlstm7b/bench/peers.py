@@ -28,11 +28,6 @@ TRITON_KERNELS = {
     "sequence_kernel": "native_sequence__triton",
     "step_kernel": "triton",
 }
-NATIVE_KERNELS = {
-    "chunkwise_kernel": "chunkwise--native_autograd",
-    "sequence_kernel": "native_sequence__native",
-    "step_kernel": "native",
-}
 
 
 def load_transformers(
@@ -80,9 +75,11 @@ def load_xlstm(
     """The model of the authors' package with random weights; `options` are fields of its config."""
     package: Any = import_module("xlstm.xlstm_large.model")
     names = ("embedding_dim", "num_heads", "num_blocks", "vocab_size", "ffn_proj_factor")
-    shape = {name: getattr(config, name) for name in names}
-    kernels = TRITON_KERNELS if device == "cuda" else NATIVE_KERNELS
-    theirs = package.xLSTMLargeConfig(**shape, **kernels, return_last_states=True, **options)
+    named = config.to_dict()  # with the native kernels
+    fields = {name: named[name] for name in (*names, *TRITON_KERNELS)}
+    if device == "cuda":
+        fields |= TRITON_KERNELS
+    theirs = package.xLSTMLargeConfig(**fields, return_last_states=True, **options)
     make: Callable[[], torch.nn.Module] = partial(package.xLSTMLarge, theirs)
     return random_module(make, dtype, device)
 

@@ -6,24 +6,23 @@ here, so `--help` is quick. `BENCHMARKS` lists all of them by subject.
 """
 
 import re
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 from urllib.parse import urlsplit
 
 from xlstm7b.config import ModelConfig
+from xlstm7b.devices import to_device
 
 Numbers = tuple[int, ...]
 Names = tuple[str, ...]
 
-_MISSING: Any = object()
-
 
 def option(
     help: str,  # noqa: A002
-    default: Any = _MISSING,
+    default: Any = MISSING,
     *,
-    on_cpu: Any = _MISSING,
+    on_cpu: Any = MISSING,
     choices: Names = (),
     least: int = 1,
     secret: str = "",
@@ -33,10 +32,8 @@ def option(
     Integers are at least `least`. Floats are above 0, or at least 0 if `least` is 0. `secret` names
     an environment variable that sets the field; a secret is never written to a file.
     """
-    facts = {"help": help, "choices": choices, "least": least, "secret": secret}
-    if on_cpu is not _MISSING:
-        facts["on_cpu"] = on_cpu
-    return field(metadata=facts) if default is _MISSING else field(default=default, metadata=facts)
+    facts = {"help": help, "choices": choices, "least": least, "secret": secret, "on_cpu": on_cpu}
+    return field(default=default, metadata=facts)
 
 
 _PEAK = "By default the known one on an H200, else measured."
@@ -55,14 +52,14 @@ class Plan:
         chosen = {name: value for name, value in chosen.items() if value is not None}
         for each in fields(cls):
             if each.name == "device":
-                chosen.setdefault("device", default_device())
-            elif "on_cpu" in each.metadata and chosen["device"] == "cpu":
+                chosen.setdefault("device", to_device(None).type)
+            elif each.metadata["on_cpu"] is not MISSING and chosen["device"] == "cpu":
                 chosen.setdefault(each.name, each.metadata["on_cpu"])
         return cls(**chosen)
 
     def to_dict(self) -> dict[str, Any]:
-        secrets = {each.name for each in fields(self) if each.metadata["secret"]}
-        return {name: value for name, value in asdict(self).items() if name not in secrets}
+        public = [each.name for each in fields(self) if not each.metadata["secret"]]
+        return {name: getattr(self, name) for name in public}
 
     @property
     def runs_on(self) -> str:
@@ -386,9 +383,3 @@ BENCHMARKS: dict[str, type[Plan]] = {
     "loader": Loader,
     "tune": Tune,
 }
-
-
-def default_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -11,9 +11,10 @@ are compiled as a whole. `xlstm` is the authors' package, `transformers` has its
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,16 +55,8 @@ def results(plan: Training) -> Iterator[Result]:
         for name in ("ours", *plan.peers):
             # Peers cannot recompute activations.
             same = case if name == "ours" else replace(case, activations="none")
-            size, shape, *_ = text.split(":")
-            yield from in_process(
-                _row(same, name),
-                train,
-                plan.timeout,
-                name=name,
-                case=f"{size}:{shape}:{same.activations}",
-                steps=plan.steps,
-                device=plan.device,
-            )
+            job = {"name": name, "case": asdict(same), "steps": plan.steps, "device": plan.device}
+            yield from in_process(_row(same, name), train, plan.timeout, **job)
 
 
 def _row(case: TrainingCase, name: str) -> Result:
@@ -72,9 +65,9 @@ def _row(case: TrainingCase, name: str) -> Result:
     return Result("training", name, work, case.size, case.batch, case.length, figures=figures)
 
 
-def train(name: str, case: str, steps: int, device: str) -> Iterator[Result]:
+def train(name: str, case: dict[str, Any], steps: int, device: str) -> Iterator[Result]:
     """Trains in this process: `_WARM_UP` steps that are not counted, then `steps`."""
-    parsed = TrainingCase.parse(case)
+    parsed = TrainingCase(**case)
     if name == "ours":
         yield _train_ours(parsed, steps, device)
     else:

@@ -185,8 +185,8 @@ def _tune_products(plan: Tune, batch: int) -> Iterator[Result]:
     for each in all_products:
         x, _, norm = _product_inputs(each, batch)
         residual = x.new_zeros(batch, each.rows) if each.residual else None
-        case = Result("products", work=each.name, batch=batch)
-        case = replace(case, limit=2 * each.rows * each.columns / bandwidth)
+        limit = 2 * each.rows * each.columns / bandwidth
+        case = Result("products", work=each.name, batch=batch, limit=limit)
         yield from _fastest(plan, case, {"F.linear": _time_chain(partial(F.linear, x), each)})
         own = (job for job in right if job.product == each)
         times = {

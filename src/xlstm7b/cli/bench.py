@@ -26,15 +26,14 @@ def _command(subject: str, kind: type[Plan]) -> Callable[..., None]:
     """A function with the plan's fields as its parameters, which typer turns into options."""
 
     def run(**given: Any) -> None:
-        from xlstm7b.bench.cases import Outputs
-        from xlstm7b.bench.cases import run as run_benchmark
+        from xlstm7b.bench import cases
 
-        files = given.pop("json"), given.pop("plot")
+        files = {name: given.pop(name) for name in _FILES}
         # Options that were not given. 0 is a value, although it equals False.
         given = {k: value for k, value in given.items() if value is not None and value is not False}
         values = {each.name: _parsed(each, given.get(each.name)) for each in fields(kind)}
         command = _command_line(subject, kind, given)
-        results = run_benchmark(kind.of(**values), Outputs(*files, command))
+        results = cases.run(kind.of(**values), **files, command=command)
         if all(result.error for result in results):
             raise typer.Exit(1)
 
@@ -65,7 +64,7 @@ def _option(each: Field[Any], is_argument: bool) -> Any:
     if choices:
         text = f"{text.removesuffix('.')}: {', '.join(choices)}."
     shown = "a GPU if there is one" if each.default is MISSING else _written(each.default)
-    if "on_cpu" in each.metadata:
+    if each.metadata["on_cpu"] is not MISSING:
         shown += f"; on a CPU {_written(each.metadata['on_cpu'])}"
     variable = each.metadata["secret"] or None
     kind = str if each.type in (Names, Numbers) else each.type

@@ -1,6 +1,7 @@
 """`xlstm7b info | verify | convert | compare`: inspect and convert checkpoints."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -114,7 +115,7 @@ def compare(
         speed_length=speed_length,
     )
     if as_json:
-        print(json.dumps(result.to_dict(), indent=2))
+        print(json.dumps(asdict(result), indent=2))
         return
     rows = [
         (

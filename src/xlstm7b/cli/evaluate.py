@@ -5,6 +5,8 @@
 
 import hashlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,6 +69,14 @@ def run(
         bool,
         typer.Option("--apply-chat-template", help="Format questions with the chat template."),
     ] = False,
+    log_samples: Annotated[
+        bool,
+        typer.Option(
+            "--log-samples",
+            help="Also write every question with its responses: one JSONL file for each task, "
+            "beside --output.",
+        ),
+    ] = False,
     output: _Output = None,
     batch_size: _BatchSize = "auto",
     tokenizer: options.TokenizerPath = None,
@@ -76,6 +86,9 @@ def run(
     """Run tasks of the LM Evaluation Harness. The word `run` can be left out.
 
     xlstm7b eval --tasks leaderboard-v2 NX-AI/xLSTM-7b --output results.json
+
+    With --output, the same command continues a run that was stopped: finished tasks are not run
+    again.
     """
     _to_rows(batch_size)
     for name, value, least in (("limit", limit, 1), ("num-fewshot", num_fewshot, 0)):
@@ -83,6 +96,8 @@ def run(
             raise ValueError(f"--{name} must be at least {least}, not {value}")
     target = None if output is None else to_target(output)
     names = listed(tasks)
+    if log_samples and target is None:
+        raise ValueError("--log-samples needs --output: its files are written beside that file")
     if not names and tasks_dir is None:
         raise ValueError("no tasks are given; use --tasks NAME,NAME or --tasks-dir FOLDER")
     opened = open_model(
@@ -90,11 +105,35 @@ def run(
     )
     from xlstm7b.chat_format import load_chat_template
 
-    if apply_chat_template and load_chat_template(opened.folder) is None:
+    template = load_chat_template(opened.folder) if apply_chat_template else None
+    if apply_chat_template and template is None:
         raise ValueError(f"{opened.folder} has no chat template; leave --apply-chat-template out")
-    from xlstm7b.evaluate.harness import XLSTM7B, load_tasks, run_tasks
+    from xlstm7b.evaluate.harness import (
+        XLSTM7B,
+        FinishedTasks,
+        load_tasks,
+        run_tasks,
+        write_samples,
+    )
+    from xlstm7b.evaluate.results import run_info
 
     loaded = load_tasks(names, tasks_dir, num_fewshot)
+    info = run_info(
+        opened.folder,
+        tokenizer=_fingerprint(opened.folder, tokenizer),
+        chat_template=template and hashlib.sha256(template.source.encode()).hexdigest(),
+    )
+    finished = None
+    if target is not None:
+        settings = {
+            "model": info["model"]["fingerprint"],
+            **info["settings"],
+            "dtype": _dtype_name(opened.dtype),
+            "limit": limit,
+            "num_fewshot": num_fewshot,
+            "lm_eval": info["versions"]["lm_eval"],
+        }
+        finished = FinishedTasks(target.with_name(f"{target.name}.unfinished"), settings)
     lm = XLSTM7B(
         str(opened.folder),
         tokenizer=None if tokenizer is None else str(tokenizer),
@@ -102,13 +141,25 @@ def run(
         device=str(opened.device),
         batch_size=batch_size,
     )
-    results = run_tasks(lm, loaded, limit=limit, apply_chat_template=apply_chat_template)
+    results = run_tasks(
+        lm,
+        loaded,
+        limit=limit,
+        apply_chat_template=apply_chat_template,
+        log_samples=log_samples,
+        finished=finished,
+    )
     from lm_eval.utils import make_table
 
-    print(make_table(results))
+    samples = results.pop("samples", {})
+    tables = [make_table(results)]
     if results.get("groups"):
-        print(make_table(results, "groups"))
-    _write_results(target, results, opened.folder)
+        tables.append(make_table(results, "groups"))
+    with _printing("\n".join(tables)):
+        if target is not None and finished is not None:
+            write_samples(target, samples)
+            _write_results(target, results, info)
+            finished.path.unlink()
 
 
 @app.command()
@@ -116,10 +167,13 @@ def ppl(
     model: options.Model,
     texts: Annotated[
         list[Path],
-        typer.Argument(help="Files: .txt, .jsonl (also .gz, .zst), .parquet; or folders of them."),
+        typer.Argument(
+            help="Files: .txt, .md, .jsonl, .ndjson, .json (also .gz, .zst), .parquet; or folders "
+            "of them."
+        ),
     ],
     column: Annotated[
-        str, typer.Option(help="Field with the text, in .jsonl and .parquet.")
+        str, typer.Option(help="Field with the text, in JSON and parquet files.")
     ] = "text",
     output: _Output = None,
     plot: Annotated[
@@ -139,11 +193,13 @@ def ppl(
     picture = None if plot is None else to_target(plot)
     from xlstm7b.data.input_files import Columns, check_input_file, find_input_files
     from xlstm7b.evaluate.perplexity import perplexity, plot_loss, read_documents
+    from xlstm7b.evaluate.results import run_info
     from xlstm7b.report import check_matplotlib
 
     if picture is not None:
         check_matplotlib()
-    for source in find_input_files(texts):
+    found = find_input_files(texts)
+    for source in found.files:
         check_input_file(source, Columns(text=column))
     if not any(read_documents(texts, column)):
         raise ValueError("there is no text to measure")
@@ -153,23 +209,31 @@ def ppl(
     from xlstm7b.evaluate.scoring import Scorer
     from xlstm7b.model import XLSTM
 
+    if found.left_out:
+        print(found, file=sys.stderr)
     loaded = XLSTM.from_pretrained(opened.folder, dtype=opened.dtype, device=str(opened.device))
     scorer = Scorer(loaded, batch_size=rows)
     with count_progress("reading", None, shown=True) as progress:
         documents = read_documents(texts, column)
         measured = perplexity(scorer, opened.tokenizer, documents, progress)
-    print(measured)
     name = ", ".join(path.resolve().name for path in texts)
-    _write_results(target, measured.to_results(name), opened.folder)
-    if picture is not None:
-        plot_loss(measured, picture, opened.folder.resolve().name)
+    info = run_info(opened.folder, tokenizer=_fingerprint(opened.folder, tokenizer))
+    with _printing(str(measured)):
+        if target is not None:
+            _write_results(target, measured.to_results(name), info)
+        if picture is not None:
+            plot_loss(measured, picture, opened.folder.resolve().name)
 
 
 @app.command()
 def compare(
     files: Annotated[list[Path], typer.Argument(help="Two or more results files.")],
 ) -> None:
-    """Print results side by side, with standard errors and the differences to the first file."""
+    """Print results side by side, with standard errors and the differences to the first file.
+
+    Says which files cannot be compared with the first, because text, tokenizer, limit, chat
+    template, examples or seed are others.
+    """
     from xlstm7b.evaluate.results import comparison_table
 
     if len(files) < 2:
@@ -231,13 +295,12 @@ def ruler(
     )
     from xlstm7b.evaluate.ruler.tasks import TASKS
     from xlstm7b.report import check_matplotlib
-    from xlstm7b.tokenizer import tokenizer_fingerprint, with_first_token
+    from xlstm7b.tokenizer import with_first_token
 
     if plot:
         check_matplotlib()
     chosen = tuple(TASKS) if tasks is None else tuple(listed(tasks))
     plan = Plan(chosen, _to_lengths(lengths), samples, seed)
-    plan.check()
     files = {"haystack": haystack, "squad": squad, "hotpotqa": hotpotqa}
     datasets = Datasets.read(**files)
     opened = open_model(
@@ -249,12 +312,11 @@ def ruler(
         batch_size=batch_size,
     )
     info = run_info(opened.folder)
-    in_folder = opened.folder if (opened.folder / "tokenizer.json").is_file() else "bytes"
     identity = {
         "model_fingerprint": info["model"]["fingerprint"],
-        "tokenizer": tokenizer_fingerprint(tokenizer or in_folder),
+        "tokenizer": _fingerprint(opened.folder, tokenizer),
         "seed": seed,
-        "dtype": str(opened.dtype or "as stored").removeprefix("torch."),
+        "dtype": _dtype_name(opened.dtype),
         "state_dtype": state_dtype,
     }
     for name, path in files.items():
@@ -271,9 +333,9 @@ def ruler(
         document = started.answer(
             lambda: greedy_answers(opened.load()), batch_size=batch_size, progress=progress
         )
-    print(score_table(document))
-    if plot:
-        plot_scores([output / SCORES], output / "ruler.png")
+    with _printing(score_table(document)):
+        if plot:
+            plot_scores([output / SCORES], output / "ruler.png")
 
 
 @app.command()
@@ -303,10 +365,31 @@ def _to_lengths(text: str) -> tuple[int, ...]:
         raise ValueError(f"--lengths must be numbers such as 4096,8192, not {text!r}") from None
 
 
-def _write_results(target: Path | None, results: dict[str, Any], model: Path) -> None:
-    """Writes a results file if --output is given. Call it after printing: writing may fail."""
-    from xlstm7b.evaluate.results import run_info
+def _fingerprint(folder: Path, tokenizer: Path | None) -> str:
+    """Of the tokenizer that a command uses: --tokenizer, else that of the model."""
+    from xlstm7b.tokenizer import tokenizer_fingerprint
+
+    in_folder = folder if (folder / "tokenizer.json").is_file() else "bytes"
+    return tokenizer_fingerprint(tokenizer or in_folder)
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype or "as stored").removeprefix("torch.")
+
+
+@contextmanager
+def _printing(text: str) -> Iterator[None]:
+    """Prints results after the block has written them: a closed pipe must not lose them.
+
+    If writing fails, they are still printed.
+    """
+    try:
+        yield
+    finally:
+        print(text)
+
+
+def _write_results(target: Path, results: dict[str, Any], info: dict[str, Any]) -> None:
     from xlstm7b.files import write_json
 
-    if target is not None:
-        write_json(target, {**results, "xlstm7b": run_info(model)})
+    write_json(target, {**results, "xlstm7b": info})

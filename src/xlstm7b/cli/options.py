@@ -42,7 +42,11 @@ StateDType = Annotated[str, _model_option("Dtype of the state (of C): float32 or
 BatchSize = Annotated[int, _model_option("Maximum number of outputs generated at once.")]
 TokenizerPath = Annotated[
     Path | None,
-    _model_option("Path of a tokenizer.json.", "--tokenizer", default="the one in the folder"),
+    _model_option(
+        "A tokenizer.json, its folder, or a hub id.",
+        "--tokenizer",
+        default="the one in the folder",
+    ),
 ]
 
 

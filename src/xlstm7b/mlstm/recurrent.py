@@ -39,7 +39,7 @@ class MLSTMState(NamedTuple):
         d_hv: int,
         *,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
     ) -> Self:
         """The state before the first token: C_0 = n_0 = m_0 = 0. C has this dtype."""
         shape, wide = (batch, heads, d_qk, d_hv), torch.promote_types(dtype, torch.float32)

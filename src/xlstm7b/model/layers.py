@@ -14,7 +14,8 @@ from xlstm7b.config import ModelConfig
 from xlstm7b.mlstm import MLSTMState, headwise_norm, mlstm_sequence, mlstm_step
 from xlstm7b.mlstm.autocast import to_autocast, without_autocast
 from xlstm7b.model.init import check_initialised, normal_, residual_std, small_std
-from xlstm7b.model.model_state import ModelState
+from xlstm7b.model.model_state import BlockState, ModelState
+from xlstm7b.registry import STANDARD, find, register
 
 
 class MLSTMStack(nn.Module):
@@ -44,10 +45,12 @@ class MLSTMStack(nn.Module):
         config = ModelConfig(dim, num_blocks, num_heads, **options)
         self.dim = dim
         self.embeddings = embeddings
+        block = find("block", config.block)
+        block_options = {"dropout": dropout} if dropout else {}  # not every block has it
         self.blocks = nn.ModuleList(
-            MLSTMBlock.from_config(config, dropout=dropout) for _ in range(num_blocks)
+            block.from_config(config, **block_options) for _ in range(num_blocks)
         )
-        self.out_norm = RMSNorm(dim, config.norm_eps)
+        self.out_norm = find("norm", config.norm)(dim, config.norm_eps)
         check_initialised(self)
 
     @classmethod
@@ -81,7 +84,7 @@ class MLSTMStack(nn.Module):
         _check_vectors(x, self.dim)
         batch, length = x.shape[:2]
         # Without a state, each layer makes its own, for the heads that it has.
-        before: Sequence[MLSTMState | None] = [None] * len(self.blocks)
+        before: Sequence[BlockState | None] = [None] * len(self.blocks)
         seen = torch.zeros(batch, dtype=torch.long, device=x.device)
         if state is not None:
             before, seen = state.blocks, state.tokens_seen
@@ -98,6 +101,7 @@ class MLSTMStack(nn.Module):
         return self.out_norm(x), ModelState(tuple(after), seen)
 
 
+@register("block", STANDARD["block"])
 class MLSTMBlock(nn.Module):
     """The block (post up-projection): z = x + mLSTM(RMSNorm(x)); y = z + SwiGLU(RMSNorm(z)).
 
@@ -118,9 +122,10 @@ class MLSTMBlock(nn.Module):
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be at least 0 and less than 1, not {dropout}")
         config = ModelConfig(dim, num_blocks, num_heads, **options)
-        self.norm_mlstm = RMSNorm(dim, config.norm_eps)
-        self.mlstm_layer = MLSTMLayer.from_config(config)
-        self.norm_ffn = RMSNorm(dim, config.norm_eps)
+        norm = find("norm", config.norm)
+        self.norm_mlstm = norm(dim, config.norm_eps)
+        self.mlstm_layer = find("layer", config.layer).from_config(config)
+        self.norm_ffn = norm(dim, config.norm_eps)
         self.ffn = SwiGLU(dim, config.ffn_dim, num_blocks)
         self.dropout = dropout
 
@@ -144,7 +149,20 @@ class MLSTMBlock(nn.Module):
     def _drop(self, y: Tensor) -> Tensor:
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
 
+    @staticmethod
+    def zero_state(
+        config: ModelConfig,
+        batch: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> MLSTMState:
+        """The state before the first token."""
+        shape = batch, config.num_heads, config.d_qk, config.d_hv
+        return MLSTMState.zeros(*shape, dtype=dtype, device=device)
 
+
+@register("layer", STANDARD["layer"])
 class MLSTMLayer(nn.Module):
     """Projections and gates around the cell: h = σ(õ) ⊙ Norm(h̃), then the output projection.
 
@@ -166,8 +184,9 @@ class MLSTMLayer(nn.Module):
         self.ogate_preact = Linear(dim, config.v_dim, std=0)
         # The input gate starts nearly closed (paper, "Negative Input Gate Bias Initialization"),
         # the forget gates open, over a range of time scales.
-        self.igate_preact = GateLinear(dim, num_heads, biases=(igate_bias, igate_bias))
-        self.fgate_preact = GateLinear(dim, num_heads, biases=(3.0, 6.0))
+        gate = find("gate", config.gate)
+        self.igate_preact = gate(dim, num_heads, biases=(igate_bias, igate_bias))
+        self.fgate_preact = gate(dim, num_heads, biases=(3.0, 6.0))
         self.multihead_norm = NormWeight(config.v_dim, config.cell_norm_eps)
         self.out_proj = Linear(config.v_dim, dim, std=residual)
         self.gate_soft_cap = config.gate_soft_cap
@@ -194,7 +213,7 @@ class MLSTMLayer(nn.Module):
             i = i.masked_fill(padded[..., None], -torch.inf)
             f = f.masked_fill(padded[..., None], torch.inf)
         heads = (i.shape[-1], -1)
-        q, k, v = (layer(x).unflatten(-1, heads) for layer in (self.q, self.k, self.v))
+        q, k, v = self.qkv(x, heads)
         gate = self.ogate_preact(x).unflatten(-1, heads)
         norm_weight, norm_eps = self.multihead_norm(), self.multihead_norm.eps
         if x.shape[1] == 1 and resets is None and state is not None:
@@ -216,6 +235,10 @@ class MLSTMLayer(nn.Module):
             h, state = mlstm_sequence(q, k, v, i, f, state=state, resets=resets, eps=self.eps)
             h = headwise_norm(h, norm_weight, norm_eps) * torch.sigmoid(gate)
         return self.out_proj(h.flatten(-2)), state
+
+    def qkv(self, x: Tensor, heads: tuple[int, int]) -> tuple[Tensor, ...]:
+        """q, k, v as [B, T, NH, d]. `heads` is (NH, −1). For subclasses that change them."""
+        return tuple(layer(x).unflatten(-1, heads) for layer in (self.q, self.k, self.v))
 
 
 def padding(lengths: Tensor, batch: int, length: int) -> Tensor:
@@ -274,6 +297,7 @@ class NormWeight(nn.Module):
         return to_autocast(self.weight)
 
 
+@register("norm", STANDARD["norm"])
 class RMSNorm(NormWeight):
     """x / √(mean(x²) + ε) · w. The reduction is in float32; the weight is applied in x's dtype."""
 
@@ -315,6 +339,7 @@ class Float32Linear(Linear):
         return linear_float32(to_autocast(x), to_autocast(self.weight))
 
 
+@register("gate", STANDARD["gate"])
 class GateLinear(nn.Linear):
     """A linear layer that returns float32: for the gates' pre-activations, one for each head.
 

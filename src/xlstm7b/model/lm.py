@@ -152,6 +152,8 @@ class XLSTM(nn.Module):
         Separate tensors would take more memory than they hold: PyTorch's GPU allocator rounds large
         tensors up, and its CPU allocator on ARM leaves gaps.
         """
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"dtype must be one of torch's, as torch.bfloat16, not {dtype!r}")
         with torch.device("meta"):
             model = cls(config).to(dtype)
         parameters = dict(model.named_parameters())

@@ -1,7 +1,7 @@
 """ModelState: the state of the whole model for a batch of sequences."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -9,15 +9,20 @@ from torch.utils import _pytree
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.mlstm import MLSTMState
+from xlstm7b.registry import find
+
+# The state of a block: a NamedTuple of tensors, each with the batch first. The class of the block
+# makes it (`zero_state`); the standard one is `MLSTMState`.
+BlockState = Any
 
 
 class ModelState(NamedTuple):
-    """One cell state for each block, and how many tokens each row has read.
+    """One state for each block, and how many tokens each row has read.
 
     A row is one sequence of the batch. The size of a row does not depend on its number of tokens.
     """
 
-    blocks: tuple[MLSTMState, ...]
+    blocks: tuple[BlockState, ...]
     tokens_seen: Tensor  # int64 [B]
 
     @classmethod
@@ -27,31 +32,26 @@ class ModelState(NamedTuple):
         batch: int,
         *,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
     ) -> Self:
         """The state before the first token. In memory, the blocks of a row follow each other.
 
-        C has this dtype. n and m are at least float32 (see `MLSTMState`).
+        C has this dtype. n and m are at least float32 (see `MLSTMState`). The class of a block says
+        which parts of other states have it.
         """
-        joined = MLSTMState.zeros(
-            batch * config.num_blocks,
-            config.num_heads,
-            config.d_qk,
-            config.d_hv,
-            dtype=dtype,
-            device=device,
-        )
         rows = (batch, config.num_blocks)
+        block = find("block", config.block)
+        joined = block.zero_state(config, batch * config.num_blocks, dtype=dtype, device=device)
         parts = zip(*(part.unflatten(0, rows).unbind(1) for part in joined), strict=True)
         tokens_seen = torch.zeros(batch, dtype=torch.long, device=device)
-        return cls(tuple(MLSTMState(*block) for block in parts), tokens_seen)
+        return cls(tuple(type(joined)(*own) for own in parts), tokens_seen)
 
     @classmethod
     def cat(cls, states: Sequence[Self]) -> Self:
         """The rows of all states, in their order."""
         if not states:
             raise ValueError("there must be at least one state to join")
-        shapes = {(len(state.blocks), *state.blocks[0].C.shape[1:]) for state in states}
+        shapes = {(len(state.blocks), *state.blocks[0][0].shape[1:]) for state in states}
         if len(shapes) > 1:
             raise ValueError(
                 "states of different models cannot be joined: their blocks, heads, d_qk and d_hv "
@@ -59,14 +59,15 @@ class ModelState(NamedTuple):
             )
         blocks = zip(*(state.blocks for state in states), strict=True)
         return cls(
-            tuple(MLSTMState(*map(torch.cat, zip(*block, strict=True))) for block in blocks),
+            tuple(type(block[0])(*map(torch.cat, zip(*block, strict=True))) for block in blocks),
             torch.cat([state.tokens_seen for state in states]),
         )
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return self.tokens_seen.nbytes + sum(part.nbytes for block in self.blocks for part in block)
+        parts: list[Tensor] = [part for block in self.blocks for part in block]
+        return self.tokens_seen.nbytes + sum(part.nbytes for part in parts)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """The state on another device. Tensors that are there already are not copied.
@@ -94,8 +95,9 @@ class ModelState(NamedTuple):
     def clone(self) -> Self:
         """A copy that shares no memory with this state, in the memory layout of `zeros`."""
         parts = (torch.stack(part, dim=1).unbind(1) for part in zip(*self.blocks, strict=True))
+        kind = type(self.blocks[0])
         return self._replace(
-            blocks=tuple(MLSTMState(*block) for block in zip(*parts, strict=True)),
+            blocks=tuple(kind(*block) for block in zip(*parts, strict=True)),
             tokens_seen=self.tokens_seen.clone(),
         )
 
@@ -139,7 +141,7 @@ class ModelState(NamedTuple):
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         return self._replace(
-            blocks=tuple(MLSTMState(*map(change, block)) for block in self.blocks),
+            blocks=tuple(type(block)(*map(change, block)) for block in self.blocks),
             tokens_seen=change(self.tokens_seen),
         )
 

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from xlstm7b import __version__
 from xlstm7b.serve.handlers import Service, router
@@ -105,22 +106,18 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
 
 def _add_page(app: FastAPI) -> None:
     """The chat page. StaticFiles at "/" would hide the 405 responses of all other routes."""
-
-    def add(path: str, name: str, media_type: str) -> None:
-        content = (files("xlstm7b.serve") / "page" / name).read_bytes()
-
-        @app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)
-        async def page() -> Response:
-            return Response(content, media_type=media_type, headers=_PAGE_HEADERS)
-
     for path, (name, media_type) in _PAGE_FILES.items():
-        add(path, name, media_type)
+        content = (files("xlstm7b.serve") / "page" / name).read_bytes()
+        response = Response(content, media_type=media_type, headers=_PAGE_HEADERS)
+        app.routes.append(Route(path, response, methods=["GET"]))  # a response is an ASGI app
 
 
 def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
     async def on_api_error(http: Request, error: ApiError) -> Response:
         return error.to_response()
 
+    @app.exception_handler(RequestValidationError)
     async def on_invalid_body(http: Request, error: RequestValidationError) -> Response:
         # A union has errors for each of its types. The one that was meant is the type that fits
         # except for its limits; if none fits, the one with the longest path.
@@ -133,21 +130,15 @@ def _add_error_handlers(app: FastAPI) -> None:
         message = f"{param}: {first['msg']}" if param else first["msg"]
         return ApiError(400, message, param=param or None).to_response()
 
+    @app.exception_handler(HTTPException)
     async def on_http_exception(http: Request, error: HTTPException) -> Response:
         api_error = ApiError(error.status_code, str(error.detail))
         api_error.headers.update(error.headers or {})
         return api_error.to_response()
 
+    @app.exception_handler(ClientDisconnect)
     async def on_disconnect(http: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)  # only the log shows it: the client has disconnected
-
-    for kind, handler in (
-        (ApiError, on_api_error),
-        (RequestValidationError, on_invalid_body),
-        (HTTPException, on_http_exception),
-        (ClientDisconnect, on_disconnect),
-    ):
-        app.add_exception_handler(kind, handler)  # type: ignore[arg-type]
 
 
 def _field_path(location: Sequence[str | int], body: Any, is_missing: bool) -> str:

@@ -47,7 +47,7 @@ class EngineThread:
         self.engine, self._max_waiting = engine, max_waiting
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._is_warm = False
-        self._failure: str | None = None
+        self.failure: str | None = None  # the exception that ended the engine
         # The condition guards all fields below, and is notified when one of them changes.
         self._changed = threading.Condition()
         self._receivers: dict[Request, tuple[Receive, _Loop | None]] = {}  # unfinished requests
@@ -62,12 +62,7 @@ class EngineThread:
     @property
     def healthy(self) -> bool:
         """True if the engine is warmed up and running."""
-        return self._thread.is_alive() and self._is_warm and self._failure is None
-
-    @property
-    def failure(self) -> str | None:
-        """The exception that ended the engine, or None."""
-        return self._failure
+        return self._thread.is_alive() and self._is_warm and self.failure is None
 
     def stats(self) -> EngineStats:
         with self._changed:
@@ -145,8 +140,8 @@ class EngineThread:
                 self._deliver(outputs)
         except Exception as failure:
             _LOG.exception("the engine failed")
-            self._failure = f"{type(failure).__name__}: {failure}"
-            error = EngineFailed(f"a step of the engine failed: {self._failure}")
+            self.failure = f"{type(failure).__name__}: {failure}"
+            error = EngineFailed(f"a step of the engine failed: {self.failure}")
         with self._changed:
             self._refusal = self._refusal or "the engine failed"
             self._is_stopping = True

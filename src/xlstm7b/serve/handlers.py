@@ -7,11 +7,11 @@ submitted to the engine thread. 3. Their outputs become the response, whole or a
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
@@ -31,6 +31,8 @@ from xlstm7b.serve.streaming import EventStream, OutputQueue, cancel_on_disconne
 from xlstm7b.tokenizer import CachingEncoder, Tokenizer, check_tokens
 
 router = APIRouter()
+_SHORT = 4096  # tokens or characters
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ async def _generate(
     """Generates the response. If the client disconnects, its requests are aborted."""
     with ExitStack() as cleanup:
         if body.state is not None or body.save_state:
-            cleanup.enter_context(service.saved_states().reserve_memory())
+            cleanup.enter_context(service.saved_states().in_memory.count())
         # 1. The body becomes engine requests.
         if isinstance(body, ChatBody):
             prompts, params, state = await _read_chat(service, body)
@@ -133,7 +135,7 @@ async def _read_completion(service: Service, body: CompletionBody) -> _Input:
         raise ApiError(400, "echo with logprobs does not work with a saved state", param="echo")
     state, _ = await _load_state(service, body)
     needs_no_prompt = state is not None and body.prompt is None
-    prompts = [[]] if needs_no_prompt else await _encode(service, body.prompt)
+    prompts = [[]] if needs_no_prompt else await _encode(service, body.prompt, state)
     return prompts, body.to_sampling_params(service.limits), state
 
 
@@ -154,7 +156,7 @@ async def _read_chat(service: Service, body: ChatBody) -> _Input:
     params = body.to_sampling_params(
         service.limits, stop_strings=stop_strings, eos_token_id=eos_token_id
     )
-    return await _encode(service, text), params, state
+    return await _encode(service, text, state), params, state
 
 
 async def _load_state(service: Service, body: SamplingBody) -> tuple[SavedState | None, str]:
@@ -167,15 +169,18 @@ async def _load_state(service: Service, body: SamplingBody) -> tuple[SavedState 
     return await asyncio.to_thread(service.saved_states().load, body.state)
 
 
-async def _encode(service: Service, prompt: protocol.Prompt | None) -> list[list[int]]:
-    """The token ids of one or several prompts. Tokenizes in another thread."""
+async def _encode(
+    service: Service, prompt: protocol.Prompt | None, state: SavedState | None = None
+) -> list[list[int]]:
+    """The token ids of one or several prompts after a state."""
     if prompt is None or prompt == []:
         raise ApiError(400, "there is no prompt", param="prompt")
     is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
     prompts = cast("list[str | list[int]]", [prompt] if is_one else prompt)
-    encode = service.encoder.encode
-    token_ids = await asyncio.to_thread(
-        lambda: [encode(one) if isinstance(one, str) else one for one in prompts]
+    encode = partial(service.encoder.encode, continues=state is not None)
+    token_ids = await _off_loop(
+        lambda: [encode(one) if isinstance(one, str) else one for one in prompts],
+        size=sum(map(len, prompts)),
     )
     _check_prompt_tokens(service, token_ids)
     return token_ids
@@ -243,18 +248,26 @@ def _build_requests(
 
 
 async def _prepare(service: Service, requests: list[Request]) -> list[Request]:
-    """Checks requests, in another thread because long prompts take a while."""
+    """Checks requests, and hashes their prompts."""
 
     def prepare() -> list[Request]:
         return [request.prepare(service.config, service.tokenizer) for request in requests]
 
     try:
-        return await asyncio.to_thread(prepare)
+        return await _off_loop(prepare, size=sum(len(one.prompt) for one in requests))
     except ValueError as error:
         message = str(error).replace("_new_tokens", "_tokens")  # the API's names
         name = message.partition(" ")[0]
         param = name if name in SamplingBody.model_fields or name == "logprobs" else None
         raise ApiError(400, message, param=param) from error
+
+
+async def _off_loop(work: Callable[[], _Result], size: int) -> _Result:
+    """The result of `work` on `size` tokens or characters, in another thread if they are many.
+
+    For a few of them, the change of threads takes longer than the work.
+    """
+    return work() if size <= _SHORT else await asyncio.to_thread(work)
 
 
 # 3. From outputs to the response
@@ -340,7 +353,7 @@ class _Answer:
         if not self.body.save_state:
             return {}
         assert completion.state is not None
-        written = self._tokenizer.decode(completion.token_ids)
+        written = self._tokenizer.decode(completion.token_ids, continues=True)
         text_after_answer = written.removeprefix(completion.text)
         save = self._service.saved_states().save
         try:
@@ -437,7 +450,7 @@ async def save_state(body: TextBody, http: HttpRequest) -> dict[str, Any]:
     """Read a text or a conversation and save the state after it."""
     service: Service = http.app.state.service
     states = service.saved_states()
-    with states.reserve_memory():
+    with states.in_memory.count():
         await asyncio.to_thread(states.check_room, service.state_bytes)
         ids = await _encode_text(service, body, add_generation_prompt=False)
         request = Request(ids, keep_state=True, prefill_only=True)

@@ -14,8 +14,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -23,7 +22,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xlstm7b.serve.prometheus import Metrics
-from xlstm7b.serve.protocol import ApiError, Limits
+from xlstm7b.serve.protocol import ApiError, Limiter, Limits
 
 _LOG = logging.getLogger("xlstm7b.serve")
 _OPEN_PATH = "/health"  # needs no key and has no limits: supervisors call it
@@ -92,7 +91,7 @@ class Gate:
     ) -> None:
         self._app, self._limits = app, limits
         self._keys, self._local_only = [key.encode() for key in keys], local_only
-        self._running = 0
+        self._running = Limiter(limits.requests, "requests")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -105,7 +104,7 @@ class Gate:
                 await self._app(scope, receive, send)
                 return
             self._check_key(headers)
-            with self._count_running():
+            with self._running.count():
                 read = await self._read_body(scope["method"], headers, receive)
                 await self._app(scope, read, send)
         except ApiError as error:
@@ -137,17 +136,6 @@ class Gate:
             wanted = "Bearer" if scheme.lower() == b"bearer" and given else "Basic"
             error.headers["www-authenticate"] = f'{wanted} realm="xlstm7b"'
             raise error
-
-    @contextmanager
-    def _count_running(self) -> Iterator[None]:
-        if self._running >= self._limits.requests:
-            message = f"the server already handles {self._running} requests, its limit"
-            raise ApiError(429, message, retry_after=1)
-        self._running += 1
-        try:
-            yield
-        finally:
-            self._running -= 1
 
     async def _read_body(self, method: str, headers: Headers, receive: Receive) -> Receive:
         """Reads the whole body. Returns a `receive` that gives it again."""

@@ -53,16 +53,13 @@ class Metrics:
         }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(f"xlstm7b:{name}", text, value=value)
-        hits = CounterMetricFamily(
-            "xlstm7b:prefix_cache_hits", "Prefixes found in the cache", labels=["level"]
-        )
-        for level, count in stats.cache_hits.items():
-            hits.add_metric([level], count)
-        yield hits
-        sizes = GaugeMetricFamily("xlstm7b:prefix_cache_bytes", "Cache size", labels=["level"])
-        for level, nbytes in stats.cache_bytes.items():
-            sizes.add_metric([level], nbytes)
-        yield sizes
+        text, labels = "Prefixes found in the cache", ["level"]
+        hits = CounterMetricFamily("xlstm7b:prefix_cache_hits", text, labels=labels)
+        sizes = GaugeMetricFamily("xlstm7b:prefix_cache_bytes", "Cache size", labels=labels)
+        for family, by_level in ((hits, stats.cache_hits), (sizes, stats.cache_bytes)):
+            for level, value in by_level.items():
+                family.add_metric([level], value)
+            yield family
 
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(f"xlstm7b:{name}_seconds", text, buckets=_BUCKETS, registry=self._registry)

@@ -6,7 +6,8 @@ values that change nothing. Numbers must be finite and lists have a maximum leng
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -75,6 +76,25 @@ class Limits:
     new_tokens: int = 1 << 16  # of each choice
     choices: int = MAX_CHOICES
     logprobs: int = 1 << 20  # numbers, over all choices and echoed prompts
+
+
+class Limiter:
+    """Counts requests that run at the same time, of a kind such as "requests"."""
+
+    def __init__(self, limit: int, kind: str) -> None:
+        self._limit, self._kind, self._running = limit, kind, 0
+
+    @contextmanager
+    def count(self) -> Iterator[None]:
+        """Held by a request while it runs. At the limit it is refused with a 429."""
+        if self._running >= self._limit:
+            message = f"the server already handles {self._running} {self._kind}, its limit"
+            raise ApiError(429, message, retry_after=1)
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
 
 
 def _check_entries(value: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from xlstm7b.generate.state import SavedState, StateStore, StoredState, StoreFull
-from xlstm7b.serve.protocol import ApiError, Json
+from xlstm7b.serve.protocol import ApiError, Json, Limiter
 
 MAX_IN_MEMORY = 16  # requests with a saved state at the same time: each holds 134 MB for the 7B
 _LOG = logging.getLogger("xlstm7b.serve")
@@ -20,19 +20,8 @@ class SavedStates:
 
     def __init__(self, store: StateStore) -> None:
         self._store = store
-        self._in_memory = 0
-
-    @contextmanager
-    def reserve_memory(self) -> Iterator[None]:
-        """Held by a request while it may hold a state in addition to the engine's slots."""
-        if self._in_memory >= MAX_IN_MEMORY:
-            message = f"{MAX_IN_MEMORY} requests with saved states are running, which is the limit"
-            raise ApiError(429, message, retry_after=1)
-        self._in_memory += 1
-        try:
-            yield
-        finally:
-            self._in_memory -= 1
+        # Requests that may hold a state in addition to the engine's slots.
+        self.in_memory = Limiter(MAX_IN_MEMORY, "requests with saved states")
 
     def check_room(self, nbytes: int) -> None:
         with _http_errors():

@@ -43,7 +43,7 @@ class Plan:
     samples: int
     seed: int
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """`ValueError` for the first mistake."""
         for name in self.tasks:
             if name not in TASKS:
@@ -75,7 +75,6 @@ class Run:
         identity: Mapping[str, Any],
         about: Mapping[str, Any],
     ) -> None:
-        plan.check()
         self._folder, self._plan, self._about = folder, plan, about
         self._identity = _checked_identity(folder, identity)
         self.left_out: dict[str, str] = {}  # task -> why

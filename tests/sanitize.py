@@ -1,0 +1,132 @@
+"""Runs every GPU kernel once or more on odd shapes, for NVIDIA's compute-sanitizer.
+
+`make sanitize` runs this program alone, then under each of the sanitizer's tools. It checks that
+every kernel of the package was launched, not the results: tests do that.
+"""
+
+import importlib
+import os
+import pkgutil
+
+import torch
+import triton
+from torch import Tensor
+
+import xlstm7b
+from xlstm7b import XLSTM, Engine, ModelConfig, Request, SamplingParams
+from xlstm7b.generate.fused import FusedModel, Slots
+from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
+from xlstm7b.model import ModelState
+from xlstm7b.tokenizer import ByteTokenizer
+
+FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
+# d_qk, d_hv and dtype: heads that fill their tiles, that do not, of odd sizes, of several tiles.
+HEADS = (
+    (16, 16, BFLOAT16),
+    (24, 40, FLOAT16),
+    (33, 65, FLOAT32),
+    (48, 80, FLOAT32),
+    (64, 96, BFLOAT16),
+    (160, 320, BFLOAT16),
+)
+LENGTH = 259  # more than one chunk, and not a multiple of any tile
+LAUNCHED = set[str]()
+
+
+def main() -> None:
+    triton.knobs.runtime.launch_enter_hook.add(
+        lambda launch: LAUNCHED.add(launch.get()["name"].split(".")[-1])
+    )
+    torch.manual_seed(0)
+    for d_qk, d_hv, dtype in HEADS:
+        run_sequences(dtype, d_qk, d_hv)
+        run_step(dtype, d_qk, d_hv)
+    run_sequences(BFLOAT16, 64, 96, batch=16)  # enough rows for one pass over the chunks
+    run_sequences(FLOAT32, 48, 80, has_resets=True)
+    for dtype in (FLOAT32, BFLOAT16):
+        run_head(dtype)
+    for rows in (1, 3, 20, 40):
+        run_generation(rows)
+    if "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ:  # CUDA graphs need PyTorch's allocator
+        run_engine()
+    torch.cuda.synchronize()
+    missing = kernels() - LAUNCHED
+    if missing:
+        raise SystemExit(f"these kernels were not launched: {', '.join(sorted(missing))}")
+    print(f"launched all {len(kernels())} kernels")
+
+
+def kernels() -> set[str]:
+    """The names of all kernels of the package. Functions that kernels call are not among them."""
+    names = set[str]()
+    for module in pkgutil.walk_packages(xlstm7b.__path__, "xlstm7b."):
+        if "kernels" in module.name or "triton" in module.name:
+            members = vars(importlib.import_module(module.name)).items()
+            jitted = (name for name, member in members if isinstance(member, triton.JITFunction))
+            names.update(name for name in jitted if name.endswith("_kernel"))
+    return names
+
+
+def draw(*shape: int, dtype: torch.dtype = FLOAT32, shift: float = 0.0) -> Tensor:
+    return (torch.randn(shape, device="cuda") + shift).to(dtype)
+
+
+def run_sequences(
+    dtype: torch.dtype, d_qk: int, d_hv: int, batch: int = 1, *, has_resets: bool = False
+) -> None:
+    """Forward and backward, from a state."""
+    shape = batch, LENGTH, 2
+    inputs = [draw(*shape, d, dtype=dtype) for d in (d_qk, d_qk, d_hv)]
+    inputs += [draw(*shape), draw(*shape, shift=4)]
+    inputs = [x.requires_grad_() for x in inputs]
+    resets = torch.rand(batch, LENGTH, device="cuda") < 0.02 if has_resets else None
+    state = MLSTMState(draw(batch, 2, d_qk, d_hv), draw(batch, 2, d_qk), draw(batch, 2))
+    h, after = mlstm_sequence(*inputs, state=state, resets=resets)
+    (h.float().sum() + after.C.sum() + after.n.sum()).backward()
+
+
+def run_step(dtype: torch.dtype, d_qk: int, d_hv: int) -> None:
+    state = MLSTMState(draw(3, 2, d_qk, d_hv), draw(3, 2, d_qk), draw(3, 2))
+    q, k, v = (draw(3, 2, d, dtype=dtype) for d in (d_qk, d_qk, d_hv))
+    mlstm_step(q, k, v, draw(3, 2), draw(3, 2, shift=4), state)
+
+
+def new_model(dtype: torch.dtype, vocab_size: int) -> XLSTM:
+    with torch.device("cuda"):
+        return XLSTM(ModelConfig(96, 2, 2, vocab_size=vocab_size)).to(dtype)
+
+
+def run_head(dtype: torch.dtype) -> None:
+    model = new_model(dtype, vocab_size=331)
+    tokens = torch.randint(331, (2, 37), device="cuda")
+    model.loss(tokens, tokens, draw(2, 37)).backward()
+    model.token_logprobs(tokens, tokens)[0].sum().backward()
+
+
+@torch.inference_mode()
+def run_generation(rows: int) -> None:
+    """Single steps and prompts of the model for generation, with states read and written by row."""
+    model = new_model(BFLOAT16, vocab_size=331)
+    fused = FusedModel(model)
+    state = ModelState.zeros(model.config, rows + 1, device=torch.device("cuda"))
+    order = torch.randperm(rows, device="cuda")
+    tokens = torch.randint(331, (rows, 70), device="cuda")
+    lengths = torch.randint(71, (rows,), device="cuda")
+    fused.logits(fused.read(tokens, state, lengths, Slots(order, order.flip(0))))
+    fused.step(tokens[:, 0], state.rows(0, rows), torch.rand(rows, device="cuda") < 0.5)
+
+
+def run_engine() -> None:
+    """Requests through the engine, as users send them."""
+    model = new_model(BFLOAT16, vocab_size=331)
+    engine = Engine(model, ByteTokenizer(), slots=3)
+    for length in (1, 5, 70, 130):
+        params = SamplingParams(max_new_tokens=4, seed=0, eos_token_id=(), logprobs=2)
+        engine.add_request(Request([2] * length, params))
+    while engine.has_requests:
+        engine.step()
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()
