@@ -38,7 +38,7 @@ def trained(cli: Cli, request: pytest.FixtureRequest, tmp_path: Path) -> Trained
     data, run, model = (tmp_path / name for name in ("data", "run", "model"))
     said = cli("prepare", tmp_path / "text.jsonl", "--output", data, "--tokenizer", folder)
     assert said.code == 0
-    _, advice = said.out.splitlines()
+    *_, advice = said.out.splitlines()
     settings = [
         "model={embedding_dim=64,num_blocks=1,num_heads=2,qk_dim_factor=1.0,vocab_size=448}",
         f'data.sources={{text={{path="{data}"}}}}',
