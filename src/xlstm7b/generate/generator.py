@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -299,7 +301,7 @@ class Generator:
         raised an error, or was interrupted, is not used again. No engine is after the model has
         changed: engines keep states that were computed with it, and are fused with its layers.
         """
-        if self._marks != [*map(_marks, self._modules)] or self._weights != self._weights_version():
+        if self._layers != _layers(self._modules) or self._weights != self._weights_version():
             self._look_at_model()
             self._idle.clear()
             self._model_version += 1
@@ -330,7 +332,7 @@ class Generator:
     def _look_at_model(self) -> None:
         """Notes the model's layers and weights, to notice later that they have changed."""
         self._modules = [*self.model.modules()]
-        self._marks = [*map(_marks, self._modules)]
+        self._layers = _layers(self._modules)
         self._parameters = [p for p in self.model.parameters() if not p.is_inference()]
         self._weights = self._weights_version()
 
@@ -338,16 +340,19 @@ class Generator:
         return sum(parameter._version for parameter in self._parameters)
 
 
-def _marks(module: nn.Module) -> tuple[object, ...]:
-    """What changes when a module gets other layers, hooks or a `forward` of its own."""
-    return (
-        type(module),
-        vars(module).get("forward"),
-        len(module._forward_hooks),
-        len(module._forward_pre_hooks),
-        *module._parameters,
-        *module._modules.values(),
-    )
+def _layers(modules: Sequence[nn.Module]) -> list[object]:
+    """What changes when a module gets other layers, parameters, hooks or a `forward` of its own.
+
+    Every call of the generator looks at all modules, a few hundred, so the loops are `map`s. Ids
+    are safe: the generator keeps the objects alive, so that none is used again.
+    """
+    found: list[object] = []
+    for name in ("_modules", "_parameters"):
+        found += map(id, chain.from_iterable(map(dict.values, map(attrgetter(name), modules))))
+    for name in ("__dict__", "_forward_hooks", "_forward_pre_hooks"):
+        found += map(len, map(attrgetter(name), modules))
+    found += map(type, modules)
+    return found
 
 
 def _prompt_tokens_read(request: Request) -> int:

@@ -5,6 +5,7 @@ is called directly and allocates as it likes.
 """
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ def prefill_limits(
         return PrefillLimits(chunk_tokens, chunk_tokens, chunk_tokens, 1, 1, long_gaps)
     return PrefillLimits(
         chunk_tokens,
-        idle_chunk_tokens=max(chunk_tokens, 4096),
+        idle_chunk_tokens=max(chunk_tokens, 2048),
         idle_tokens=max(chunk_tokens, 8192),
         max_rows=_ROWS[-1],
         pass_tokens=256,  # an H200 reads the weights of a 7B in the time of this many tokens
@@ -146,7 +147,7 @@ class ModelRunner:
         self._has_start = not self.config.force_bos_token_insert  # zeros are right without one
         if self._on_gpu:
             self._graph_memory = torch.cuda.graph_pool_handle()
-            self._capture_stream = torch.cuda.Stream(device)
+            self._capture_stream = _stream_for(self, device)
             # Tokens, lengths, source and target slots of a prefill batch: one copy from the host.
             inputs = _MAX_GRAPH_TOKENS + 3 * _ROWS[-1]
             self._inputs = torch.zeros(inputs, dtype=torch.long, device=device)
@@ -390,6 +391,22 @@ class ModelRunner:
         ):
             work()
         self._graphs[key] = graph
+
+
+_idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
+
+
+def _stream_for(runner: ModelRunner, device: torch.device) -> torch.cuda.Stream:
+    """A stream that no other living runner has.
+
+    For every stream with a matrix product PyTorch keeps a cuBLAS workspace of 32 MiB, forever. So
+    the streams of runners that are gone are used again. Living runners do not share one: their
+    graphs may run at the same time.
+    """
+    idle = _idle_streams.setdefault(device, [])
+    stream = idle.pop() if idle else torch.cuda.Stream(device)
+    weakref.finalize(runner, idle.append, stream)
+    return stream
 
 
 def _prefill_bucket(rows: int, tokens: int) -> tuple[int, int, bool]:
