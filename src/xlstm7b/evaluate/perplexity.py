@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from xlstm7b.data.input_files import Columns, find_input_files, read_batches
+from xlstm7b.evaluate.peer import Peer
 from xlstm7b.evaluate.scoring import Progress, Scorer
 from xlstm7b.report import figure, table
 from xlstm7b.tokenizer import Tokenizer
@@ -84,7 +85,10 @@ def read_documents(inputs: Iterable[str | Path], column: str = "text") -> Iterat
 
 
 def perplexity(
-    scorer: Scorer, tokenizer: Tokenizer, documents: Iterable[str], progress: Progress | None = None
+    scorer: Scorer | Peer,
+    tokenizer: Tokenizer | Peer,
+    documents: Iterable[str],
+    progress: Progress | None = None,
 ) -> Perplexity:
     """Scores every document from its beginning to its end, each one from a fresh state."""
     count = size = held = 0
