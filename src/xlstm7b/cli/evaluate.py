@@ -40,7 +40,8 @@ _BatchSize = Annotated[
 _Peer = Annotated[
     Path | None,
     typer.Option(
-        help="Folder of any causal language model of transformers, to measure it in place of MODEL."
+        help="Folder of any causal language model of transformers, to measure it in place of MODEL.",
+        rich_help_panel="Model",
     ),
 ]
 _Output = Annotated[
@@ -329,6 +330,12 @@ def ruler(
     started = Run(
         output, plan, datasets, lambda text: len(encode(text)), identity=identity, about=about
     )
+    if identity["sentences"] == "simple":
+        print(
+            "sentences of the haystack end at . ! ?; to split them as the benchmark does, run "
+            "python -m nltk.downloader punkt_tab",
+            file=sys.stderr,
+        )
     for name, reason in started.left_out.items():
         print(f"{name} is left out: {reason}", file=sys.stderr)
 

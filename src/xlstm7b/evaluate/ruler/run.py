@@ -58,6 +58,8 @@ class Plan:
                 raise ValueError(f"a length must be at least 1, not {length}")
         if self.samples < 1:
             raise ValueError(f"the number of samples must be at least 1, not {self.samples}")
+        if not 0 <= self.seed < 1 << 32:
+            raise ValueError(f"the seed must be from 0 to {(1 << 32) - 1}, not {self.seed}")
         for what, values in (("task", self.tasks), ("length", self.lengths)):
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"give at least one {what}, and each {what} only once")
