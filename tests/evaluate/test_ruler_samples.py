@@ -287,6 +287,17 @@ def test_a_short_essay_is_repeated_by_the_new_version_only() -> None:
         assert len(rest) == 700 if version == OLD else len(rest) > 1500
 
 
+def test_the_haystack_may_be_the_benchmarks_own_file(tmp_path: Path) -> None:
+    text, essays = tmp_path / "essays.txt", tmp_path / "PaulGrahamEssays.json"
+    text.write_text("One  two.\n\nThree\tfour.\n")
+    essays.write_text(json.dumps({"text": text.read_text()}))
+    words = ["One", "two.", "Three", "four.", ""]
+    assert Datasets.read(haystack=text).haystack == Datasets.read(essays).haystack == words
+    essays.write_text("[]")
+    with pytest.raises(ValueError, match=r"Essays\.json is not a JSON file with a \"text\": "):
+        Datasets.read(essays)
+
+
 def test_sentences_are_split_by_nltk_if_it_has_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenize = pytest.importorskip("nltk.tokenize", reason="nltk is not installed")
 

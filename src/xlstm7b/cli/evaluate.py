@@ -40,7 +40,7 @@ _BatchSize = Annotated[
 _Peer = Annotated[
     Path | None,
     typer.Option(
-        help="Folder of any causal language model of transformers, to measure it in place of MODEL.",
+        help="Folder of any causal language model of transformers, measured in place of MODEL.",
         rich_help_panel="Model",
     ),
 ]
