@@ -157,7 +157,7 @@ def documents_of(prompt: str) -> list[str]:
 
 
 @given(tasks, versions, st.integers(1, 12000), seeds, st.booleans())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_prompts_fit_or_are_refused(
     name: str, version: str, length: int, seed: int, bpe: bool
 ) -> None:
@@ -224,20 +224,18 @@ def more_data() -> Datasets:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_very_long_prompts_are_tokenized_few_times(version: str) -> None:
     """Counting them takes half a second. The published search does it 800 times."""
-    for name in TASKS:
-        if (name, version) == ("cwe", NEW):
-            continue
+    for name in ("niah_single_1", "niah_single_2", "niah_multikey_2", "vt", "cwe", "fwe", "qa_1"):
         counted = []
 
         def count(text: str, counted: list[int] = counted) -> int:
             counted.append(len(text) // 4)
             return counted[-1]
 
-        samples = builder(name, version, 1 << 17, count=count, data=more_data()).samples()
+        samples = builder(name, version, 1 << 16, count=count, data=more_data()).samples()
         first = next(samples)
-        assert first.length <= (1 << 17) + 50
-        if name not in ("cwe", "qa_1", "qa_2") and "essay" not in str(TASKS[name].builder):
-            assert first.length >= 0.95 * (1 << 17)
+        assert first.length <= (1 << 16) + 50
+        if name not in ("niah_single_2", "qa_1"):  # the data of this test is too short for them
+            assert first.length >= 0.95 * (1 << 16)
         assert len(counted) <= 40, name
         counted.clear()
         next(samples)
