@@ -32,7 +32,7 @@ def prepare(texts: Path, output: Path, tokenizer: Path, column: str, tasks: int)
         DocumentTokenizer(
             str(output),
             tokenizer_name_or_path=str(tokenizer),
-            eos_token="<|endoftext|>",  # id 0: every document must end with it
+            eos_token="<|endoftext|>",  # the tokenizer's end of text, after every document
             shuffle_documents=False,
         ),
     ]

@@ -135,7 +135,9 @@ def test_state_bytes() -> None:
     state = accounting.state_bytes(SEVEN)
     assert state["C"] == 134_217_728
     assert state["total"] == 134_217_728 + 4 * 32 * 8 * (256 + 1)
-    assert accounting.state_bytes(SEVEN, 2)["total"] * 2 == state["total"]
+    narrow = accounting.state_bytes(SEVEN, 2)
+    assert narrow["C"] * 2 == state["C"]
+    assert (narrow["n"], narrow["m"]) == (state["n"], state["m"])  # always float32
 
 
 def test_decoding_on_one_h200_moves_the_weights_and_all_states() -> None:

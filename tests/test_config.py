@@ -130,6 +130,18 @@ def test_fields_in_the_file_win_over_defaults() -> None:
     assert config.cell_norm_eps == 1e-5  # norm_eps is its default
 
 
+def test_a_config_without_a_first_token_or_padding() -> None:
+    """Qwen has no bos_token_id, GPT-2 and Llama 3 have no pad_token_id."""
+    qwen = ModelConfig.from_dict({**SMALL, "bos_token_id": None, "eos_token_id": 7})
+    assert (qwen.force_bos_token_insert, qwen.bos_token_id, qwen.eos_token_id) == (False, 7, 7)
+    assert qwen.to_dict()["bos_token_id"] is None
+    assert ModelConfig.from_dict(qwen.to_dict()) == qwen
+    gpt2 = {**SMALL, "bos_token_id": 7, "eos_token_id": 7, "pad_token_id": None}
+    assert ModelConfig.from_dict(gpt2).pad_token_id == 7
+    with pytest.raises(ValueError, match=r"^force_bos_token_insert is true, but bos_token_id is n"):
+        ModelConfig.from_dict({**SMALL, "bos_token_id": None, "force_bos_token_insert": True})
+
+
 def test_eos_2_becomes_0_for_the_gpt_neox_vocabulary_only() -> None:
     assert ModelConfig.from_dict(ORIGINAL).eos_token_id == 0
     assert ModelConfig.from_dict({**ORIGINAL, "eos_token_id": 3}).eos_token_id == 3

@@ -1,16 +1,19 @@
-"""Tokenizers: bytes, a small byte-level BPE, and GPT-NeoX's if its file is available."""
+"""Tokenizers: bytes, small ones of every kind, and GPT-NeoX's if its file is available."""
 
 import json
 import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 from unicodedata import normalize
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizer_kinds import KINDS
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from xlstm7b.config import ModelConfig
@@ -22,6 +25,7 @@ from xlstm7b.tokenizer import (
     Tokenizer,
     check_tokens,
     load_tokenizer,
+    open_tokenizer,
     tokenizer_file,
     tokenizer_fingerprint,
     with_first_token,
@@ -73,7 +77,7 @@ def stream(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 
 def check_stream(tokenizer: Tokenizer, ids: list[int]) -> None:
-    whole = tokenizer.decode(ids)
+    whole = tokenizer.decode(ids, continues=True)
     pieces = stream(tokenizer, ids)
     assert "".join(pieces) == whole
     # Before the flush, at most one incomplete character is held back. Python's decoder also holds
@@ -133,6 +137,104 @@ def test_file_round_trip(small: FileTokenizer, text: str) -> None:
 def test_a_file_decodes_as_its_library_does(small: FileTokenizer, ids: list[int]) -> None:
     assert small.decode(ids) == BACKEND.decode(ids, skip_special_tokens=True)
     check_stream(small, ids)
+
+
+# Every kind of tokenizer
+
+
+class Kind(NamedTuple):
+    folder: Path
+    ours: FileTokenizer
+    theirs: Backend
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kind:
+    folder = KINDS[request.param](tmp_path_factory.mktemp("kinds") / request.param)
+    ours = FileTokenizer(folder / "tokenizer.json")
+    return Kind(folder, ours, Backend.from_file(str(folder / "tokenizer.json")))
+
+
+# Unigram's pre-tokenizer puts no space before a text that has one, so there it would be lost.
+texts = (st.text() | st.sampled_from(LINES)).filter(lambda text: not text.startswith((" ", "▁")))
+
+
+@settings(deadline=None)
+@given(text=texts.map(lambda text: normalize("NFC", text.replace("▁", "_"))))
+def test_every_kind_has_the_ids_and_the_text_of_its_library(kind: Kind, text: str) -> None:
+    ids = kind.ours.encode(text)
+    assert ids == kind.theirs.encode(text, add_special_tokens=False).ids
+    assert kind.ours.encode_batch([text, text], [False, True])[0] == ids
+    assert kind.ours.decode(ids) == kind.theirs.decode(ids) == text
+    check_stream(kind.ours, ids)
+
+
+@settings(deadline=None)
+@given(first=texts, second=st.text())
+def test_a_text_that_continues_another_has_no_space_before_it(
+    kind: Kind, first: str, second: str
+) -> None:
+    first, second = (normalize("NFC", text.replace("▁", "_")) for text in (first, second))
+    ids = kind.ours.encode(second, continues=True)
+    assert kind.ours.encode_batch([second, first], [True, False])[0] == ids
+    assert kind.ours.decode(ids, continues=True) == second
+    assert "".join(stream(kind.ours, ids)) == second
+    assert kind.ours.decode([*kind.ours.encode(first), *ids]) == (
+        first + second if first else kind.ours.decode(ids)
+    )
+
+
+def test_special_ids_of_every_kind(kind: Kind) -> None:
+    last = kind.ours.vocab_size - 1
+    want = {
+        "gpt2": (last, last, None),
+        "llama3": (last - 1, last, None),
+        "qwen": (None, last - 2, last - 2),
+        "sentencepiece": (1, 2, None),
+        "unigram": (1, 2, None),
+    }
+    assert kind.ours.special == want[kind.folder.name]
+    assert all(not kind.ours.token_bytes(token) for token in kind.ours.special if token is not None)
+
+
+def test_special_ids_of_a_bare_file(kind: Kind, tmp_path: Path) -> None:
+    """They are found by their usual names. Without a first token, the end of text is one."""
+    file = shutil.copyfile(kind.folder / "tokenizer.json", tmp_path / "tokenizer.json")
+    bos, eos, _ = FileTokenizer(file).special
+    assert eos == kind.ours.special.eos
+    assert bos == (eos if kind.folder.name == "qwen" else kind.ours.special.bos)
+
+
+def test_a_special_token_that_the_file_lacks_is_named(tmp_path: Path) -> None:
+    folder = KINDS["gpt2"](tmp_path / "gpt2")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    with pytest.raises(ValueError, match=f"^{folder} names eos_token '<end>', which tokenizer"):
+        _ = FileTokenizer(folder / "tokenizer.json").special
+
+
+def test_hub_ids_are_downloaded_without_weights(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(kind.folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    opened = open_tokenizer("someone/a-model")
+    assert opened.fingerprint == kind.ours.fingerprint
+    patterns = ["tokenizer*", "special_tokens_map.json", "chat_template*"]
+    assert asked == [("someone/a-model", patterns)]
+    with pytest.raises(ValueError, match=r"^there is no tokenizer at data/tokenizer\.json$"):
+        open_tokenizer("data/tokenizer.json")
+    assert len(asked) == 1
+
+
+def test_a_folder_with_only_a_sentencepiece_model_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(ValueError, match=rf"^{tmp_path} holds no tokenizer\.json; save_pretrained"):
+        open_tokenizer(tmp_path)
 
 
 def test_leading_spaces_are_kept(small: FileTokenizer) -> None:
@@ -223,11 +325,20 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
 
 def test_other_kinds_of_tokenizer_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
-    backend = Backend(models.BPE())
-    backend.decoder = decoders.Metaspace()
-    backend.save(str(file))
-    with pytest.raises(ValueError, match=r"tokenizer\.json is not a byte-level .*Metaspace"):
-        load_tokenizer(file, 50304)
+    for decoder, named in (
+        (decoders.WordPiece(), "WordPiece"),
+        (decoders.BPEDecoder(), "BPEDecoder"),
+        (decoders.Sequence([decoders.Fuse(), decoders.CTC()]), r"Fuse \+ CTC"),
+        (decoders.Replace(Regex("_"), " "), "Replace"),
+        (None, "None"),
+    ):
+        backend = Backend(models.BPE())
+        if decoder is not None:
+            backend.decoder = decoder
+        backend.save(str(file))
+        sentence = "only byte-level tokenizers and those in SentencePiece's style are supported"
+        with pytest.raises(ValueError, match=f"^{file}: {sentence}, but its decoder is {named}$"):
+            load_tokenizer(file, 50304)
 
 
 @pytest.mark.skipif(
@@ -311,7 +422,7 @@ def encoded(small: FileTokenizer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The texts that the small tokenizer was asked to encode."""
     texts = []
 
-    def encode(text: str) -> list[int]:
+    def encode(text: str, *, continues: bool = False) -> list[int]:
         texts.append(text)
         return list(BACKEND.encode(text, add_special_tokens=False).ids)
 

@@ -13,20 +13,25 @@ if TYPE_CHECKING:
     from xlstm7b.config import ModelConfig
     from xlstm7b.generate import Engine, Generator, Request, SamplingParams, SavedState
     from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
-    from xlstm7b.model import XLSTM, ModelState
+    from xlstm7b.model import XLSTM, MLSTMBlock, MLSTMLayer, MLSTMStack, ModelState
     from xlstm7b.tokenizer import load_tokenizer
+    from xlstm7b.train import Trainer
 
 __version__ = "0.1.0"
 __all__ = [
     "XLSTM",
     "Engine",
     "Generator",
+    "MLSTMBlock",
+    "MLSTMLayer",
+    "MLSTMStack",
     "MLSTMState",
     "ModelConfig",
     "ModelState",
     "Request",
     "SamplingParams",
     "SavedState",
+    "Trainer",
     "load_tokenizer",
     "mlstm_sequence",
     "mlstm_step",
@@ -35,6 +40,9 @@ __all__ = [
 _HOMES = {
     "XLSTM": "model",
     "ModelState": "model",
+    "MLSTMLayer": "model",
+    "MLSTMBlock": "model",
+    "MLSTMStack": "model",
     "ModelConfig": "config",
     "MLSTMState": "mlstm",
     "mlstm_sequence": "mlstm",
@@ -45,6 +53,7 @@ _HOMES = {
     "Request": "generate",
     "SamplingParams": "generate",
     "SavedState": "generate",
+    "Trainer": "train",
 }
 
 

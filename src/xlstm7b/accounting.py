@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 from xlstm7b.config import ModelConfig
+from xlstm7b.registry import STANDARD, find
 
 H100_FLOPS = 989e12  # peak FLOP/s of an H100 or H200 in dense bfloat16, from NVIDIA's data sheet
 A100_FLOPS = 312e12  # peak FLOP/s of an A100 in dense bfloat16
@@ -27,12 +28,16 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
         "embedding": config.vocab_size * config.embedding_dim,
         "mlstm_projections": 0,
         "gates": 0,
-        "norms": config.embedding_dim,
+        "norms": 0,
         "ffn": 0,
         "head": config.vocab_size * config.embedding_dim,
     }
-    for name, shape in config.block_parameter_shapes().items():
-        counts[_part_of(name)] += config.num_blocks * prod(shape)
+    for name, shape in config.parameter_shapes().items():
+        if name.startswith("backbone.blocks.0."):
+            part = _part_of(name.removeprefix("backbone.blocks.0."))
+            counts[part] = counts.get(part, 0) + config.num_blocks * prod(shape)
+        elif name.startswith("backbone.out_norm."):
+            counts["norms"] += prod(shape)
     return {**counts, "total": sum(counts.values())}
 
 
@@ -42,6 +47,8 @@ def _part_of(name: str) -> str:
         return "norms"
     if name.startswith("ffn."):
         return "ffn"
+    if not name.startswith("mlstm_layer."):
+        return "other"
     return "gates" if "igate" in name or "fgate" in name else "mlstm_projections"
 
 
@@ -137,19 +144,71 @@ def transformer_forward_flops(
 
 def _model_flops(config: ModelConfig, tokens: int, cell: int) -> dict[str, int]:
     """FLOPs of the model on `tokens` tokens, for which the cell of one layer costs `cell`."""
-    d, heads, per_block = config.embedding_dim, config.num_heads, tokens * config.num_blocks
-    norms = 2 * (_NORM + 1) * d + _NORM * config.v_dim  # pre-norms with residuals; headwise norm
     counts = {
-        # q, k, v, õ and out; then σ(õ) ⊙ h.
-        "mlstm_projections": per_block
-        * (4 * d * config.qk_dim + 6 * d * config.v_dim + 2 * config.v_dim),
-        "gates": per_block * (4 * d * heads + 2 * heads),
-        "cell": config.num_blocks * cell,
-        "ffn": per_block * _ffn_flops(config),
-        "norms_and_residuals": per_block * norms + tokens * _NORM * d,
-        "head": tokens * 2 * d * config.vocab_size,
+        part: config.num_blocks * flops for part, flops in block_flops(config, tokens, cell).items()
     }
+    counts["norms_and_residuals"] += norm_flops(config, tokens)
+    counts["head"] = tokens * 2 * config.embedding_dim * config.vocab_size
     return {**counts, "total": sum(counts.values())}
+
+
+# FLOPs of the classes that a config chooses. A class that is not the standard one says its own, by
+# a static method `flops` with the same arguments.
+
+
+def block_flops(config: ModelConfig, tokens: int, cell: int) -> dict[str, int]:
+    """FLOPs of one block on `tokens` tokens, for which the cell costs `cell`, by part."""
+    if config.block != STANDARD["block"]:
+        return {"norms_and_residuals": 0, **_stated("block", config.block)(config, tokens, cell)}
+    layer = layer_flops(config, tokens, cell)
+    residuals = 2 * tokens * config.embedding_dim
+    norms = layer.pop("norms_and_residuals", 0) + 2 * norm_flops(config, tokens) + residuals
+    return {**layer, "ffn": tokens * _ffn_flops(config), "norms_and_residuals": norms}
+
+
+def layer_flops(config: ModelConfig, tokens: int, cell: int) -> dict[str, int]:
+    """FLOPs of one mLSTM layer, by part."""
+    if config.layer != STANDARD["layer"]:
+        stated: dict[str, int] = _stated("layer", config.layer)(config, tokens, cell)
+        return dict(stated)
+    return standard_layer_flops(config, tokens, cell)
+
+
+def standard_layer_flops(config: ModelConfig, tokens: int, cell: int) -> dict[str, int]:
+    """FLOPs of the layer of the released model, by part."""
+    d, v = config.embedding_dim, config.v_dim
+    return {
+        # q, k, v, õ and out; then σ(õ) ⊙ h.
+        "mlstm_projections": tokens * (4 * d * config.qk_dim + 6 * d * v + 2 * v),
+        "gates": 2 * gate_flops(config, tokens),
+        "cell": cell,
+        "norms_and_residuals": tokens * _NORM * v,
+    }
+
+
+def gate_flops(config: ModelConfig, tokens: int) -> int:
+    """FLOPs of the pre-activations of one gate of all heads."""
+    if config.gate != STANDARD["gate"]:
+        return int(_stated("gate", config.gate)(config, tokens))
+    return tokens * (2 * config.embedding_dim + 1) * config.num_heads
+
+
+def norm_flops(config: ModelConfig, tokens: int) -> int:
+    """FLOPs of one norm of the residual stream."""
+    if config.norm != STANDARD["norm"]:
+        return int(_stated("norm", config.norm)(config, tokens))
+    return tokens * _NORM * config.embedding_dim
+
+
+def _stated(kind: str, name: str) -> Any:
+    """The `flops` of a registered class: its own, because a parent's counts another class."""
+    cls = find(kind, name)
+    if "flops" not in vars(cls):
+        raise ValueError(
+            f"the FLOPs of {kind} {name!r} are not known: give the class {cls.__qualname__} a "
+            f"static method flops() with the arguments of accounting.{kind}_flops"
+        )
+    return cls.flops
 
 
 def _ffn_flops(config: ModelConfig) -> int:
@@ -163,10 +222,13 @@ def _ffn_flops(config: ModelConfig) -> int:
 def state_bytes(config: ModelConfig, itemsize: int = 4) -> dict[str, int]:
     """Bytes of one sequence's state in all blocks: C, n, m, and the total.
 
-    The paper's "total memory state" (table on head dimensions) is C alone.
+    `itemsize` is that of a number in C; n and m are at least float32. The paper's "total memory
+    state" (table on head dimensions) is C alone.
     """
-    heads = config.num_blocks * config.num_heads * itemsize
-    parts = {"C": heads * config.d_qk * config.d_hv, "n": heads * config.d_qk, "m": heads}
+    parts = {
+        name: config.num_blocks * prod(shape) * (itemsize if narrow else max(itemsize, 4))
+        for name, (shape, narrow) in config.state_parts().items()
+    }
     return {**parts, "total": sum(parts.values())}
 
 
@@ -175,7 +237,8 @@ def kv_cache_equivalent_tokens(config: ModelConfig) -> float:
 
     Both in the same dtype, with as many key heads as query heads (table on head dimensions).
     """
-    return state_bytes(config, 1)["C"] / (2 * config.num_blocks * config.embedding_dim)
+    state = state_bytes(config, 1)
+    return state.get("C", state["total"]) / (2 * config.num_blocks * config.embedding_dim)
 
 
 def weight_bytes(config: ModelConfig, itemsize: int = 2) -> int:
@@ -299,17 +362,18 @@ def summary(
             "d_hv_per_head": config.d_hv,
             "ffn_dim": config.ffn_dim,
             "vocab_size": config.vocab_size,
+            **config.other_classes(),
         },
         "parameters": parameter_counts(config),
         "state": {
-            "C_bytes_float32": state["C"],
+            "C_bytes_float32": state.get("C", 0),
             "total_bytes_float32": state["total"],
             "kv_cache_equivalent_tokens": kv_cache_equivalent_tokens(config),
         },
         "flops": {
             "context_length": context_length,
             "chunk_size": chunk_size,
-            "cell_forward_per_layer": forward["cell"] // config.num_blocks,
+            "cell_forward_per_layer": forward.get("cell", 0) // config.num_blocks,
             "forward_by_part": {part: n for part, n in forward.items() if part != "total"},
             "forward_per_sequence": forward["total"],
             "forward_per_token": forward["total"] / context_length,

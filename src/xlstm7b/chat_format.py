@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from xlstm7b.tokenizer import Tokenizer
+from xlstm7b.tokenizer import Tokenizer, read_object, token_text
 
 Messages = Sequence[Mapping[str, str]]
 """Each message has a "role" (system, user or assistant) and a "content"."""
@@ -38,6 +38,15 @@ class PlainFormat(ChatFormat):
     """The format for a model without a chat template: "User: …" and "Assistant: …" lines."""
 
     stop_string = "\nUser:"
+    template = (
+        "{{ bos_token }}{% for message in messages %}"
+        "{% if message.role == 'system' %}{{ message.content + '\\n\\n' }}"
+        "{% elif message.role == 'user' %}{{ 'User: ' + message.content + '\\n' }}"
+        "{% elif message.role == 'assistant' %}"
+        "{{ 'Assistant: ' + (message.content | trim) + '\\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+    )
+    """What `render` does, as a chat template for other programs, with the first token."""
 
     def next_prompt(self, text: str) -> str:
         return f"\nUser: {text}\nAssistant:"
@@ -86,6 +95,7 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self.source = source
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
@@ -143,7 +153,7 @@ def answer_ends(
     chat_format: ChatFormat, tokenizer: Tokenizer, eos_token_id: int
 ) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
     """The stop strings and end-of-text ids of an answer. None: the model's own end-of-text id."""
-    ids = tokenizer.encode(chat_format.stop_string)
+    ids = tokenizer.encode(chat_format.stop_string, continues=True)
     # A single id may be a special token. It has no text, so a stop string would not find it.
     ends = (eos_token_id, *ids) if len(ids) == 1 else None
     return (chat_format.stop_string,) if chat_format.stop_string else (), ends
@@ -160,36 +170,41 @@ def without_prefix(text: str, other: str) -> str:
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:
-    """The chat template in a checkpoint folder, or None."""
+    """The chat template in a checkpoint folder. None without one, and for the plain format's."""
+    source, described, path = _read_template(folder)
+    if source is None or source == PlainFormat.template:
+        return None
+    tokens = {
+        name: text
+        for name, token in described.items()
+        if name.endswith("_token") and (text := token_text(token)) is not None
+    }
+    try:
+        return ChatTemplate(source, tokens)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def template_source(folder: Path) -> str:
+    """The chat template to write beside weights: the folder's own, else the plain format's."""
+    source, _, _ = _read_template(folder)
+    return PlainFormat.template if source is None else source
+
+
+def _read_template(folder: Path) -> tuple[str | None, dict[str, Any], Path]:
+    """The source of a folder's chat template, its tokenizer_config.json, and the source's file."""
     path = folder / "tokenizer_config.json"
-    described: Any = {}
-    if path.is_file():
-        try:
-            described = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not a readable JSON file: {error}") from error
-        if not isinstance(described, dict):
-            raise ValueError(f"{path} is not a JSON object")
-    source = described.get("chat_template")
+    described = read_object(path)
+    source: Any = described.get("chat_template")
     if (folder / "chat_template.jinja").is_file():
         path = folder / "chat_template.jinja"
         source = path.read_text(encoding="utf-8")
     if isinstance(source, list):  # several templates with names
         named = {str(part.get("name")): part for part in source if isinstance(part, dict)}
         source = named.get("default", {}).get("template")
-    if source is None:
-        return None
-    if not isinstance(source, str):
+    if source is not None and not isinstance(source, str):
         raise ValueError(f"{path}: chat_template is not a string")
-    tokens = {}
-    for name, token in described.items():
-        content = token.get("content") if isinstance(token, dict) else token
-        if name.endswith("_token") and isinstance(content, str):
-            tokens[name] = content
-    try:
-        return ChatTemplate(source, tokens)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return source, described, path
 
 
 def _message(role: str, content: str) -> dict[str, str]:

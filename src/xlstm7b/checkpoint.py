@@ -7,7 +7,7 @@ leaves the old checkpoint unchanged. Every error in a file is a `ValueError` tha
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import groupby
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from xlstm7b import files
+from xlstm7b import files, hub
 from xlstm7b.config import ModelConfig
 from xlstm7b.files import Progress, Stored
 
@@ -80,24 +80,19 @@ class Checkpoint:
                     progress(name, tensor.nbytes)
 
 
-def resolve(folder_or_hub_id: str | Path) -> Path:
-    """The folder itself, or the local copy of a hub repository, which is downloaded if needed."""
+def resolve(folder_or_hub_id: str | Path, patterns: Sequence[str] = _HUB_FILES) -> Path:
+    """The folder itself, or the local copy of a hub repository.
+
+    Files of the repository that match `patterns` are downloaded if needed.
+    """
     name, folder = str(folder_or_hub_id), Path(folder_or_hub_id)
     if folder.is_dir():
         return folder
     if folder.exists():
         raise ValueError(f"{name} is a file; a checkpoint is a folder")
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name, re.ASCII):
+    if not hub.is_hub_id(name):
         raise ValueError(f"{name!r} is neither a folder nor the id of a hub repository")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
-    except Exception as error:  # the types differ between versions of huggingface_hub
-        reason = " ".join(str(error).split())
-        raise OSError(
-            f"there is no folder {name!r}, and the Hugging Face hub did not provide it: {reason}"
-        ) from error
+    return hub.download(name, list(patterns))
 
 
 def open_checkpoint(folder_or_hub_id: str | Path) -> Checkpoint:
@@ -200,6 +195,28 @@ def save_checkpoint(
         stored = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
         write("config.json", [files.json_bytes(config.to_dict(stored))])
         files.write_manifest(aside, sums)
+
+
+def transformers_limits(config: ModelConfig) -> list[str]:
+    """Why `transformers` cannot run a model of this config, one sentence each; empty if it can."""
+    found = []
+    for field, what, width in (
+        ("qk_dim_factor", "queries and keys", config.qk_dim),
+        ("v_dim_factor", "values", config.v_dim),
+    ):
+        # Its layers have the exact width, its states the width rounded up to a multiple of 64.
+        exact = int(config.embedding_dim * getattr(config, field))
+        if exact != width or width % 64:
+            found.append(
+                f"transformers cannot run this model: {field} gives its {what} a width of {exact}, "
+                f"which is not {'a multiple of 64' if exact == width else f'the {width} used here'}"
+            )
+    if config.cell_norm_eps != config.norm_eps:
+        found.append(
+            f"transformers computes other logits: it uses norm_eps ({config.norm_eps}) where this "
+            f"model has cell_norm_eps ({config.cell_norm_eps})"
+        )
+    return found
 
 
 def verify(folder: str | Path, progress: Progress | None = None) -> int:

@@ -5,7 +5,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
+
+from xlstm7b.registry import STANDARD, find
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"embedding_dim": 256, "num_blocks": 4, "num_heads": 4, "vocab_size": 320},
@@ -25,8 +27,16 @@ _ONLY_SUPPORTED: dict[str, bool] = {
     "add_post_norm": False,
     "add_qk_norm": False,
 }
+_OWN_TYPE = "xlstm7b"  # the model_type of models with other classes
 _GPT_NEOX_VOCABULARY = 50304
 _LARGEST = 1 << 24  # no model is wider or deeper; a larger number means a damaged file
+
+
+class StatePart(NamedTuple):
+    """A tensor of a block's state: its shape for one row, and whether it may be bfloat16."""
+
+    shape: tuple[int, ...]
+    narrow: bool
 
 
 @dataclass(frozen=True)
@@ -52,16 +62,25 @@ class ModelConfig:
     gate_soft_cap: float = 15.0
     output_logit_soft_cap: float = 30.0
     igate_bias_init_range: float = -10.0
-    bos_token_id: int = 0
+    bos_token_id: int = 0  # the first token of every text; eos_token_id if there is none
     eos_token_id: int = 0
     pad_token_id: int = 1
-    force_bos_token_insert: bool = True
+    force_bos_token_insert: bool = True  # False: texts have no first token
+    # Classes, by the names under which they are registered (registry.py).
+    block: str = STANDARD["block"]
+    layer: str = STANDARD["layer"]
+    norm: str = STANDARD["norm"]
+    gate: str = STANDARD["gate"]
 
     def __post_init__(self) -> None:
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
             _check_type(name, field.type, value)
             if field.type is bool:
+                continue
+            if name in STANDARD:
+                if value != STANDARD[name]:
+                    find(name, value)
                 continue
             if name.endswith("token_id"):
                 rule = f"an id in the vocabulary, 0 to {self.vocab_size - 1}"
@@ -82,6 +101,9 @@ class ModelConfig:
                     f"num_heads ({self.num_heads}) does not divide the {name} width ({width}) "
                     f"of embedding_dim {self.embedding_dim}"
                 )
+        if not self.force_bos_token_insert:
+            # Not used then. It gets one value, so that configs of equal models compare equal.
+            object.__setattr__(self, "bos_token_id", self.eos_token_id)
 
     @classmethod
     def named(cls, size: str) -> Self:
@@ -116,8 +138,20 @@ class ModelConfig:
             self.embedding_dim * self.ffn_proj_factor, self.ffn_round_up_to_multiple_of
         )
 
+    @property
+    def is_standard(self) -> bool:
+        """True if all classes are those of the released model."""
+        return not self.other_classes()
+
+    def other_classes(self) -> dict[str, str]:
+        """The fields that name a class other than the released model's, with these names."""
+        chosen = {kind: str(getattr(self, kind)) for kind in STANDARD}
+        return {kind: name for kind, name in chosen.items() if name != STANDARD[kind]}
+
     def block_parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names after `backbone.blocks.{i}.`, and shapes, of one block's parameters."""
+        if not self.is_standard:
+            return _shapes("block", self.block, self)
         d, heads, up = self.embedding_dim, self.num_heads, self.ffn_dim
         return {
             "norm_mlstm.weight": (d,),
@@ -140,6 +174,9 @@ class ModelConfig:
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every parameter. The names are the keys of the released checkpoint."""
         block = self.block_parameter_shapes()
+        out_norm: dict[str, tuple[int, ...]] = {"weight": (self.embedding_dim,)}
+        if not self.is_standard:
+            out_norm = _shapes("norm", self.norm, self.embedding_dim, self.norm_eps)
         return {
             "backbone.embeddings.weight": (self.vocab_size, self.embedding_dim),
             **{
@@ -147,16 +184,31 @@ class ModelConfig:
                 for i in range(self.num_blocks)
                 for name, shape in block.items()
             },
-            "backbone.out_norm.weight": (self.embedding_dim,),
+            **{f"backbone.out_norm.{name}": shape for name, shape in out_norm.items()},
             "lm_head.weight": (self.vocab_size, self.embedding_dim),
         }
+
+    def state_parts(self) -> "dict[str, StatePart]":
+        """The tensors of one block's state, by name."""
+        if not self.is_standard:
+            import torch
+
+            narrow = torch.bfloat16
+            state = find("block", self.block).zero_state(self, 1, dtype=narrow, device="meta")
+            return {
+                name: StatePart(tuple(part.shape[1:]), part.dtype == narrow)
+                for name, part in state._asdict().items()
+            }
+        shape = self.num_heads, self.d_qk, self.d_hv
+        parts = {"C": (shape, True), "n": (shape[:2], False), "m": (shape[:1], False)}
+        return {name: StatePart(*part) for name, part in parts.items()}
 
     # config.json
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Reads the fields of any published `config.json`. Ignores those that choose kernels."""
-        if values.get("model_type", "xlstm") != "xlstm":
+        if values.get("model_type", "xlstm") not in ("xlstm", _OWN_TYPE):
             raise ValueError(f"model_type is {values['model_type']!r}, not 'xlstm'")
         for name, supported in _ONLY_SUPPORTED.items():
             if values.get(name, supported) is not supported:
@@ -184,6 +236,12 @@ class ModelConfig:
         eos = read.get("eos_token_id")
         if isinstance(eos, list) and len(eos) == 1:
             read["eos_token_id"] = eos[0]
+        if "bos_token_id" in read and read["bos_token_id"] is None:  # as Qwen's
+            del read["bos_token_id"]
+            if read.setdefault("force_bos_token_insert", False):
+                raise ValueError("force_bos_token_insert is true, but bos_token_id is null")
+        if "pad_token_id" in read and read["pad_token_id"] is None:  # as GPT-2's and Llama 3's
+            read["pad_token_id"] = read.get("eos_token_id", cls.eos_token_id)
         if eos == 2 and read.get("vocab_size", cls.vocab_size) == _GPT_NEOX_VOCABULARY:
             # The released config says 2, but that is the token "!". Documents end with id 0.
             read["eos_token_id"] = 0
@@ -212,11 +270,19 @@ class ModelConfig:
             raise ValueError(f"{path}: {error}") from error
 
     def to_dict(self, dtype: str = "float32") -> dict[str, Any]:
-        """A `config.json` that `transformers` loads as `xLSTMConfig` without extra packages."""
+        """A `config.json` that `transformers` loads as `xLSTMConfig` without extra packages.
+
+        With other classes than the released model's it has another `model_type`: `transformers`
+        would ignore the fields that name them, and compute another model.
+        """
+        values, kind = asdict(self), {"architectures": ["XLSTM"], "model_type": _OWN_TYPE}
+        if self.is_standard:
+            kind = {"architectures": ["xLSTMForCausalLM"], "model_type": "xlstm"}
+            values = {name: value for name, value in values.items() if name not in STANDARD}
         return {
-            "architectures": ["xLSTMForCausalLM"],
-            "model_type": "xlstm",
-            **asdict(self),
+            **kind,
+            **values,
+            "bos_token_id": self.bos_token_id if self.force_bos_token_insert else None,
             **_ONLY_SUPPORTED,
             "hidden_size": self.embedding_dim,
             "num_hidden_layers": self.num_blocks,
@@ -230,6 +296,16 @@ class ModelConfig:
             "return_last_states": True,
             "dtype": dtype,
         }
+
+
+def _shapes(kind: str, name: str, *arguments: Any) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the parameters of a registered class, which is built without memory."""
+    import torch
+
+    with torch.device("meta"):
+        cls = find(kind, name)
+        module = (cls.from_config if kind == "block" else cls)(*arguments)
+    return {name: tuple(p.shape) for name, p in module.named_parameters()}
 
 
 def _check_type(name: str, expected: Any, value: object) -> None:

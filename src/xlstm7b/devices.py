@@ -1,5 +1,6 @@
 """Devices and dtypes by name, and the default dtype for loading a model."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,6 +34,13 @@ def to_dtype(name: str, allowed: tuple[str, ...] = DTYPES) -> "torch.dtype":
         raise ValueError(f"unknown dtype {name!r}; choose from {', '.join(allowed)}")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def as_current(device: "torch.device") -> AbstractContextManager[object]:
+    """Makes a GPU the current one: Triton and CUDA events use that. Does nothing for a CPU."""
+    import torch
+
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def default_dtype(device: "torch.device") -> "torch.dtype | None":

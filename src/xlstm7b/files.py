@@ -217,8 +217,12 @@ def shards(
 
 def write_manifest(folder: Path, sums: Mapping[str, str]) -> None:
     """Writes names and sha256 sums in the format of `sha256sum --check`."""
-    lines = (f"{digest}  {name}\n".encode() for name, digest in sorted(sums.items()))
-    write_hashed(folder / MANIFEST, lines)
+    write_hashed(folder / MANIFEST, [manifest_bytes(sums)])
+
+
+def manifest_bytes(sums: Mapping[str, str]) -> bytes:
+    """The content of a manifest."""
+    return "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())).encode()
 
 
 def check_manifest(folder: Path, expected: Iterable[str], progress: Progress | None) -> int:
@@ -226,25 +230,19 @@ def check_manifest(folder: Path, expected: Iterable[str], progress: Progress | N
 
     A missing or changed file, or an expected name that is not listed, is a `ValueError`.
     """
-    manifest = folder / MANIFEST
-    if not manifest.is_file():
-        raise ValueError(f"{folder} has no {MANIFEST}, so it cannot be verified")
-    sums = _read_manifest(manifest)
-    for name in sorted(set(expected) - sums.keys()):
-        raise ValueError(f"{folder / name} is not listed in {MANIFEST}")
+    sums = read_manifest(folder, expected)
     for name, digest in sums.items():
-        path = folder / name
-        if not path.is_file():
-            raise ValueError(f"{path} is missing, though {MANIFEST} lists it")
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                raise ValueError(f"{path} is damaged: its sha256 is not the one in {MANIFEST}")
-            if progress:
-                progress(name, file.tell())
+        check_sha256(folder / name, digest)
+        if progress:
+            progress(name, (folder / name).stat().st_size)
     return len(sums)
 
 
-def _read_manifest(manifest: Path) -> dict[str, str]:
+def read_manifest(folder: Path, expected: Iterable[str]) -> dict[str, str]:
+    """The sha256 of each file, by name. An expected name that is missing is a `ValueError`."""
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
+        raise ValueError(f"{folder} has no {MANIFEST}, so it cannot be verified")
     try:
         lines = manifest.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
@@ -258,7 +256,18 @@ def _read_manifest(manifest: Path) -> dict[str, str]:
         sums[str(name)] = match[1]
     if not sums:
         raise ValueError(f"{manifest} lists no file")
+    for missing in sorted(set(expected) - sums.keys()):
+        raise ValueError(f"{folder / missing} is not listed in {MANIFEST}")
     return sums
+
+
+def check_sha256(path: Path, digest: str) -> None:
+    """Raises a `ValueError` if a file is missing or its sha256 is not that of the manifest."""
+    if not path.is_file():
+        raise ValueError(f"{path} is missing, though {MANIFEST} lists it")
+    with path.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+            raise ValueError(f"{path} is damaged: its sha256 is not the one in {MANIFEST}")
 
 
 @contextmanager

@@ -4,81 +4,170 @@ import codecs
 import hashlib
 import json
 import re
+import shutil
 from array import array
-from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from xlstm7b import hub
 from xlstm7b.config import ModelConfig
 
 _BYTE_VOCABULARY = 320  # 0 end of text, 1 padding, 256 bytes, the rest unused (a multiple of 64)
 _FIRST_BYTE = 2
 _WORD_END = re.compile(r"(?<=[A-Za-z])[ \t\r\n]")
+_SENTENCEPIECE_STEPS = {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}  # of decoders
+_TRAINED_WITH = "fingerprint"  # in the tokenizer_config.json of an export
+_HUB_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*")
+# The names of special tokens, for a tokenizer.json that comes without a tokenizer_config.json.
+_USUAL_NAMES = {
+    "bos": ("<|begin_of_text|>", "<s>", "<bos>"),
+    "eos": ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"),
+    "pad": ("<|padding|>", "<pad>", "<|pad|>"),
+}
+
+
+class SpecialIds(NamedTuple):
+    """The special ids that a tokenizer names; None where it has none."""
+
+    bos: int | None  # the first token of a text
+    eos: int | None  # the end of text, which follows every document in training data
+    pad: int | None
 
 
 class Tokenizer(Protocol):
-    """Adds no special tokens: `with_first_token` puts id 0 in front of a prompt."""
+    """Adds no special tokens: `with_first_token` puts the model's first token before a prompt."""
 
     vocab_size: int
     cuts_after_words: bool
     """True if text can be cut between an ASCII letter and white space without changing the ids."""
+    prefix: bytes = b""
+    """What `encode` puts before a text and `decode` removes: in SentencePiece's style, a space."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, continues: bool = False) -> list[int]:
+        """The ids of a text. With `continues` it follows other text: no prefix is put before it."""
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, continues: bool = False) -> str:
         """The text of these ids. Special ids have no text; invalid UTF-8 becomes U+FFFD."""
-        return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
+        text = b"".join(map(self.token_bytes, ids))
+        return (text if continues else text.removeprefix(self.prefix)).decode(errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
         """The UTF-8 bytes of one id. They may start or end inside a character."""
 
 
-def load_tokenizer(path: str | Path | None, vocab_size: int) -> Tokenizer:
-    """The tokenizer for a model with this vocabulary. `path` is a `tokenizer.json` or its folder.
+AnyTokenizer: TypeAlias = "ByteTokenizer | FileTokenizer"
 
-    Without a file, a model with 320 ids uses bytes.
+
+def open_tokenizer(tokenizer: str | Path, *, special_tokens: bool = True) -> AnyTokenizer:
+    """The tokenizer of a `tokenizer.json`, its folder or a hub id, or "bytes".
+
+    For `special_tokens`, see `FileTokenizer`.
     """
-    file = None if path is None else Path(path)
-    if file is not None and file.is_dir():
-        file = file / "tokenizer.json" if (file / "tokenizer.json").exists() else None
+    file = tokenizer_file(tokenizer)
     if file is None:
+        return ByteTokenizer()
+    loaded = FileTokenizer(file, special_tokens=special_tokens)
+    # An export of a byte-level model has a file for other programs. Here its ids are bytes.
+    is_bytes = loaded.vocab_size == _byte_file()[0] and loaded.fingerprint == _byte_file()[1]
+    return ByteTokenizer() if is_bytes else loaded
+
+
+def load_tokenizer(path: str | Path | None, vocab_size: int) -> AnyTokenizer:
+    """The tokenizer for a model with this vocabulary: a `tokenizer.json`, its folder or a hub id.
+
+    A folder without the file is that of a byte-level model, if the model has 320 ids.
+    """
+    if path is None or (Path(path).is_dir() and not (Path(path) / "tokenizer.json").exists()):
         if vocab_size == _BYTE_VOCABULARY:
             return ByteTokenizer()
         raise ValueError(
             f"{path or 'this model'} has no tokenizer.json, which a vocabulary of {vocab_size} "
             f"needs (only a vocabulary of {_BYTE_VOCABULARY}, bytes, works without a file)"
         )
-    if not file.exists():
-        raise ValueError(f"there is no tokenizer at {file}")
-    tokenizer = FileTokenizer(file)
+    tokenizer = open_tokenizer(path)
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
-            f"{file} has ids up to {tokenizer.vocab_size - 1}, "
+            f"{tokenizer_file(path)} has ids up to {tokenizer.vocab_size - 1}, "
             f"but the model's vocabulary ends at {vocab_size - 1}"
         )
     return tokenizer
 
 
+def model_tokenizer(
+    folder: Path, config: ModelConfig, chosen: str | Path | None = None
+) -> AnyTokenizer:
+    """The tokenizer of a checkpoint folder, or another one that was chosen for it.
+
+    `ValueError` if an export says that the model was trained with another one, or other ids.
+    """
+    described = read_object(folder / "tokenizer_config.json")
+    trained = described.get(_TRAINED_WITH)
+    if trained and not chosen and not (folder / "tokenizer.json").is_file():
+        raise ValueError(
+            f"{folder} was trained with the tokenizer {str(trained)[:12]}, but holds no "
+            "tokenizer.json: give it with --tokenizer"
+        )
+    tokenizer = load_tokenizer(chosen or folder, config.vocab_size)
+    if not trained:
+        return tokenizer
+    if trained != tokenizer.fingerprint:
+        raise ValueError(
+            f"{folder} was trained with the tokenizer {str(trained)[:12]}, but {chosen or folder} "
+            f"holds the tokenizer {tokenizer.fingerprint[:12]}"
+        )
+    for name in ("bos", "eos"):
+        text, token = described.get(f"{name}_token"), getattr(config, f"{name}_token_id")
+        if text is not None and tokenizer.backend().token_to_id(text) != token:
+            raise ValueError(
+                f"{folder} was trained with {name}_token {text!r}, whose id is "
+                f"{tokenizer.backend().token_to_id(text)}, but its config.json says "
+                f"{name}_token_id = {token}"
+            )
+    return tokenizer
+
+
 def tokenizer_file(tokenizer: str | Path) -> Path | None:
-    """The path of a tokenizer.json, given the file or its folder. None for "bytes"."""
-    if str(tokenizer) == "bytes":
+    """The path of a tokenizer.json, given the file, its folder or a hub id. None for "bytes"."""
+    name, path = str(tokenizer), Path(tokenizer)
+    if name == "bytes":
         return None
-    path = Path(tokenizer)
+    if not path.exists() and hub.is_hub_id(name) and not name.endswith(".json"):
+        path = hub.download(name, _HUB_FILES)
+    if path.is_dir() and not (path / "tokenizer.json").exists() and any(path.glob("*.model")):
+        raise ValueError(
+            f"{path} holds no tokenizer.json; save_pretrained of transformers' AutoTokenizer "
+            "writes one from the other files"
+        )
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"there is no tokenizer at {file}")
     return file
 
 
+def copy_tokenizer(tokenizer: str | Path, folder: Path) -> None:
+    """Copies a tokenizer.json and the files that describe it into a folder; nothing for bytes."""
+    file = tokenizer_file(tokenizer)
+    if file is None:
+        return
+    shutil.copyfile(file, folder / "tokenizer.json")
+    if file.name == "tokenizer.json":
+        for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+            if file.with_name(name).is_file():
+                shutil.copyfile(file.with_name(name), folder / name)
+
+
 def tokenizer_fingerprint(tokenizer: str | Path) -> str:
     """A hash of everything that decides a text's ids; "bytes" for bytes."""
-    file = tokenizer_file(tokenizer)
-    return "bytes" if file is None else FileTokenizer(file).fingerprint
+    return open_tokenizer(tokenizer).fingerprint
 
 
 def with_first_token(config: ModelConfig, prompt: Sequence[int]) -> list[int]:
-    """The prompt with id 0 in front, if the model was trained with it and the prompt lacks it."""
+    """The prompt with the model's first token, if it was trained with one and the prompt lacks it.
+
+    That is `bos_token_id` of the config, unless `force_bos_token_insert` is false.
+    """
     first = [config.bos_token_id]
     if config.force_bos_token_insert and list(prompt[:1]) != first:
         return first + list(prompt)
@@ -101,67 +190,249 @@ class ByteTokenizer(Tokenizer):
 
     vocab_size = _BYTE_VOCABULARY
     cuts_after_words = True
+    fingerprint = "bytes"
+    special = SpecialIds(bos=0, eos=0, pad=1)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, continues: bool = False) -> list[int]:
         return [byte + _FIRST_BYTE for byte in text.encode()]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_batch(
+        self, texts: Sequence[str], continues: Sequence[bool] | None = None
+    ) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
     def token_bytes(self, token: int) -> bytes:
         byte = token - _FIRST_BYTE
         return bytes([byte]) if 0 <= byte < 256 else b""
 
+    def backend(self) -> Any:
+        """The same tokenizer for the `tokenizers` library: a BPE without merges.
+
+        It differs in one point: a special token that is written out in a text, such as
+        "<|endoftext|>", becomes its id, as in every `tokenizer.json`.
+        """
+        import tokenizers
+        from tokenizers import decoders, models, pre_tokenizers
+
+        specials = ["<|endoftext|>", "<|padding|>"]
+        letters = {letter: byte + _FIRST_BYTE for letter, byte in _byte_of_letter().items()}
+        vocabulary = {**{text: token for token, text in enumerate(specials)}, **letters}
+        backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+        backend.add_special_tokens(specials)
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        return backend
+
 
 class FileTokenizer(Tokenizer):
-    """A byte-level `tokenizer.json` (GPT-NeoX, GPT-2, Llama 3, …), read by `tokenizers`.
+    """A `tokenizer.json`, read by the library `tokenizers`.
 
-    Only byte-level tokenizers are supported: there the text of a token does not depend on the
-    tokens around it.
+    Byte-level ones (GPT-2, GPT-NeoX, Llama 3, Qwen, …) and SentencePiece's style (Llama 2, Gemma,
+    …) are supported. There the text of a token does not depend on the tokens around it, except for
+    the space that SentencePiece puts before a text (`prefix`). Without `special_tokens`,
+    "<|endoftext|>" and the like in a text are encoded as ordinary text.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, special_tokens: bool = True) -> None:
         import tokenizers
 
+        self.path = path
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain exceptions
             raise ValueError(f"{path} is not a readable tokenizer.json: {error}") from error
-        if not isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel):
-            raise ValueError(
-                f"{path} is not a byte-level tokenizer (its decoder is "
-                f"{type(self._tokenizer.decoder).__name__}); only byte-level ones are supported"
-            )
         # The file may ask to truncate or pad texts. Here the ids are always those of the text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        byte_of = _byte_of_letter()
+        self._tokenizer.encode_special_tokens = not special_tokens
+        try:
+            to_bytes, self.prefix = _decoding(json.loads(self._tokenizer.to_str())["decoder"])
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
-        self._bytes = {token: _to_bytes(piece, byte_of) for piece, token in vocabulary.items()}
+        self._bytes = {token: to_bytes(piece) for piece, token in vocabulary.items()}
         for token, added in self._tokenizer.get_added_tokens_decoder().items():
-            self._bytes[token] = b"" if added.special else _to_bytes(added.content, byte_of)
+            self._bytes[token] = b"" if added.special else to_bytes(added.content)
         self.vocab_size = max(self._bytes, default=-1) + 1
         self.cuts_after_words = _cuts_after_words(self._tokenizer)
 
     @cached_property
     def fingerprint(self) -> str:
         """The sha256 of everything that decides a text's ids, however the file is formatted."""
+        return _fingerprint(self._tokenizer)
+
+    @cached_property
+    def special(self) -> SpecialIds:
+        """The special ids, as the files beside the tokenizer.json name them.
+
+        Without such files they are found by their usual names, and a tokenizer without a first
+        token of its own has its end of text as one, as GPT-2 does.
+        """
+        named: dict[str, Any] = {}
+        if self.path.name == "tokenizer.json":
+            for name in ("special_tokens_map.json", "tokenizer_config.json"):
+                named |= read_object(self.path.with_name(name))
+        found = {kind: token_text(named.get(f"{kind}_token")) for kind in _USUAL_NAMES}
+        if not found["bos"] and not found["eos"]:
+            added = self._tokenizer.get_added_tokens_decoder().values()
+            specials = {token.content for token in added if token.special}
+            for kind, names in _USUAL_NAMES.items():
+                found[kind] = next((name for name in names if name in specials), None)
+            found["bos"] = found["bos"] or found["eos"]
+        ids = {}
+        for kind, text in found.items():
+            ids[kind] = None if text is None else self._tokenizer.token_to_id(text)
+            if text is not None and ids[kind] is None:
+                raise ValueError(
+                    f"{self.path.parent} names {kind}_token {text!r}, which {self.path.name} lacks"
+                )
+        return SpecialIds(**ids)
+
+    def encode(self, text: str, *, continues: bool = False) -> list[int]:
+        backend = self._continuing if continues else self._tokenizer
+        return list(backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(
+        self, texts: Sequence[str], continues: Sequence[bool] | None = None
+    ) -> list[list[int]]:
+        """`encode` for several texts, in 3/4 of the time: it does not compute character offsets.
+
+        `continues` says of each text whether it continues the one before it.
+        """
+        ids: dict[int, list[int]] = {}
+        for backend, wanted in ((self._tokenizer, False), (self._continuing, True)):
+            chosen = [n for n in range(len(texts)) if bool(continues and continues[n]) is wanted]
+            encodings = backend.encode_batch_fast(
+                [texts[n] for n in chosen], add_special_tokens=False
+            )
+            ids |= {n: list(found.ids) for n, found in zip(chosen, encodings, strict=True)}
+        return [ids[n] for n in range(len(texts))]
+
+    @cached_property
+    def _continuing(self) -> Any:
+        """The tokenizer for texts that continue others: it puts no space before a text."""
         written = json.loads(self._tokenizer.to_str())
-        deciding = ("model", "normalizer", "pre_tokenizer", "added_tokens")
-        content = json.dumps({name: written[name] for name in deciding}, sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` for several texts, in 3/4 of the time: it does not compute character offsets."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [list(encoding.ids) for encoding in encodings]
+        changed = {part: _without_prefix(written[part]) for part in ("normalizer", "pre_tokenizer")}
+        if all(written[part] == changed[part] for part in changed):
+            return self._tokenizer
+        backend = type(self._tokenizer).from_str(json.dumps({**written, **changed}))
+        backend.encode_special_tokens = self._tokenizer.encode_special_tokens
+        return backend
 
     def token_bytes(self, token: int) -> bytes:
         # Some ids have no text, because the model's vocabulary is padded to 50304.
         return self._bytes.get(token, b"")
+
+    def backend(self) -> Any:
+        """The tokenizer of the `tokenizers` library."""
+        return self._tokenizer
+
+
+def _without_prefix(part: Any) -> Any:
+    """A normalizer or pre-tokenizer without what puts a space before a text; None if it is that."""
+    match (part or {}).get("type"):
+        case "Sequence":
+            kinds = "normalizers" if "normalizers" in part else "pretokenizers"
+            kept = [kept for inner in part[kinds] if (kept := _without_prefix(inner)) is not None]
+            return {**part, kinds: kept}
+        case "Prepend":
+            return None
+        case "Metaspace":
+            return {**part, "prepend_scheme": "never"}
+        case "ByteLevel":
+            return {**part, "add_prefix_space": False}
+    return part
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a readable JSON file: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return content
+
+
+def token_text(token: Any) -> str | None:
+    """The text of a special token in a `tokenizer_config.json`, where it may be an object."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _fingerprint(backend: Any) -> str:
+    written = json.loads(backend.to_str())
+    deciding = ("model", "normalizer", "pre_tokenizer", "added_tokens")
+    content = json.dumps({name: written[name] for name in deciding}, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+@cache
+def _byte_file() -> tuple[int, str]:
+    """Number of ids and fingerprint of the `tokenizer.json` that stands for bytes."""
+    backend = ByteTokenizer().backend()
+    return backend.get_vocab_size(), _fingerprint(backend)
+
+
+def write_tokenizer(
+    folder: Path, tokenizer: AnyTokenizer, config: ModelConfig, chat_template: str
+) -> list[Path]:
+    """Writes the `tokenizer.json` and `tokenizer_config.json` of a model with this config.
+
+    `transformers` then has the ids of this package: the model's first token and the text's. The
+    tokenizer's fingerprint is written too: `model_tokenizer` checks it.
+    """
+    backend = tokenizer.backend()
+    written = json.loads(backend.to_str())
+    # `transformers` takes the first token from this part of the file, not from add_bos_token.
+    parts = written["post_processor"] or {}
+    parts = parts["processors"] if parts.get("type") == "Sequence" else [parts]
+    parts = [part for part in parts if part.get("type") == "ByteLevel"]
+    has_first, first = config.force_bos_token_insert, config.bos_token_id
+    if has_first:
+        parts.append(_first_token_processor(backend, first))
+    written["post_processor"] = {"type": "Sequence", "processors": parts} if parts else None
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": backend.id_to_token(first) if has_first else None,
+        "eos_token": backend.id_to_token(config.eos_token_id),
+        "pad_token": backend.id_to_token(config.pad_token_id),
+        "add_bos_token": has_first,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": chat_template,
+        _TRAINED_WITH: tokenizer.fingerprint,
+    }
+    files = {"tokenizer.json": written, "tokenizer_config.json": described}
+    for name, content in files.items():
+        text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in files]
+
+
+def write_fingerprint(folder: Path, fingerprint: str) -> Path:
+    """Writes a `tokenizer_config.json` for an export whose tokenizer was not found."""
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", _TRAINED_WITH: fingerprint}
+    (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n")
+    return folder / "tokenizer_config.json"
+
+
+def _first_token_processor(backend: Any, token: int) -> dict[str, Any]:
+    """The part of a `tokenizer.json` that puts a token before a text, and before two texts."""
+    name = backend.id_to_token(token)
+    if name is None:
+        raise ValueError(f"bos_token_id is {token}, but the tokenizer has no such id")
+    first: dict[str, Any] = {"SpecialToken": {"id": name, "type_id": 0}}
+    a, b = ({"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB"))
+    return {
+        "type": "TemplateProcessing",
+        "single": [first, a],
+        "pair": [first, a, b],
+        "special_tokens": {name: {"id": name, "ids": [token], "tokens": [name]}},
+    }
 
 
 def _cuts_after_words(backend: Any) -> bool:
@@ -187,6 +458,42 @@ def _cuts_after_words(backend: Any) -> bool:
     )
 
 
+def _decoding(decoder: Any) -> tuple[Callable[[str], bytes], bytes]:
+    """How the decoder of a `tokenizer.json` turns a piece into bytes, and the prefix it removes."""
+    steps = [decoder] if decoder else []
+    while any(step["type"] == "Sequence" for step in steps):
+        steps = [part for step in steps for part in step.get("decoders", [step])]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        byte_of = _byte_of_letter()
+        return lambda piece: _to_bytes(piece, byte_of), b""
+    has_regex = any("Regex" in step.get("pattern", {}) for step in steps)
+    if not {"Metaspace", "Replace"} & {*kinds} or {*kinds} - _SENTENCEPIECE_STEPS or has_regex:
+        raise ValueError(
+            "only byte-level tokenizers and those in SentencePiece's style are supported, but its "
+            f"decoder is {' + '.join(kinds) or None}"
+        )
+    replaced, strips = {}, False
+    for step in steps:
+        match step["type"]:
+            case "Metaspace":
+                replaced[step["replacement"]] = " "
+                strips |= step["prepend_scheme"] != "never"
+            case "Replace":
+                replaced[step["pattern"]["String"]] = step["content"]
+            case "Strip":
+                strips |= step["start"] > 0
+
+    def to_bytes(piece: str) -> bytes:
+        if "ByteFallback" in kinds and re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
+            return bytes([int(piece[3:5], 16)])
+        for old, new in replaced.items():
+            piece = piece.replace(old, new)
+        return piece.encode()
+
+    return to_bytes, b" " if strips else b""
+
+
 def _byte_of_letter() -> dict[str, int]:
     """Byte-level vocabularies write each byte as one printable letter (GPT-2's alphabet).
 
@@ -210,7 +517,8 @@ def _to_bytes(piece: str, byte_of: dict[str, int]) -> bytes:
 class StreamDecoder:
     """Decodes ids one by one. The text never changes later and never has half a character.
 
-    The results of all pushes and the flush, joined, are `decode` of all ids.
+    The results of all pushes and the flush, joined, are `decode` of all ids as text that continues
+    other text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -240,11 +548,11 @@ class CachingEncoder:
         self._segment_length = segment_length
         self._cached = lru_cache(1024)(lambda segment: array("i", tokenizer.encode(segment)))
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, continues: bool = False) -> list[int]:
         ids, start = array("i"), 0
-        if self._tokenizer.cuts_after_words:
+        if self._tokenizer.cuts_after_words:  # then there is no prefix
             while cut := _WORD_END.search(text, start + self._segment_length):
                 segment, start = text[start : cut.start()], cut.start()
                 is_long = len(segment) > 2 * self._segment_length
                 ids.extend(self._tokenizer.encode(segment) if is_long else self._cached(segment))
-        return [*ids, *self._tokenizer.encode(text[start:])]
+        return [*ids, *self._tokenizer.encode(text[start:], continues=continues)]

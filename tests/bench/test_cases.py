@@ -92,6 +92,24 @@ def test_an_interrupted_benchmark_saves_what_it_has(loader: Any, tmp_path: Path)
     assert [Result.from_dict(row) for row in rows] == RESULTS[:1]
 
 
+def test_a_closed_pipe_loses_no_measured_row(
+    loader: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pipe is closed when the heading of the first row is printed."""
+    said: list[str] = []
+
+    def say(text: str, flush: bool = False) -> None:
+        if said:
+            raise BrokenPipeError
+        said.append(text)
+
+    monkeypatch.setattr("builtins.print", say)
+    with pytest.raises(BrokenPipeError):
+        cases.run(PLAN, json=tmp_path / "results.json")
+    rows = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert [Result.from_dict(row) for row in rows] == RESULTS[:1]
+
+
 def test_files_that_cannot_be_written_are_found_before_the_work(
     monkeypatch: pytest.MonkeyPatch, loader: Any
 ) -> None:

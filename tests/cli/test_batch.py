@@ -211,7 +211,10 @@ def test_jsonl_mistakes(cli: Cli, speller: Path, source: Path, tmp_path: Path) -
     assert refused(cli(*lines, "--output", tmp_path / "out")) == want
     assert partial.read_text() == "precious"
     assert refused(cli("generate", speller, "--jsonl", "-", stdin="\n")) == "stdin holds no prompts"
-    assert "No such file" in refused(cli("generate", speller, "--jsonl", tmp_path / "none"))
+    for wrong in (tmp_path / "none", tmp_path):
+        assert refused(cli("generate", speller, "--jsonl", wrong)) == (
+            f"there is no file {wrong}; --jsonl takes a JSONL file, or - for stdin"
+        )
     assert refused(cli(*lines, "--temperature", -1)).startswith("temperature must be 0 or")
 
 

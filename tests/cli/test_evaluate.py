@@ -1,14 +1,19 @@
 """`xlstm7b eval`: tasks, perplexity and comparisons from the command line."""
 
+import io
 import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import Cli, refused, succeeded
-from harness_tasks import add_choices
+from harness_tasks import add_answered, add_choices
 from naive_scoring import save_byte_model
+
+from xlstm7b.cli import main
+from xlstm7b.evaluate.scoring import Scorer
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +53,103 @@ def test_results_of_tasks_can_be_compared(cli: Cli, byte_model: Path, tmp_path: 
     assert lines[0].split() == ["task", "metric", "a", "b", "difference"]
     assert lines[1].split()[:3] == ["choices", "acc", f"{accuracies[0]:.4f}"]
     assert lines[1].endswith(f"{accuracies[1] - accuracies[0]:+.4f}")
+    assert lines[2:] == [
+        "a and b are not comparable: limit none and 2; few-shot examples of choices 1 and 3"
+    ]
+
+
+class ClosedPipe(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_closed_pipe_loses_no_results(
+    byte_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    (tmp_path / "tasks").mkdir()
+    add_choices(tmp_path / "tasks", "choices", questions=2, shots=0, words=3)
+    (tmp_path / "a.txt").write_text("so much depends")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())  # `main` closes it
+    for arguments, written in (
+        (["eval", byte_model, "--tasks-dir", tmp_path / "tasks"], "a.json"),
+        (["eval", "ppl", byte_model, tmp_path / "a.txt", "--plot", tmp_path / "a.png"], "b.json"),
+    ):
+        output = ["--output", tmp_path / written, "--device", "cpu"]
+        monkeypatch.setattr(sys, "argv", ["xlstm7b", *map(str, [*arguments, *output])])
+        monkeypatch.setattr(sys, "stdout", ClosedPipe())
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 1
+        assert json.loads((tmp_path / written).read_text())["results"]
+    assert (tmp_path / "a.png").exists()
+
+
+@pytest.mark.usefixtures("offline")
+def test_results_that_cannot_be_written_are_printed(
+    cli: Cli, byte_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("so much depends")
+
+    def full(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("xlstm7b.files.write_json", full)
+    output = ["--output", tmp_path / "out.json", "--device", "cpu"]
+    code, out, err = cli("eval", "ppl", byte_model, tmp_path / "a.txt", *output)
+    assert (code, err) == (2, "xlstm7b: the disk is full\n")
+    assert out.startswith("1 documents, 15 tokens, 15 bytes\n")
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_stopped_run_continues_and_logs_samples(
+    cli: Cli, byte_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    for name in ("first", "second"):
+        add_choices(tasks, name, questions=3, shots=1, words=3)
+    add_answered(tasks, "third", {"alone": "no", "lonely": "no"})
+    whole, out = tmp_path / "whole.json", tmp_path / "out.json"
+    command = ["eval", byte_model, "--tasks-dir", tasks, "--device", "cpu", "--batch-size", 2]
+    command += ["--tasks", "first,second,third", "--log-samples"]
+    assert cli(*command, "--output", whole).code == 0
+    score, ran = Scorer.score, list[int]()
+
+    def stopped(self: Scorer, requests: Any, *rest: Any) -> Any:
+        ran.append(len(requests))
+        if len(ran) == 2:
+            raise KeyboardInterrupt
+        return score(self, requests, *rest)
+
+    monkeypatch.setattr(Scorer, "score", stopped)
+    assert cli(*command, "--output", out).code != 0
+    assert ran == [12, 12]
+    kept = tmp_path / "out.json.unfinished"
+    assert not out.exists()
+    before = kept.read_bytes()
+    kept.write_bytes(before + b'{"half')
+    for options, message in (
+        (["--limit", 2], "with limit none, not 2: use the same settings, or delete the file"),
+        (["--num-fewshot", 2], "with num_fewshot none, not 2"),
+        (["--dtype", "bfloat16"], "with dtype as stored, not bfloat16"),
+    ):
+        code, printed, err = cli(*command, "--output", out, *options)
+        assert (code, printed) == (2, "")
+        assert message in err.splitlines()[-1]
+    assert cli(*command, "--output", out).code == 0
+    assert ran == [12, 12, 12]  # the second task only
+    assert not kept.exists()
+    results = [json.loads(file.read_text()) for file in (whole, out)]
+    assert results[0]["results"] == results[1]["results"]
+    for name in ("first", "second", "third"):
+        files = [tmp_path / f"samples_{name}_{stem}.jsonl" for stem in ("whole", "out")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+    assert len(files[0].read_text().splitlines()) == 2
+    assert json.loads(files[0].read_text().splitlines()[1])["doc"]["text"] == "lonely"
+    assert "samples" not in results[0]
 
 
 def test_perplexity_is_printed_written_and_drawn(
@@ -89,7 +191,10 @@ def test_perplexity_is_printed_written_and_drawn(
         (["ppl", "model", "a.jsonl", "--column", "body"], "the column 'body' is missing"),
         (["compare", "a.jsonl"], "there is nothing to compare; give at least two results files"),
         (["compare", "a.jsonl", "a.jsonl"], "a.jsonl is not a results file"),
-        (["compare", "a.json", "b.json"], "No such file or directory: 'a.json'"),
+        (["compare", "a.json", "b.json"], "there is no results file a.json"),
+        (["compare", "a.jsonl", "model"], "a.jsonl is not a results file"),
+        (["compare", "model", "a.jsonl"], "there is no results file model"),
+        (["model", "--tasks", "a", "--log-samples"], "--log-samples needs --output: its files are"),
     ],
 )
 def test_wrong_arguments_are_refused_before_weights_are_loaded(
@@ -171,6 +276,9 @@ def test_results_are_named_after_the_folder(
     monkeypatch.chdir(tmp_path)
     succeeded(cli("eval", "ppl", byte_model, ".", "--output", "out.json", "--device", "cpu"))
     assert next(iter(json.loads(Path("out.json").read_text())["results"])) == tmp_path.name
+    Path("out.json").rename("out.html")
+    code, _, err = cli("eval", "ppl", byte_model, ".", "--device", "cpu")
+    assert (code, err) == (0, "read: 1 .txt\nleft out, of other types: 1 (out.html)\n")
 
 
 def test_help_lists_the_commands(cli: Cli) -> None:

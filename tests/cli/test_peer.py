@@ -128,6 +128,16 @@ def test_perplexity_of_a_peer(cli: Cli, llama: Path, tmp_path: Path) -> None:
     assert read["xlstm7b"]["model"]["model_type"] == "llama"
 
 
+def test_bytes_without_a_first_token(cli: Cli, tmp_path: Path) -> None:
+    """The first token has no loss, so its bytes do not count, as for our own models."""
+    folder = save_peer(tmp_path / "peer", "mamba", first=False)
+    (tmp_path / "a.txt").write_text("water " * 20)
+    out = succeeded(cli("eval", "ppl", "--peer", folder, tmp_path / "a.txt", "--device", "cpu"))
+    assert out.startswith("1 documents, 119 tokens, 119 bytes\n")
+    peer = Peer(folder, None, "cpu")
+    assert [peer.first_bytes(text) for text in ("a b", " b")] == [1, 1]
+
+
 def test_wrong_peers_are_refused(cli: Cli, llama: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "empty").mkdir()

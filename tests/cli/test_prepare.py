@@ -24,7 +24,7 @@ def test_prepare_twice_then_verify(cli: Cli, quotes: Path, tmp_path: Path) -> No
     out = tmp_path / "out"
     for _ in range(2):
         said = succeeded(cli("prepare", quotes, "-o", out, "--text-column", "body"))
-        assert said.startswith(f"{out} is ready, after ")
+        assert said.startswith(f"read: 1 .jsonl\n{out} is ready, after ")
         assert said.endswith(" s: 13 tokens, 2 documents, shards: 1\n")
     whole = f"{out} is intact: 13 tokens, 2 documents, shards: 1\n"
     assert succeeded(cli("prepare", "--verify", out)) == whole
@@ -90,3 +90,28 @@ def test_mistakes_write_nothing(cli: Cli, quotes: Path, tmp_path: Path) -> None:
     missing = tmp_path / "none"
     assert refused(cli("prepare", missing, "-o", out)).endswith(f"file or folder {missing}")
     assert not out.exists()
+
+
+def test_the_summary_lists_what_was_left_out(cli: Cli, tmp_path: Path) -> None:
+    folder, out = tmp_path / "in", tmp_path / "out"
+    (folder / ".git").mkdir(parents=True)
+    for name in ("a.md", "b.html", "c.csv", "d.pdf", "e.doc"):
+        (folder / name).write_text("text")
+    (folder / "x.jsonl").write_text('{"text": "one"}\n{"text": "two"\n')
+    arguments = ["prepare", folder, "-o", out, "--processes", 1, "--exclude", "d.*"]
+    assert refused(cli(*arguments)).startswith(f"{folder.absolute()}/x.jsonl line 2: Expecting")
+    lines = succeeded(cli(*arguments, "--skip-bad", 1)).splitlines()
+    assert lines[:4] == [
+        "read: 1 .md, 1 .jsonl",
+        f"left out, of other types: 3 ({folder}/b.html, {folder}/c.csv, {folder}/e.doc)",
+        f"left out, hidden: 1 ({folder}/.git/)",
+        f"left out, excluded: 1 ({folder}/d.pdf)",
+    ]
+    assert lines[4] == f"bad records left out: 1, all listed in {out}/manifest.json"
+    assert lines[5].startswith(f"  {folder}/x.jsonl line 2: Expecting ',' delimiter")
+    assert lines[6].endswith(": 9 tokens, 2 documents, shards: 1")
+    said = succeeded(cli("prepare", folder, "-o", tmp_path / "b", "--include", "*.md"))
+    assert said.startswith("read: 1 .md\nleft out, not included: 5 (")
+    assert refused(cli("prepare", folder, "-o", out, "--exclude", "*.nd")) == (
+        "the pattern '*.nd' matches no file or folder of the input"
+    )

@@ -1,8 +1,11 @@
 """`xlstm7b train`, `export` and `plot`, on a few bytes of text."""
 
+import json
+import random
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +15,14 @@ from train_processes import full_disk
 
 from xlstm7b.files import lock_folder
 from xlstm7b.model import XLSTM
+from xlstm7b.tokenizer import ByteTokenizer, tokenizer_fingerprint
 from xlstm7b.train.metrics_log import read_metrics
+from xlstm7b.train.recipe import Recipe
+from xlstm7b.train.run_checkpoints import read_run
+from xlstm7b.train.trainer import Trainer, Update
 
-MODEL = "model={embedding_dim=64,num_blocks=1,num_heads=2,vocab_size=320}"
+# With queries and keys of 64, transformers can run it: exports print no warning.
+MODEL = "model={embedding_dim=64,num_blocks=1,num_heads=2,qk_dim_factor=1.0,vocab_size=320}"
 
 
 @pytest.fixture
@@ -45,7 +53,7 @@ def test_from_text_to_an_exported_model(cli: Cli, settings: list[str], tmp_path:
     assert [line.split(":")[0] for line in err.splitlines()] == ["step 1", "step 2", "step 3"]
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
     code, out, _ = cli("train", "quickstart", "--run", run, "--device", "cpu", *settings)
-    assert (code, out) == (0, f"{run}: trained to step 3 of 3\n")  # nothing was left to do
+    assert (code, out) == (0, f"{run}: already finished, nothing trained (step 3 of 3)\n")
     assert cli("export", run, tmp_path / "model")[0] == 0
     code, out, _ = cli("generate", tmp_path / "model", "so much", "--max-new-tokens", 4)
     assert code == 0
@@ -69,6 +77,48 @@ def test_dry_run_prints_the_plan(cli: Cli) -> None:
     assert code == 0
     assert "2,086,666,240,000" in out
     assert "6,865,424,896" in out
+
+
+def test_a_failing_hook_is_named_below_its_traceback(
+    cli: Cli, settings: list[str], tmp_path: Path
+) -> None:
+    file, run = tmp_path / "mine.py", tmp_path / "run"
+    file.write_text(
+        "from xlstm7b.train import Hook\n"
+        "class Mine(Hook):\n"
+        "    def on_step(self, trainer, metrics):\n"
+        "        if trainer.step == 3: 1 / 0\n"
+    )
+    hooks = ["--set", f'run.hooks=["{file}:Mine"]', "--set", "run.save_every=2"]
+    code, out, err = train(cli, run, *settings, *hooks)
+    assert (code, out, err.count("Traceback")) == (1, "", 1)
+    assert f'File "{file}", line 4, in on_step' in err
+    assert err.splitlines()[-1] == (
+        f"xlstm7b: hook {file}:Mine failed in on_step at step 3: ZeroDivisionError: division by "
+        "zero; the last good checkpoint is of step 2"
+    )
+    hooks[1] = 'run.hooks=["mine.py"]'
+    said = refused(train(cli, run, *settings, *hooks))
+    assert said.endswith('"file.py:Class" or "package.module:Class" in its list, not \'mine.py\'')
+    code, out, _ = train(cli, run, *settings)
+    assert (code, out) == (0, f"{run}: trained to step 3 of 3\n")
+
+
+def test_each_validation_set_is_printed(cli: Cli, settings: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    sets = f'data.validation={{"[b]a" = "{folder}", "a long name of a set" = "{folder}"}}'
+    more = ["--set", sets, "--set", "run.validate_every=2"]
+    code, _, err = cli(
+        "train", "quickstart", "--run", tmp_path / "run", "--device", "cpu", *settings, *more
+    )
+    loss = read_metrics(tmp_path / "run" / "metrics.jsonl")[1]["validation_loss"]
+    line = f"step 2: validation loss [b]a {loss:.4f}, a long name of a set {loss:.4f}"
+    assert (code, err.splitlines()[1]) == (0, line)
+
+
+def test_reference_needs_no_recipe_and_is_the_page_of_the_docs(cli: Cli) -> None:
+    page = Path(__file__).parents[2] / "docs" / "recipes.md"
+    assert succeeded(cli("train", "--reference")) == page.read_text(encoding="utf-8")
 
 
 def test_dry_run_prints_names_with_brackets_as_they_are(cli: Cli) -> None:
@@ -207,6 +257,53 @@ def test_a_damaged_checkpoint_is_named(
     assert train(cli, trained, *settings, *more).code == 0
 
 
+def test_flipped_bits_are_named_and_nothing_is_trained(
+    cli: Cli, settings: list[str], trained: Path
+) -> None:
+    checkpoint, draw = trained / "checkpoints" / "step-00000003", random.Random(0)
+    files = sorted(checkpoint.iterdir())
+    lengths = [file.stat().st_size for file in files]
+    for _ in range(5):
+        (file,) = draw.choices(files, lengths)
+        whole = file.read_bytes()
+        flipped = bytearray(whole)
+        flipped[draw.randrange(len(flipped))] ^= 1 << draw.randrange(8)
+        file.write_bytes(flipped)
+        before = contents(trained)
+        for said in (
+            refused(train(cli, trained, *settings, "--set", "run.steps=4")),
+            refused(train(cli, trained, *settings)),  # there is nothing left to train
+            refused(cli("export", trained, trained.with_name("model"))),
+        ):
+            assert said == (
+                f"{checkpoint} is damaged ({file} is damaged: its sha256 is not the one in "
+                "SHA256SUMS): remove it to continue from an earlier one"
+            )
+        assert contents(trained) == before
+        file.write_bytes(whole)
+    assert train(cli, trained, *settings, "--set", "run.steps=4").code == 0
+
+
+def test_a_run_whose_weights_are_not_finite_fails(
+    cli: Cli, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that no batch uses: every step is finite, up to the last one."""
+    update = Trainer.update
+
+    def spoil(trainer: Trainer) -> Update:
+        if trainer.step == 2:
+            trainer.model.backbone.embeddings.weight.data.to_local()[319, 0] = torch.nan
+        return update(trainer)
+
+    monkeypatch.setattr(Trainer, "update", spoil)
+    code, out, err = train(cli, tmp_path / "run", *settings, "--set", "run.save_every=1")
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1] == (
+        "xlstm7b: the weights or AdamW's averages are not finite after step 3, and are not saved; "
+        "the last good checkpoint is of step 2"
+    )
+
+
 def test_a_damaged_recipe_of_a_run_is_named(cli: Cli, settings: list[str], trained: Path) -> None:
     (trained / "recipe.json").write_text('{"model": ')
     before = contents(trained)
@@ -252,6 +349,89 @@ def test_settings_that_a_run_can_change(
     assert train(cli, trained, *settings, *more).out == f"{trained}: trained to step 4 of 4\n"
     lines = read_metrics(trained / "metrics.jsonl")
     assert ["validation_loss" in line for line in lines] == [False, False, False, True]
+
+
+def test_a_finished_run_is_not_changed_by_a_sweep(
+    cli: Cli, settings: list[str], trained: Path
+) -> None:
+    before = contents(trained)
+    swept = ["--set", "optimizer.lr=0.002", "--set", "schedule.kind=linear"]
+    code, out, err = train(cli, trained, *settings, *swept, "--set", "run.save_every=2")
+    assert (code, out) == (0, f"{trained}: already finished, nothing trained (step 3 of 3)\n")
+    assert err == (
+        f"{trained} was trained with optimizer.lr 0.005; this recipe has 0.002\n"
+        f"{trained} was trained with schedule.kind 'cosine'; this recipe has 'linear'\n"
+    )
+    assert contents(trained) == before
+
+
+def test_changed_settings_are_named_and_the_record_of_the_start_is_kept(
+    cli: Cli, settings: list[str], trained: Path
+) -> None:
+    record = (trained / "recipe.json").read_bytes()
+    lower = ["--set", "optimizer.lr=0.0001", "--set", "run.save_every=2"]
+    code, out, err = train(cli, trained, *settings, *lower, "--set", "run.steps=4")
+    assert (code, out) == (0, f"{trained}: trained to step 4 of 4\n")
+    first, *steps = err.splitlines()
+    assert first == f"{trained} was trained with optimizer.lr 0.005; this recipe has 0.0001"
+    assert len(steps) == 1
+    assert (trained / "recipe.json").read_bytes() == record
+    # The same command again changes nothing; every checkpoint has the whole history.
+    more = train(cli, trained, *settings, *lower, "--set", "run.steps=5")
+    assert [line.split(":")[0] for line in more.err.splitlines()] == ["step 5"]
+    saved = read_run(trained / "checkpoints/step-00000005")
+    assert saved["recipe"]["optimizer"]["lr"] == 0.0001
+    assert saved["changes"] == [
+        {"step": 3, "settings": {"optimizer.lr": [0.005, 0.0001], "run.steps": [3, 4]}},
+        {"step": 4, "settings": {"run.steps": [4, 5]}},
+    ]
+    assert (trained / "recipe.json").read_bytes() == record
+
+
+def test_a_rate_that_rises_again_is_pointed_out(
+    cli: Cli, settings: list[str], trained: Path
+) -> None:
+    """The cosine of 3 steps has ended; that of 9 steps is still near its peak."""
+    outcome = train(cli, trained, *settings, "--set", "run.steps=9")
+    chosen = Recipe.from_dict(json.loads((trained / "recipe.json").read_text()))
+    longer = replace(chosen, run=replace(chosen.run, steps=9))
+    assert outcome.code == 0
+    assert outcome.err.splitlines()[0] == (
+        f"the learning rate rises again: {chosen.learning_rate(2):.3g} at step 2, "
+        f"{longer.learning_rate(3):.3g} at step 3; schedule.decay sets the length of the decay"
+    )
+
+
+def test_sweeps_have_folders_of_their_own(
+    cli: Cli, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`settings` has prepared the data. Settings of `run`, paths and layout share a folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.toml").write_text(
+        """
+        model = { embedding_dim = 64, num_blocks = 1, num_heads = 2, vocab_size = 320 }
+        data = { context_length = 32, sources = { text = { path = "data" } } }
+        batch = { sequences = 2, micro_batch = 2 }
+        schedule = { kind = "constant", warmup = 1 }
+        run = { steps = 1 }
+        """
+    )
+
+    def train(*chosen: str) -> str:
+        more = [word for setting in chosen for word in ("--set", setting)]
+        code, out, err = cli("train", "small.toml", "--device", "cpu", *more)
+        assert (code, err) == (0, "")
+        return out
+
+    assert train() == "runs/small: trained to step 1 of 1\n"
+    for rate in ("0.001", "2e-3"):
+        folder = f"runs/small-optimizer.lr={float(rate)}"
+        assert train(f"optimizer.lr={rate}") == f"{folder}: trained to step 1 of 1\n"
+    longer = ["run.steps=2", "batch.micro_batch=1", "parallel.dp_shard=1", "run.nan_policy=stop"]
+    out = train("optimizer.lr=1e-3", *longer, f"data.sources.text.path={tmp_path / 'data'}")
+    assert out == "runs/small-optimizer.lr=0.001: trained to step 2 of 2\n"
+    found = {path.name for path in (tmp_path / "runs").iterdir()}
+    assert found == {"small", "small-optimizer.lr=0.001", "small-optimizer.lr=0.002"}
 
 
 def test_a_run_without_a_checkpoint_starts_again(
@@ -351,26 +531,30 @@ def test_an_export_has_the_tokenizer(cli: Cli, settings: list[str], neox: Path, 
     base, model, tuned = (tmp_path / name for name in ("base", "model", "tuned"))
     assert train(cli, base, *words).code == 0
     succeeded(cli("export", base, model, "--tokenizer", neox))
-    assert (model / "tokenizer.json").read_bytes() == neox.read_bytes()
+    written = (model / "tokenizer.json").read_bytes()
+    before, after = json.loads(neox.read_bytes()), json.loads(written)
+    assert {name for name in before if before[name] != after[name]} == {"post_processor"}
     assert not (model / "neox.json").exists()
     succeeded(cli("verify", model))
     assert cli("generate", model, "so much", "--max-new-tokens", 2).code == 0
     # Fine-tuned weights take the tokenizer of init_from; --tokenizer may also name its folder.
     assert train(cli, tmp_path / "tune", *words, "--set", f"init_from={model}").code == 0
     succeeded(cli("export", tmp_path / "tune", tuned))
-    assert (tuned / "tokenizer.json").read_bytes() == neox.read_bytes()
+    assert (tuned / "tokenizer.json").read_bytes() == written
     succeeded(cli("export", base, tmp_path / "again", "--tokenizer", model))
-    assert (tmp_path / "again" / "tokenizer.json").read_bytes() == neox.read_bytes()
+    assert (tmp_path / "again" / "tokenizer.json").read_bytes() == written
     # Data of bytes does not fit this tokenizer.
     bytes_run = tmp_path / "bytes"
     said = refused(train(cli, bytes_run, *settings, "--set", f"init_from={model}"))
+    fingerprint = tokenizer_fingerprint(neox)[:12]
     assert said == (
-        f"the data was prepared with another tokenizer than that of {model}: prepare it with "
-        f"--tokenizer {model}"
+        f"the data was prepared with the tokenizer bytes, but {model} holds the tokenizer "
+        f"{fingerprint}: prepare it with --tokenizer {model}"
     )
     assert train(cli, bytes_run, *settings).code == 0
+    other = f"the run was trained with the tokenizer bytes, but {neox} is the tokenizer"
     wrong = {
-        neox: f"the run was trained with another tokenizer than {neox}",
+        neox: f"{other} {fingerprint}",
         tmp_path / "text.txt": f"{tmp_path / 'text.txt'} is not a readable tokenizer.json: ",
         "nowhere": "there is no tokenizer at nowhere",
     }
@@ -379,6 +563,53 @@ def test_an_export_has_the_tokenizer(cli: Cli, settings: list[str], neox: Path, 
         assert said.startswith(sentence)
     assert not (tmp_path / "wrong").exists()
     succeeded(cli("export", bytes_run, tmp_path / "right", "--tokenizer", "bytes"))
+
+
+def test_an_export_knows_a_tokenizer_that_was_not_found(
+    cli: Cli, settings: list[str], neox: Path, tmp_path: Path
+) -> None:
+    run, model, words = tmp_path / "run", tmp_path / "model", tmp_path / "words"
+    data = ["--output", words, "--tokenizer", neox]
+    assert cli("prepare", tmp_path / "text.txt", *data).code == 0
+    assert train(cli, run, *settings, "--set", f"data.sources.text.path={words}").code == 0
+    (words / "tokenizer.json").unlink()
+    _, _, err = cli("export", run, model)
+    assert err == "warning: the run's tokenizer was not found: give it with --tokenizer\n"
+    fingerprint = tokenizer_fingerprint(neox)[:12]
+    said = refused(cli("generate", model, "so much"))
+    assert said == (
+        f"{model} was trained with the tokenizer {fingerprint}, but holds no tokenizer.json: give "
+        "it with --tokenizer"
+    )
+    some = ["so much", "--max-new-tokens", 2]
+    assert cli("generate", model, *some, "--tokenizer", neox).code == 0
+
+
+def test_transformers_reads_the_tokenizer_of_a_byte_level_export(
+    cli: Cli, settings: list[str], trained: Path, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    model = tmp_path / "model"
+    succeeded(cli("export", trained, model))
+    succeeded(cli("verify", model))
+    theirs = transformers.AutoTokenizer.from_pretrained(model)
+    assert theirs("Grüße").input_ids == [0, *ByteTokenizer().encode("Grüße")]
+    # Such a model can be fine-tuned on data of bytes.
+    tune = ["--set", f"init_from={model}"]
+    assert train(cli, tmp_path / "tune", *settings, *tune).code == 0
+
+
+def test_an_export_that_transformers_cannot_run_says_so(
+    cli: Cli, settings: list[str], tmp_path: Path
+) -> None:
+    narrow = ["--set", "model.qk_dim_factor=0.5"]
+    assert train(cli, tmp_path / "run", *settings, *narrow).code == 0
+    code, out, err = cli("export", tmp_path / "run", tmp_path / "model")
+    assert (code, out) == (0, f"wrote step 3 of {tmp_path / 'run'} to {tmp_path / 'model'}\n")
+    assert err == (
+        "warning: transformers cannot run this model: qk_dim_factor gives its queries and keys a "
+        "width of 32, which is not a multiple of 64\n"
+    )
 
 
 def test_torchrun_starts_two_processes(settings: list[str], tmp_path: Path) -> None:
@@ -393,4 +624,5 @@ def test_torchrun_starts_two_processes(settings: list[str], tmp_path: Path) -> N
     )
     assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'run'}: trained to step 3 of 3\n")
     written = {path.name for path in (tmp_path / "run/checkpoints/step-00000003").iterdir()}
-    assert written == {".metadata", "run.json", "__0_0.distcp", "__1_0.distcp"}
+    parts = {"__0_0.distcp", "__1_0.distcp"}
+    assert written == {".metadata", "run.json", "SHA256SUMS", *parts}

@@ -219,7 +219,7 @@ def test_files_are_found_in_order(tmp_path):
     (tmp_path / "a" / "link.txt").symlink_to(tmp_path / "blob")
 
     def found(*inputs, endings=()):
-        files = find_input_files([tmp_path / name for name in inputs], endings)
+        files = find_input_files([tmp_path / name for name in inputs], endings).files
         return [str(file.relative_to(tmp_path)) for file in files]
 
     everything = ["a/c.PARQUET", "a/link.txt", "a/z.jsonl", "b/1.jsonl.gz", "b/2.txt"]
@@ -231,13 +231,178 @@ def test_files_are_found_in_order(tmp_path):
     with pytest.raises(ValueError, match=r"^there is no file or folder .*/c$"):
         found("c")
     with pytest.raises(
-        ValueError, match=r"a/x.py is not .c, .txt, .jsonl \(also .gz, .zst\) or .parquet$"
+        ValueError, match=r"a/x.py is not .c, .txt, .md, .jsonl, .ndjson, .json \(also"
     ):
         found("a/x.py", endings=(".c",))
     (tmp_path / "c").mkdir()
     with pytest.raises(
-        ValueError, match=r"/c holds no .txt, .jsonl \(also .gz, .zst\) or .parquet$"
+        ValueError,
+        match=r"/c holds no .txt, .md, .jsonl, .ndjson, .json \(also .gz, .zst\) or .parquet$",
     ):
         found("c")
     with pytest.raises(ValueError, match=r"^no input is given$"):
         find_input_files([])
+
+
+def test_what_a_folder_holds_is_read_or_listed(tmp_path):
+    folder = tmp_path / "in"
+    names = (
+        "a.json b.JSON.GZ c.md c.ndjson.zst d.html e.csv .hidden.txt .git/x.txt "
+        "sub/.y/x.txt sub/f.txt out/manifest.json"
+    )
+    for name in names.split():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "g.txt").touch()
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    (folder / "again").symlink_to(tmp_path / "elsewhere")
+    (folder / "sub" / "loop").symlink_to(folder)
+    (folder / "nowhere.txt").symlink_to(tmp_path / "nothing")
+
+    found = find_input_files([folder], output=folder / "out")
+    assert [str(file.relative_to(folder)) for file in found.files] == [
+        "a.json", "again/g.txt", "b.JSON.GZ", "c.md", "c.ndjson.zst", "sub/f.txt"
+    ]  # fmt: skip
+    listed = {
+        reason: [path.removeprefix(f"{folder}/") for path in paths]
+        for reason, paths in found.left_out.items()
+    }
+    assert listed == {
+        "hidden": [".git/", ".hidden.txt", "sub/.y/"],
+        "the output folder": ["out/"],
+        "of other types": ["d.html", "e.csv"],
+        "broken links, or not files": ["nowhere.txt"],
+        "links to a folder that is read already": ["linked/", "sub/loop/"],
+    }
+    assert str(found).splitlines() == [
+        "read: 2 .txt, 1 .json, 1 .JSON.GZ, 1 .md, 1 .ndjson.zst",
+        f"left out, hidden: 3 ({folder}/.git/, {folder}/.hidden.txt, {folder}/sub/.y/)",
+        f"left out, of other types: 2 ({folder}/d.html, {folder}/e.csv)",
+        "left out, links to a folder that is read already: "
+        f"2 ({folder}/linked/, {folder}/sub/loop/)",
+        f"left out, the output folder: 1 ({folder}/out/)",
+        f"left out, broken links, or not files: 1 ({folder}/nowhere.txt)",
+    ]
+    chats = find_input_files([folder], columns=Columns("chat"), output=folder / "out")
+    assert [file.name for file in chats.files] == ["a.json", "b.JSON.GZ", "c.ndjson.zst"]
+    assert len(chats.left_out["text, which has no columns for the format chat"]) == 3
+
+
+def test_patterns_choose_files_and_folders(tmp_path, monkeypatch):
+    for name in ("train/a.jsonl", "train/b.txt", "test/a.jsonl", "deep/test/c.jsonl", "d.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+
+    def found(*inputs, **patterns):
+        files = find_input_files(inputs, **patterns).files
+        return [str(file.relative_to(tmp_path)) for file in files]
+
+    assert found(".", include=["*.jsonl"]) == ["deep/test/c.jsonl", "test/a.jsonl", "train/a.jsonl"]
+    assert found(".", include=["train"]) == ["train/a.jsonl", "train/b.txt"]
+    assert found(".", include=["deep/test"]) == ["deep/test/c.jsonl"]
+    assert found(".", exclude=["test/"]) == ["d.txt", "train/a.jsonl", "train/b.txt"]
+    assert found(".", exclude=["*/test"]) == ["d.txt", "test/a.jsonl", *found("train")]
+    assert found("train", exclude=["train/b.txt"]) == ["train/a.jsonl"]
+    assert found("d.txt", "train", exclude=["d.*", "b.*"]) == ["train/a.jsonl"]
+    assert found(".", include=["a.*", "b.*"], exclude=["test"]) == ["train/a.jsonl", "train/b.txt"]
+    left_out = find_input_files(["."], include=["*.txt"], exclude=["test/*"]).left_out
+    assert left_out == {
+        "not included": ["deep/test/c.jsonl", "train/a.jsonl"],
+        "excluded": ["test/a.jsonl"],
+    }
+    for patterns, message in (
+        ({"exclude": ["tset"]}, r"^the pattern 'tset' matches no file or folder of the input$"),
+        ({"include": ["d*", "x"]}, r"^the pattern 'x' matches no file"),
+        ({"exclude": ["*"]}, r"^\. holds no .txt.* or .parquet that the patterns choose$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            found(".", **patterns)
+    with pytest.raises(ValueError, match=r"^all input is left out$"):
+        found("d.txt", exclude=["d.txt"])
+
+
+@pytest.mark.parametrize("ending", ["json", "json.gz", "json.zst"])
+def test_json_files_hold_lines_or_an_array(tmp_path, ending):
+    records = [{"text": quote, "id": 5} for quote in QUOTES]
+    lines = write_jsonl(tmp_path / f"a.{ending}", records)
+    assert texts(lines) == QUOTES
+    path = tmp_path / "array.json"
+    for form in ({}, {"indent": 2}, {"separators": (",", ":")}):
+        path.write_text(f"\ufeff \n{json.dumps(records, **form)}\n ")
+        assert texts(path) == QUOTES
+        assert texts(path, start=5) == QUOTES[5:]
+    packed = tmp_path / "array.json.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert texts(packed) == QUOTES
+    assert sum(b.bytes_read for b in read_batches(packed, TEXT)) == packed.stat().st_size
+    for empty in ("[]", " [ \n] ", "", "\n"):
+        path.write_text(empty)
+        assert texts(path) == []
+
+
+@given(
+    records=st.lists(
+        st.dictionaries(st.just("text"), st.text(max_size=20)) | st.integers() | st.booleans(),
+        max_size=8,
+    ),
+    indent=st.sampled_from([None, 0, 3]),
+    chunk=st.integers(1, 60),
+    escaped=st.booleans(),
+)
+def test_any_array_is_read_item_by_item_and_never_cut_short(
+    tmp_path_factory, records, indent, chunk, escaped
+):
+    path = tmp_path_factory.mktemp("array") / "a.json"
+    content = json.dumps(records, indent=indent, ensure_ascii=escaped).encode(errors="replace")
+    path.write_bytes(content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(input_files, "BATCH_BYTES", chunk)
+        batches = list(read_batches(path, TEXT))
+        assert [item for batch in batches for item in batch.records] == json.loads(content)
+        for end in range(content.index(b"[") + 1, len(content)):
+            path.write_bytes(content[:end])
+            with pytest.raises(ValueError, match=rf"^{path} item \d+: "):
+                list(read_batches(path, TEXT))
+
+
+def test_broken_arrays_are_named(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    good = '{"text": "a"}'
+    for content, message in (
+        (f"[{good}, {{]", "item 2: Expecting property name"),
+        (f"[{good} {good}]", r"item 1: Expecting ',' or '\]'"),
+        (f"[{good},]", "item 2: Expecting value"),
+        (f"[{good}][{good}]", "item 2: there is something after the array"),
+        (f"[{good}, [1]]", "item 2: this is not a JSON object"),
+        ("[" * 100_000, "item 1: maximum recursion depth exceeded"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=rf"^{path} {message}"):
+            read(path)
+    path.write_bytes(b'[{"text": "\xff"}]')
+    with pytest.raises(ValueError, match=rf"^{path} item 1: 'utf-8' codec can't decode byte 0xff"):
+        read(path)
+    path.write_text("{\n" + '"text": "a"}')
+    with pytest.raises(ValueError, match=rf"^{path} line 1: Expecting property name"):
+        read(path)
+    # A broken item in a long file is found before the file is read to its end.
+    monkeypatch.setattr(input_files, "BATCH_BYTES", 100)
+    path.write_text(f"[{good}, {{text: 'a'}}, {', '.join([good] * 1000)}]")
+    with path.open("rb") as file, pytest.raises(ValueError, match="item 2: Expecting property"):
+        list(input_files._items(path, file))
+
+
+def test_records_that_are_too_long_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(input_files, "MAX_RECORD_BYTES", 50)
+    monkeypatch.setattr(input_files, "BATCH_BYTES", 10)
+    long = '{"text": "' + "a" * 60 + '"}'
+    for name, content, where in (
+        ("a.jsonl", f'{{"text": "a"}}\n{long}', " line 2"),
+        ("a.json", f'[{{"text": "a"}}, {long}]', " item 2"),
+        ("a.txt", long, ""),
+    ):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ValueError, match=rf"{name}{where}: more than .* bytes are too many"):
+            read(tmp_path / name)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from xlstm7b.config import ModelConfig
 from xlstm7b.data.loader import Batch, Loader, source_seed, validation_batches
 from xlstm7b.data.pack import PackedDataset
 from xlstm7b.data.shards import ShardFolder, TokenShard
@@ -169,6 +170,10 @@ def test_a_failure_while_reading_ahead_is_raised():
 WEB, OTHER = SOURCES["web"], replace(SOURCES["code"][0], tokenizer_fingerprint="other")
 
 
+NEOX = ModelConfig(64, 1, 2)
+LLAMA = replace(NEOX, bos_token_id=9)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -179,14 +184,26 @@ WEB, OTHER = SOURCES["web"], replace(SOURCES["code"][0], tokenizer_fingerprint="
         ({"rank": 2, "world_size": 2}, "rank must be between 0 and 1, not 2"),
         ({"prefetch": -1}, "prefetch must be at least 0 batches, not -1"),
         (
-            {"vocab_size": 50_000},
+            {"model": ModelConfig(64, 1, 2, vocab_size=50_000)},
             "'web' has a vocabulary of 50,254 tokens, but the model has 50,000",
         ),
         ({"sources": {"web": WEB, "b": (OTHER, 1)}}, "'web' and 'b' were prepared with different"),
         ({"sources": {"web": (WEB[0], 0)}}, "'web' has weight 0"),
         (
-            {"sources": {"raw": (replace(WEB[0], vocab_size=None), 1)}, "vocab_size": 50_304},
+            {"sources": {"raw": (replace(WEB[0], vocab_size=None), 1)}, "model": NEOX},
             "the tokenizer of source 'raw' is unknown: adopt its folder",
+        ),
+        (
+            {"sources": {"gpt2": (replace(WEB[0], eos_token_id=7), 1)}, "model": NEOX},
+            "documents of source 'gpt2' end with id 7, but model.eos_token_id is 0: set it to 7",
+        ),
+        (
+            {"sources": {"llama": (replace(WEB[0], bos_token_id=8), 1)}, "model": LLAMA},
+            "of source 'llama' is 8, but model.bos_token_id is 9: set model.bos_token_id to 8",
+        ),
+        (
+            {"sources": {"qwen": (replace(WEB[0], bos_token_id=None), 1)}, "model": LLAMA},
+            "is None, but model.bos_token_id is 9: set model.force_bos_token_insert to false",
         ),
     ],
 )
@@ -266,4 +283,4 @@ def test_validation_refuses_a_batch_or_vocabulary_that_does_not_fit():
     with pytest.raises(ValueError, match="batch of 3 cannot be divided among 2"):
         validation_batches(WEB[0], T, 3, world_size=2)
     with pytest.raises(ValueError, match="vocabulary"):
-        validation_batches(WEB[0], T, 2, vocab_size=320)
+        validation_batches(WEB[0], T, 2, model=ModelConfig(64, 1, 2, vocab_size=320))

@@ -114,6 +114,58 @@ def test_every_token_is_a_target_once_an_epoch(shards, length):
         assert want == Counter(token for n in page for token in shuffled.sample(n).targets.tolist())
 
 
+@given(
+    shards=sharded_documents(),
+    length=st.integers(1, 50),
+    seed=st.none() | st.integers(0, 9),
+    packing=st.sampled_from(["windows", "best-fit"]),
+)
+def test_without_a_first_token_a_document_starts_with_its_own(shards, length, seed, packing):
+    """The state is reset before it, and it is no target; all other tokens are, once an epoch."""
+    folder = in_memory([[[*text, (0, True)] for *text, _ in shard] for shard in shards])
+    dataset = PackedDataset(
+        folder, context_length=length, seed=seed, packing=packing, first_token=None
+    )
+    firsts, following = set(), {}
+    for shard in shards:
+        for document in shard:
+            *text, _ = (token for token, _ in document)
+            firsts |= {*text[:1]}
+            following |= dict(pairwise([*text, 0]))
+    counted = {token for shard in shards for *text, _ in shard for token, counts in text if counts}
+    seen = Counter()
+    epoch = range(-(-folder.tokens // length)) if packing == "windows" and seed is None else None
+    if packing == "best-fit":
+        epoch = range(len(dataset._layout._edges) - 1)
+    for index in epoch or range(5):
+        context = []
+        tokens, targets, resets, mask = dataset.sample(index)
+        for token, target, reset, counts in zip(tokens, targets, resets, mask, strict=True):
+            context = [] if reset else context
+            assert not (context and token in firsts)
+            context.append(int(token))
+            if counts:
+                assert all(following.get(a) == b for a, b in pairwise(context))
+                assert following[token] == target
+                seen[int(target)] += 1
+    if epoch is not None:
+        wanted = counted - firsts
+        assert {token for token in seen if token} >= wanted
+        assert packing == "windows" or {*seen} - {0} == wanted
+        assert packing == "windows" or all(seen[token] == 1 for token in wanted)
+
+
+def test_the_padding_and_the_first_token_are_the_models():
+    folder = in_memory([[[(5, True), (6, True), (0, True)]]])
+    dataset = PackedDataset(
+        folder, context_length=5, seed=None, packing="best-fit", first_token=8, padding_token=9
+    )
+    sample = dataset.sample(0)
+    assert sample.tokens.tolist() == [8, 5, 6, 9, 9]
+    assert sample.targets.tolist() == [5, 6, 0, 9, 9]
+    assert sample.resets.tolist() == [True, False, False, True, False]
+
+
 def test_a_long_document_does_not_fill_a_batch():
     """Two long documents each give about half of every batch."""
     documents = [[(number, True)] * 4096 for number in (5, 9)]

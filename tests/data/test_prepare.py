@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from xlstm7b.data.input_files import Columns
-from xlstm7b.data.prepare import adopt, prepare
+from xlstm7b.data.prepare import adopt, bad_records, prepare
 from xlstm7b.data.shards import ShardFolder, open_folder
 from xlstm7b.tokenizer import ByteTokenizer, FileTokenizer, tokenizer_fingerprint
 
@@ -138,9 +138,8 @@ def test_any_texts_can_be_decoded_again(tmp_path_factory, tokenizer, data, limit
     opened = prepare([folder], folder / "out", tokenizer, shard_tokens=limit)
     decode = FileTokenizer(tokenizer).decode
     wanted = ["x", *filter(None, data)]
-    special = any("<|endoftext|>" in text for text in data)
-    assert special or [decode(document) for document in documents(opened)] == wanted
-    assert all(document[-1] == 0 for document in documents(opened))
+    assert [decode(document) for document in documents(opened)] == wanted
+    assert all(document.index(0) == len(document) - 1 for document in documents(opened))
 
 
 def test_encoding_in_batches_is_encoding(tokenizer):
@@ -292,19 +291,243 @@ def test_other_input_or_settings_do_not_continue_a_folder(texts, tokenizer, tmp_
         "out was prepared from other input, with another tokenizer or with other settings: remove"
     )
     for finished in (False, True):
-        out = tmp_path / "out"
+        out, same = tmp_path / "out", {"shard_tokens": 60}
         if finished:
-            prepare([texts], out)
+            prepare([texts], out, **same)
         else:
-            assert dies_at(8, [texts], out)
+            assert dies_at(14, [texts], out, **same)
+            assert (out / "00000.ds.json").exists()
         before = content(out)
-        refused(message, [texts], out, tokenizer)
+        refused(message, [texts], out, tokenizer, **same)
         refused(message, [texts], out, shard_tokens=7)
-        refused(message, [texts / "a.jsonl"], out)
-        os.utime(texts / "c.txt", (finished, finished))
-        refused(message, [texts], out)
+        refused(message, [texts], out, special_tokens=True, **same)
+        refused(message, [texts], out, text_endings=[".py"], **same)
+        refused(message, [texts / "c.txt", texts / "a.jsonl"], out, **same)
+        if finished:
+            refused(message, [texts / "a.jsonl"], out, **same)
         assert content(out) == before
         shutil.rmtree(out)
+
+
+def test_a_touched_file_is_the_same_file(texts, tmp_path):
+    out, options = tmp_path / "out", {"shard_tokens": 60}
+    assert dies_at(14, [texts], out, **options)
+    kept = (out / "00000.ds").stat().st_ino
+    for time_ in range(3):  # the first time unfinished, then finished
+        for file in texts.iterdir():
+            os.utime(file, (time_, time_))
+        lines = gzip.decompress((texts / "b.jsonl.gz").read_bytes())
+        (texts / "b.jsonl.gz").write_bytes(gzip.compress(lines, compresslevel=time_))
+        assert prepare([texts], out, **options).documents == 24
+        assert (out / "00000.ds").stat().st_ino == kept
+        if time_ == 1:
+            written = content(out)
+    assert content(out) == written
+
+
+def test_a_file_that_changed_where_it_was_read_is_refused(texts, tmp_path):
+    out, options = tmp_path / "out", {"shard_tokens": 60}
+    assert dies_at(14, [texts], out, **options)
+    file, before = texts / "a.jsonl", content(out)
+    good = file.read_text()
+    file.write_text(good.replace("\\u00e4", "b", 1))
+    message = "a.jsonl has changed in its first 10 records since its tokens were written: remove"
+    refused(message, [texts], out, **options)
+    assert content(out) == before
+    file.write_text(good)
+    prepare([texts], out, **options)
+    for name, new in (("c.txt", b"The end!"), ("d.jsonl", b" \n"), ("a.jsonl", b"")):
+        old = (texts / name).read_bytes()
+        (texts / name).write_bytes(new)
+        refused(rf"{name} has changed since its tokens were written", [texts], out, **options)
+        (texts / name).write_bytes(old)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_finished_shards_are_kept_when_a_bad_line_is_corrected(texts, tmp_path, processes):
+    out, options = tmp_path / "out", {"shard_tokens": 60, "processes": processes}
+    file = write_jsonl(texts / "b2.jsonl", [{"text": "a"}, {"txt": "b"}, {"text": "c"}])
+    refused(
+        r"b2.jsonl line 2: .*correct it and run the same command again", [texts], out, **options
+    )
+    kept = {path.name: path.stat().st_ino for path in out.glob("*.ds")}
+    assert len(kept) == 3
+    write_jsonl(file, [{"text": "a"}, {"text": "b"}, {"text": "c"}, {"text": "d"}])
+    prepare([texts], tmp_path / "whole", **options)
+    assert prepare([texts], out, **options).documents == 28
+    assert kept.items() <= {path.name: path.stat().st_ino for path in out.glob("*.ds")}.items()
+    assert content(out) == content(tmp_path / "whole")
+
+
+def test_a_bad_file_can_be_left_out_later(texts, tmp_path):
+    out, options = tmp_path / "out", {"shard_tokens": 60}
+    (texts / "b2.jsonl").write_text('{"text": "a"}\n{')
+    refused("b2.jsonl line 2: ", [texts], out, **options)
+    kept = (out / "00001.ds").stat().st_ino
+    assert prepare([texts], out, exclude=["b2*"], **options).documents == 24
+    assert (out / "00001.ds").stat().st_ino == kept
+
+
+@settings(max_examples=40)
+@given(
+    lines=st.lists(st.sampled_from(["good", "", "{", "empty"]), min_size=1, max_size=12),
+    files=st.integers(1, 3),
+    limit=st.integers(1, 12),
+)
+def test_correcting_lines_one_by_one_ends_as_if_all_had_been_good(
+    tmp_path_factory, lines, files, limit
+):
+    outside = tmp_path_factory.mktemp("any")
+    folder = outside / "in"
+    folder.mkdir()
+    written = {"good": '{"text": "abc"}', "": "", "{": "{", "empty": '{"text": ""}'}
+    parts = [["good", *lines[number::files]] for number in range(files)]
+
+    def write() -> None:
+        for number, part in enumerate(parts):
+            (folder / f"{number}.jsonl").write_text("\n".join(written[line] for line in part))
+
+    for number, part in enumerate(parts):
+        while "{" in part:
+            write()
+            where = rf"{number}.jsonl line {part.index('{') + 1}:"
+            refused(where, [folder], outside / "out", shard_tokens=limit)
+            part[part.index("{")] = "good"
+    write()
+    whole = prepare([folder], outside / "whole", shard_tokens=limit)
+    assert documents(whole) == [[*BYTES.encode("abc"), 0]] * sum(p.count("good") for p in parts)
+    prepare([folder], outside / "out", shard_tokens=limit)
+    assert content(outside / "out") == content(outside / "whole")
+
+
+# Bad records
+
+
+def test_bad_records_are_skipped_counted_and_named(texts, tmp_path):
+    bad = ["true", "[]", '{"text": 5}', '{"a": ""}']
+    (texts / "b2.jsonl").write_text("\n".join([bad[0], '{"text": "good"}', *bad[1:], ""]))
+    (texts / "b3.txt").write_bytes(b"\xff")
+    (texts / "b4.json").write_text('[{"text": "good"}, {"body": "a"}]')
+    expected = [
+        f"{texts}/b2.jsonl line 1: this is not a JSON object",
+        f"{texts}/b2.jsonl line 3: this is not a JSON object",
+        f"{texts}/b2.jsonl line 4: 'text' is int, not a string",
+        f"{texts}/b2.jsonl line 5: the column 'text' is missing; the columns are a",
+        f"{texts}/b3.txt: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
+        f"{texts}/b4.json item 2: the column 'text' is missing; the columns are body",
+    ]
+    for processes in (1, 2):
+        out = tmp_path / f"{processes}"
+        options = {"shard_tokens": 60, "processes": processes}
+        with pytest.raises(ValueError, match="more bad records than --skip-bad 5 allows") as error:
+            prepare([texts], out, skip_bad=5, **options)
+        assert str(error.value).partition(" allows: ")[2] == f"{'; '.join(expected[:5])}; …"
+        assert (out / "00001.ds.json").exists()
+        opened = prepare([texts], out, skip_bad=6, **options)
+        assert opened.documents == 26
+        assert bad_records(out) == expected
+        refused("more bad records than --skip-bad 5 allows", [texts], out, skip_bad=5, **options)
+        refused(r"b2.jsonl line 1", [texts], out, **options)
+    assert content(tmp_path / "1") == content(tmp_path / "2")
+
+
+def test_bad_records_are_counted_over_kills(texts, tmp_path):
+    for number in range(4):
+        (texts / f"a{number}.jsonl").write_text('{"text": "good, and long"}\n{\n' * 2)
+    options = {"shard_tokens": 60, "skip_bad": 8}
+    whole = content(prepare([texts], tmp_path / "whole", **options).path)
+    out = tmp_path / "out"
+    for step in range(5, 80, 7):
+        if dies_at(step, [texts], out, **options) and len(list(out.glob("*.ds.json"))) > 2:
+            refused(
+                "more bad records than --skip-bad 1 allows",
+                [texts],
+                out,
+                **{**options, "skip_bad": 1},
+            )
+    prepare([texts], out, **options)
+    assert content(out) == whole
+    assert len(bad_records(out)) == 8
+
+
+# What is read
+
+
+def test_the_manifest_lists_what_was_read_and_left_out(texts, tmp_path):
+    (texts / "page.html").touch()
+    (texts / ".git").mkdir()
+    prepare([texts], texts / "out", exclude=["d*"])
+    prepare([texts], texts / "out", exclude=["d*"])  # its own output is not read
+    manifest = json.loads((texts / "out" / "manifest.json").read_text())
+    assert manifest["read"] == {
+        ".jsonl": {"count": 1, "first": [f"{texts}/a.jsonl"]},
+        ".jsonl.gz": {"count": 1, "first": [f"{texts}/b.jsonl.gz"]},
+        ".txt": {"count": 1, "first": [f"{texts}/c.txt"]},
+    }
+    assert manifest["left_out"] == {
+        "hidden": {"count": 1, "first": [f"{texts}/.git/"]},
+        "excluded": {"count": 1, "first": [f"{texts}/d.jsonl"]},
+        "of other types": {"count": 1, "first": [f"{texts}/page.html"]},
+    }
+    assert [(file["path"], file["records"]) for file in manifest["files"]] == [
+        (f"{texts}/a.jsonl", 20),
+        (f"{texts}/b.jsonl.gz", 12),
+        (f"{texts}/c.txt", 1),
+    ]
+
+
+def test_special_tokens_in_a_text_are_text_unless_asked(tokenizer, tmp_path):
+    quote = "one<|endoftext|>two"
+    write_jsonl(tmp_path / "a.jsonl", [{"text": quote}])
+    for processes in (1, 2):
+        options = {"processes": processes}
+        plain = prepare([tmp_path / "a.jsonl"], tmp_path / f"a{processes}", tokenizer, **options)
+        [document] = documents(plain)
+        assert document.count(0) == 1
+        assert FileTokenizer(tokenizer).decode(document) == quote
+        out = tmp_path / f"b{processes}"
+        asked = prepare([tmp_path / "a.jsonl"], out, tokenizer, special_tokens=True, **options)
+        assert documents(asked) == [[*FileTokenizer(tokenizer).encode(quote), 0]]
+        assert documents(asked)[0].count(0) == 2
+
+
+# Long documents
+
+
+def test_a_long_text_is_tokenized_in_pieces_with_the_same_ids(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("xlstm7b.data.prepare._PIECE", 8)
+    quotes = ["the line of the text, ä 🐿\n by  line " * 20, "", "short", "number\t" * 30]
+    write_jsonl(tmp_path / "a.jsonl", [{"text": quote} for quote in quotes])
+    folder = prepare([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer)
+    encode = FileTokenizer(tokenizer).encode
+    assert documents(folder) == [[*encode(quote), 0] for quote in quotes if quote]
+    write_jsonl(tmp_path / "b.jsonl", [{"text": "ä" * 99}])  # no word to cut after
+    [document] = documents(prepare([tmp_path / "b.jsonl"], tmp_path / "other", tokenizer))
+    assert FileTokenizer(tokenizer).decode(document) == "ä" * 99
+
+
+SCRIPT_MEMORY = """
+import resource, sys
+from xlstm7b.data.prepare import prepare
+peaks = []
+for name in ("short", "long"):
+    prepare([sys.argv[1] + f"/{name}.jsonl"], sys.argv[1] + f"/{name}", sys.argv[2])
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print(peaks[1] - peaks[0])
+"""
+
+
+@pytest.mark.parametrize("kind", ["bytes", "file"])
+def test_memory_for_a_long_line_is_a_small_multiple_of_its_length(kind, tokenizer, tmp_path):
+    """The tokenizers library takes 160 bytes for each byte of a text that it gets at once."""
+    for name, size in (("short", 1_000_000), ("long", 7_000_000)):
+        words = "the line of words, " * (size // 19)
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": words}])
+    given = "bytes" if kind == "bytes" else str(tokenizer)
+    command = [sys.executable, "-c", SCRIPT_MEMORY, str(tmp_path), given]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 12 * 6_000_000
 
 
 def test_a_corrected_line_is_prepared(texts, tmp_path):
@@ -344,7 +567,7 @@ def test_mistakes_before_anything_is_written(texts, tokenizer, tmp_path):
     spec["model"] |= {"vocab": {p: index - 1 for p, index in letters.items()}, "merges": []}
     (tmp_path / "other.json").write_text(json.dumps(spec))
     refused(
-        r"^id 0 of .*other.json is '!', but it must be the end of text",
+        r"other.json names no end of text, which separates documents: put a tokenizer_config.json",
         [texts],
         out,
         tmp_path / "other.json",

@@ -258,6 +258,20 @@ def test_adopting_checks_tokens_and_adds_the_manifest(tmp_path):
     assert open_folder(tmp_path, tokenizer_fingerprint="bytes", verify=True).tokens == 12
 
 
+def test_shards_with_another_end_of_text(tmp_path):
+    with ShardWriter(tmp_path / "00000.ds", vocab_size=320, eos_token_id=7) as writer:
+        writer.add([3, 4])
+        writer.add([5])
+    (tmp_path / "00000.ds.json").unlink()
+    about = {"vocab_size": 320, "tokenizer_fingerprint": "gpt2"}
+    with pytest.raises(ValueError, match="document 0 does not end with id 0, the end of text"):
+        adopt_folder(tmp_path, **about)
+    adopted = adopt_folder(tmp_path, **about, eos_token_id=7, bos_token_id=None)
+    assert adopted.shards[0].tokens.tolist() == [3, 4, 7, 5, 7]
+    for folder in (adopted, open_folder(tmp_path)):
+        assert (folder.eos_token_id, folder.bos_token_id) == (7, None)
+
+
 def test_documents_without_an_end_of_text_are_refused(tmp_path):
     bare(tmp_path)
     (tmp_path / "00001.ds.index").write_bytes(np.array([2, 4, 6], "<u8").tobytes())

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -28,10 +29,12 @@ from xlstm7b.evaluate import harness
 from xlstm7b.evaluate.harness import (
     PRESETS,
     XLSTM7B,
+    FinishedTasks,
     expand_presets,
     load_tasks,
     run_tasks,
     sampling_options,
+    write_samples,
 )
 
 
@@ -104,6 +107,24 @@ def test_last_words_score_as_computed_naively(lm: XLSTM7B, tmp_path: Path) -> No
 def test_lambada_scores_as_computed_naively(lm: XLSTM7B, tmp_path: Path) -> None:
     lines = (Path(os.environ["XLSTM7B_LAMBADA"]) / "test.jsonl").read_text().splitlines()
     check_last_words(lm, tmp_path, [json.loads(line)["text"] for line in lines[:8]])
+
+
+def test_a_model_without_a_first_token_is_given_the_first_one(
+    lm: XLSTM7B, byte_model: Path, tmp_path: Path
+) -> None:
+    without = tmp_path / "without"
+    shutil.copytree(byte_model, without)
+    config = json.loads((without / "config.json").read_text())
+    changed = {**config, "bos_token_id": None, "force_bos_token_insert": False, "eos_token_id": 5}
+    (without / "config.json").write_text(json.dumps(changed))
+    other = XLSTM7B(str(without), device="cpu", batch_size=8)
+    ids = torch.tensor([ByteTokenizer().encode("the sea")])
+    with torch.no_grad():
+        logprobs, _ = lm.scorer.model.token_logprobs(ids[:, :-1], ids[:, 1:])
+    rolling = instances("loglikelihood_rolling", ("the sea",))
+    (found,) = other.loglikelihood_rolling(rolling, disable_tqdm=True)
+    assert found == pytest.approx(logprobs.sum().item(), abs=1e-4)
+    assert (other.prefix_token_id, other.eot_token_id) == (5, 5)
 
 
 def test_trailing_spaces_belong_to_the_continuation(lm: XLSTM7B) -> None:
@@ -304,3 +325,53 @@ def test_the_harness_command_line_gives_the_same_results(
     ours = run_tasks(lm, load_tasks(["choices"], tmp_path))
     assert theirs["results"]["choices"]["acc,none"] == ours["results"]["choices"]["acc,none"]
     assert theirs["config"]["model"] == "xlstm7b"
+
+
+_GROUP = "group: both\ntask: [one, two]\naggregate_metric_list: [{metric: acc}]\n"
+
+
+def test_finished_tasks_of_a_group_are_not_run_again(lm: XLSTM7B, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        add_choices(tmp_path, name, questions=3, shots=1, words=3)
+    add_whole(tmp_path, "whole", ["a text", "another"])
+    (tmp_path / "both.yaml").write_text(_GROUP)
+    expected = run_tasks(lm, load_tasks(["both", "whole"], tmp_path))
+    path = tmp_path / "kept"
+    found = run_tasks(lm, load_tasks(["both", "whole"], tmp_path), finished=FinishedTasks(path, {}))
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert [json.loads(line)["task"] for line in lines[1:]] == ["one", "two", "whole"]
+    for end in range(1, len(lines) + 1):
+        path.write_bytes(b"".join(lines[:end]) + b'{"task": "tw')
+        before = lm.scorer.tokens_processed
+        kept = FinishedTasks(path, {})
+        again = run_tasks(lm, load_tasks(["both", "whole"], tmp_path), finished=kept)
+        for each in (found, again):
+            assert each["results"] == expected["results"]
+            assert each["groups"] == expected["groups"]
+        assert (lm.scorer.tokens_processed == before) == (end == len(lines))
+        assert path.read_bytes() == b"".join(lines)
+    add_choices(tmp_path, "two", questions=3, shots=2, words=3)
+    with pytest.raises(ValueError, match="questions of the task 'two' are not those of the interr"):
+        run_tasks(lm, load_tasks(["both"], tmp_path), finished=FinishedTasks(path, {}))
+    lm.finished = None
+    path.write_bytes(lines[0] + b"[]x\n")
+    with pytest.raises(ValueError, match="kept is damaged in line 2: delete it to start again"):
+        FinishedTasks(path, {})
+
+
+def test_samples_are_written_as_lm_eval_writes_them(lm: XLSTM7B, tmp_path: Path) -> None:
+    from lm_eval.loggers import EvaluationTracker
+
+    add_choices(tmp_path, "choices", questions=2, shots=1, words=3)
+    add_answered(tmp_path, "answered", {"alone": "nö", "lonely": "no"})
+    found = run_tasks(lm, load_tasks(["choices", "answered"], tmp_path), log_samples=True)
+    write_samples(tmp_path / "mine.json", found["samples"])
+    tracker = EvaluationTracker(output_path=str(tmp_path / "theirs" / "out.json"))
+    tracker.date_id = "mine"
+    for task, samples in found["samples"].items():
+        tracker.save_results_samples(task, samples)
+        name = f"samples_{task}_mine.jsonl"
+        theirs = (tmp_path / "theirs" / name).read_text().splitlines()
+        ours = (tmp_path / name).read_text().splitlines()
+        assert list(map(json.loads, ours)) == list(map(json.loads, theirs))
+        assert len(ours) == 2

@@ -9,7 +9,14 @@ import torch
 from checkpoint_files import save_small
 
 from xlstm7b.checkpoint import open_checkpoint, save_checkpoint
-from xlstm7b.evaluate.results import Metric, compare, comparison_table, fingerprint, run_info
+from xlstm7b.evaluate.results import (
+    Metric,
+    compare,
+    comparison_table,
+    fingerprint,
+    run_info,
+    setting_differences,
+)
 from xlstm7b.files import write_json
 
 
@@ -71,6 +78,91 @@ def test_files_are_compared_with_the_first(tmp_path: Path) -> None:
         "arc         acc  0.5000 ± 0.0100  0.7500     +0.2500",
         "arc   em,strict                –  1.0000           –",
     ]
+
+
+HARNESS = {
+    "results": {"arc": {"acc,none": 0.5}, "boolq": {"acc,none": 0.5}},
+    "n-shot": {"arc": 5, "boolq": 0},
+    "versions": {"arc": 1.0, "boolq": 2.0},
+    "n-samples": {"arc": {"original": 9, "effective": 9}, "boolq": {"effective": 9}},
+    "config": {"limit": None, "random_seed": 0, "fewshot_seed": 1234, "batch_size": 1},
+    "xlstm7b": {"settings": {"tokenizer": "a" * 64, "chat_template": None}, "command": "x"},
+}
+PERPLEXITY = {
+    "results": {"a.txt": {"loss,none": 0.5}},
+    "perplexity": {"text_sha256": "c" * 64},
+    "xlstm7b": {"settings": {"tokenizer": "a" * 64}},
+}
+RULER = {
+    "results": {"vt": {"4096,none": 1.5}},
+    "lengths": [4096],
+    "samples": 500,
+    "seed": 42,
+    "tokenizer": "bytes",
+    "haystack": "d" * 64,
+}
+
+
+def changed(content: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    copy = json.loads(json.dumps(content))
+    *parents, last = path.split("/")
+    found = copy
+    for name in parents:
+        found = found[name]
+    found[last] = value
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("content", "path", "value", "said"),
+    [
+        (HARNESS, "config/limit", 100, "limit none and 100"),
+        (HARNESS, "config/fewshot_seed", 1, "fewshot seed 1234 and 1"),
+        (HARNESS, "n-shot/arc", 25, "few-shot examples of arc 5 and 25"),
+        (
+            HARNESS,
+            "n-shot",
+            {"arc": 0, "boolq": 1},
+            "few-shot examples of arc 5 and 0, and of 1 more tasks",
+        ),
+        (HARNESS, "versions/boolq", 3, "version of boolq 2.0 and 3"),
+        (HARNESS, "n-samples/arc/effective", 8, "number of questions of arc 9 and 8"),
+        (HARNESS, "xlstm7b/settings/tokenizer", "bytes", "tokenizer aaaaaaaaaaaa and bytes"),
+        (
+            HARNESS,
+            "xlstm7b/settings/chat_template",
+            "b" * 64,
+            "chat template none and bbbbbbbbbbbb",
+        ),
+        (PERPLEXITY, "perplexity/text_sha256", "e" * 64, "text cccccccccccc and eeeeeeeeeeee"),
+        (RULER, "seed", 43, "seed 42 and 43"),
+        (RULER, "samples", 50, "samples 500 and 50"),
+        (RULER, "haystack", "e" * 64, "haystack dddddddddddd and eeeeeeeeeeee"),
+        (RULER, "tokenizer", "a" * 64, "tokenizer bytes and aaaaaaaaaaaa"),
+        (HARNESS, "config/batch_size", 8, None),
+        (HARNESS, "xlstm7b/command", "y", None),
+        (HARNESS, "n-shot", {"other": 1}, None),
+        (HARNESS, "config", None, None),
+        (HARNESS, "xlstm7b", {}, None),  # written by lm_eval
+    ],
+)
+def test_results_that_are_not_comparable_say_why(
+    tmp_path: Path, content: dict[str, Any], path: str, value: Any, said: str | None
+) -> None:
+    files = [tmp_path / "a.json", tmp_path / "b.json", tmp_path / "c.json"]
+    for file, written in zip(files, (content, changed(content, path, value), content), strict=True):
+        write_json(file, written)
+    lines = comparison_table(files).splitlines()
+    assert [line for line in lines if "comparable" in line] == (
+        [] if said is None else [f"a and b are not comparable: {said}"]
+    )
+
+
+def test_a_limit_explains_the_number_of_questions(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", HARNESS)
+    other = changed(changed(HARNESS, "config/limit", 2), "n-samples/arc/effective", 2)
+    write_json(tmp_path / "b.json", other)
+    assert setting_differences(tmp_path / "a.json", tmp_path / "b.json") == ["limit none and 2"]
 
 
 @pytest.mark.parametrize(

@@ -379,3 +379,15 @@ def test_bfloat16_on_a_gpu(batch):
     for row in range(batch):
         if not live[row]:
             assert_row_unchanged(state, before, row)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_model_made_in_inference_mode_is_fused(inside):
+    with torch.inference_mode():
+        model = random_model()
+    with torch.inference_mode(inside):
+        fused = FusedModel(model)
+        tokens = torch.randint(0, CONFIG.vocab_size, (1, 5))
+        got = fused.logits(fused.read(tokens, fresh(1, torch.float32)))
+    with torch.inference_mode():
+        assert error(got, model(tokens, logits="last")[0]) < ROUNDING[torch.float32]

@@ -15,6 +15,7 @@ from xlstm7b import files
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate import Generator, SavedState, StateStore
 from xlstm7b.generate.state import StoreFull, state_bytes
+from xlstm7b.mlstm import MLSTMState
 from xlstm7b.model import XLSTM, ModelState
 from xlstm7b.tokenizer import ByteTokenizer
 
@@ -53,9 +54,12 @@ def fill_with_ones(state: SavedState) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_size(dtype):
-    """3 blocks of 2 heads of 8 × 16 + 8 + 1 numbers, 320 logits, one counter: for any length."""
+    """3 blocks of 2 heads of 8 × 16 + 8 + 1 numbers, 320 logits, one counter: for any length.
+
+    Of the numbers only the 8 × 16 of C may be bfloat16.
+    """
     state = random_state(4, dtype)
-    row = 3 * 2 * (8 * 16 + 8 + 1) * dtype.itemsize + 320 * 4 + 8
+    row = 3 * 2 * (8 * 16 * dtype.itemsize + (8 + 1) * 4) + 320 * 4 + 8
     assert len(state) == 4
     assert state.nbytes == 4 * row
     assert state_bytes(SMALL, dtype) == row
@@ -365,6 +369,21 @@ def test_a_folder_that_is_not_there(tmp_path):
 
 SIZE = random_state(1).nbytes
 HEADER = 2048  # a file's own description is shorter
+
+
+def test_an_older_file_with_n_and_m_in_bfloat16_is_read(tmp_path):
+    state = random_state(2, torch.bfloat16)
+    blocks = tuple(
+        MLSTMState(*(part.bfloat16() for part in block)) for block in state.model_state.blocks
+    )
+    old = replace(state, model_state=state.model_state._replace(blocks=blocks))
+    old.save(tmp_path / "old.safetensors")
+    got = SavedState.load(tmp_path / "old.safetensors", SMALL)
+    for block, want in zip(got.model_state.blocks, blocks, strict=True):
+        assert [part.dtype for part in block] == [torch.bfloat16, torch.float32, torch.float32]
+        assert all(torch.equal(part, w.to(part.dtype)) for part, w in zip(block, want, strict=True))
+    got.save(tmp_path / "new.safetensors")
+    assert_same(SavedState.load(tmp_path / "new.safetensors", SMALL), got)
 
 
 def store(folder: Path, states: float = 100, *, evict: bool = False, **options: str) -> StateStore:

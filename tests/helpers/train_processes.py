@@ -6,6 +6,7 @@ A new process imports these functions by name, so they are not in a test file.
 import multiprocessing
 import os
 import resource
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,11 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import ProcessContext
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
+from xlstm7b.train.hooks import Hook, HookError, LossBatch, Metrics
 from xlstm7b.train.processes import process_group
 from xlstm7b.train.recipe import Layout, Recipe
 from xlstm7b.train.run_checkpoints import saved_steps
@@ -140,3 +143,78 @@ def fails_on_a_full_disk(rank: int, full: int, chosen: Recipe, folder: Path) -> 
             trainer.train(lambda line: None)
         assert saved_steps(folder / "checkpoints")[-1] == 4
         assert not list((folder / "checkpoints").glob("writing-*"))
+
+
+class FailsInSecondProcess(Hook):
+    def on_step(self, trainer: Trainer, metrics: Metrics) -> None:
+        if dist.get_rank() == 1 and trainer.step == 5:
+            raise KeyError("lost")
+
+
+def fails_in_one_process(rank: int, chosen: Recipe, folder: Path) -> None:
+    """A hook fails in the second process only. Both stop; the checkpoints are complete."""
+    reason = "in another process, whose message says why" if rank == 0 else "KeyError: 'lost'"
+    with pytest.raises(HookError, match=f"FailsInSecondProcess failed .* at step 5: {reason}"):
+        Trainer(chosen, folder, "cpu", hooks=[FailsInSecondProcess()]).train()
+    if rank == 0:
+        assert saved_steps(folder / "checkpoints") == [3, 4]
+
+
+class TwoCalls(Hook):
+    """The model's own loss, as the mean of two ways to compute it."""
+
+    def loss(self, model: XLSTM, batch: LossBatch) -> Tensor:
+        logprobs, _ = model.token_logprobs(batch.tokens, batch.targets, resets=batch.resets)
+        return (super().loss(model, batch) - (logprobs * batch.weights).sum()) / 2
+
+
+def refuses_to_resume(rank: int, chosen: Recipe, folder: Path) -> None:
+    """The last checkpoint is damaged in one process's part, and so is the one before."""
+    with process_group("cpu"):
+        trainer = Trainer(chosen, folder, "cpu")
+        for step in (8, 6):
+            if rank == 0:
+                assert saved_steps(folder / "checkpoints")[-1] == step
+            dist.barrier()
+            with pytest.raises(ValueError, match=f"/step-{step:08} is damaged") as caught:
+                trainer.resume()
+            others = "another process says why" in str(caught.value)
+            dist.barrier()
+            found = torch.tensor([float(others)])
+            dist.all_reduce(found)
+            assert found.item() == 1  # one process has found it
+            if rank == 0:
+                shutil.rmtree(folder / f"checkpoints/step-{step:08}")
+            dist.barrier()
+        trainer.loader.close()
+
+
+def counts_positions(rank: int, chosen: Recipe, folder: Path, positions: int) -> None:
+    with process_group("cpu"):
+        trainer = Trainer(chosen, folder, "cpu")
+        update = trainer.update()
+        assert (update.tokens, update.positions) == (positions, positions)
+        trainer.loader.close()
+
+
+def autocast_equals_the_trainer(rank: int) -> None:
+    """Loss and gradients under autocast are those of FSDP's mixed precision, bit for bit."""
+    with process_group("cpu"):
+        torch.manual_seed(0)
+        alone = XLSTM(CONFIG)
+        sharded = XLSTM(CONFIG)
+        sharded.load_state_dict(alone.state_dict())
+        parallelize(sharded, build_mesh(Layout(1, 1, 1), "cpu"), torch.bfloat16)
+        tokens, targets, weights = *torch.randint(0, 40, (2, 4, 70)), torch.rand(4, 70)
+        resets = torch.rand(4, 70) < 0.1
+        want = sharded.loss(tokens, targets, weights, resets=resets)
+        with torch.autocast("cpu", torch.bfloat16):
+            got = alone.loss(tokens, targets, weights, resets=resets)
+        assert torch.equal(got, want)
+        want.backward()
+        got.backward()
+        for (name, parameter), theirs in zip(
+            alone.named_parameters(), sharded.parameters(), strict=True
+        ):
+            assert isinstance(theirs.grad, DTensor)
+            assert torch.equal(parameter.grad, theirs.grad.full_tensor()), name

@@ -66,6 +66,33 @@ def test_bfloat16_state_is_computed_in_float32():
     assert torch.equal(h, want)
 
 
+def test_a_state_with_c_in_bfloat16_forgets_as_float64_does():
+    """4,096 tokens in place, one head for each forget gate. n and m stay float32."""
+    forget, length, d = torch.tensor([3.0, 4.0, 5.0, 6.0]), 4096, 16
+    q, k, v = torch.randn(3, 1, length, 4, d)
+    i, f = (bias + 0.5 * torch.randn(1, length, 4) for bias in (torch.full((4,), -4.0), forget))
+    wide = [x.double() for x in (q, k, v, i, f)]
+    want, _ = mlstm_sequence(*wide, backend="chunkwise")
+    state = MLSTMState.zeros(1, 4, d, d, dtype=torch.bfloat16)
+    assert [part.dtype for part in state] == [torch.bfloat16, torch.float32, torch.float32]
+    last = []
+    for t in range(length):
+        h, state = mlstm_step(q[:, t], k[:, t], v[:, t], i[:, t], f[:, t], state, inplace=True)
+        last.append(h)
+    got, want = torch.stack(last[-300:], 1), want[:, -300:]
+    for head, largest in enumerate((0.008, 0.012, 0.02, 0.035)):
+        assert error(got[:, :, head], want[:, :, head]) < largest
+
+
+@pytest.mark.parametrize("part", ["n", "m"])
+def test_n_and_m_in_bfloat16_are_not_overwritten(part):
+    case = random_case(6, 2, 1, 2, 4, 6, dtype=torch.float32)
+    state = case.state._replace(**{part: getattr(case.state, part).bfloat16()})
+    with pytest.raises(ValueError, match=f"the state's {part} must be float32, not torch.bfloat16"):
+        mlstm_step(*one_token(case, 0), state, inplace=True)
+    mlstm_step(*one_token(case, 0), state)  # returns a new state, in float32
+
+
 @pytest.mark.parametrize(
     ("part", "index"),
     [

@@ -1,5 +1,7 @@
 """The model on a GPU, with the Triton kernels, against float32 on the CPU."""
 
+import copy
+
 import pytest
 import torch
 from measure import error
@@ -44,3 +46,29 @@ def test_gradients_match_the_cpu(model):
     copy.token_logprobs(tokens[:, :-1].cuda(), tokens[:, 1:].cuda())[0].sum().backward()
     for (name, parameter), want in zip(copy.named_parameters(), model.parameters(), strict=True):
         assert error(parameter.grad.cpu(), want.grad) < 1e-4, name
+
+
+def test_autocast_computes_what_a_bfloat16_model_computes(model):
+    """Also against float32, and with compiled blocks as the trainer has them."""
+    tokens, targets = torch.randint(0, 1000, (2, 2, 300), device="cuda")
+    weights = torch.ones(2, 300, device="cuda")
+    wide = XLSTM(model.config).cuda()
+    wide.load_state_dict(model.state_dict())
+    narrow = copy.deepcopy(wide).bfloat16()
+
+    def run(model, autocast):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            logits, state = model(tokens)
+            loss = model.loss(tokens, targets, weights)
+        assert logits.dtype == loss.dtype == state.blocks[0].C.dtype == torch.float32
+        gradients = torch.autograd.grad(loss, [*model.parameters()])
+        flat = torch.cat([gradient.flatten().float() for gradient in gradients])
+        return logits.detach(), loss.detach(), flat
+
+    exact, rounded, got = run(wide, False), run(narrow, False), run(wide, True)
+    for block in wide.backbone.blocks:
+        block.compile(fullgraph=True, dynamic=False)
+    for ours, near in ((got, 1e-2), (run(wide, True), 6e-2)):
+        for part, same, want in zip(ours, rounded, exact, strict=True):
+            assert error(part, same) < near
+            assert error(part, want) < 6e-2

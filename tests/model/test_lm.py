@@ -235,7 +235,10 @@ def test_bad_input_is_a_value_error_that_names_it():
         (lambda: model(tokens.float()), r"tokens must be integers \[B, T\]"),
         (lambda: model(tokens[0]), r"tokens must be integers \[B, T\]"),
         (lambda: model(tokens[:, :0]), r"tokens must be integers \[B, T\]"),
-        (lambda: model(tokens, state), "the state has 3 rows, the tokens have 2"),
+        (
+            lambda: model(tokens, state),
+            "the state has 2 blocks and 3 rows, the model 2 blocks and the input 2 rows",
+        ),
         (lambda: model(tokens, lengths=torch.tensor([5])), "lengths must have shape"),
         (lambda: model(tokens, lengths=torch.tensor([1, -2])), r"between 0 and 5, not \[1, -2\]"),
         (lambda: model(tokens, lengths=torch.tensor([99, 1])), r"between 0 and 5, not \[99, 1\]"),

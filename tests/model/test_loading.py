@@ -194,3 +194,10 @@ def test_loading_takes_no_more_memory_than_the_model(
     ratio, samples = map(float, run(LOAD, large_folder, tmp_path, dtype).split())
     assert samples > 20
     assert 0.95 < ratio < 1.15
+
+
+@pytest.mark.parametrize("dtype", ["float32", torch.int8])
+def test_a_dtype_that_weights_cannot_have(tmp_path, dtype):
+    random_model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"^dtype must be one of torch's, as torch\.bf"):
+        XLSTM.from_pretrained(tmp_path, dtype=dtype)

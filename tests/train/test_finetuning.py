@@ -98,6 +98,25 @@ def test_packed_documents_have_the_loss_and_gradients_of_each_alone(chats, pretr
         assert float((gradient - alone).norm() / alone.norm()) < 1e-10
 
 
+def test_the_speed_counts_all_tokens_that_are_read(chats, tmp_path, monkeypatch):
+    """Not only those that count in the loss, and no padding."""
+    rows = windows(chats)
+    clock = iter(range(100))
+    monkeypatch.setattr("xlstm7b.train.trainer.time.perf_counter", lambda: float(next(clock)))
+    chosen = recipe(
+        chats.path,
+        "data.packing=best-fit",
+        f"data.context_length={LENGTH}",
+        f"batch.sequences={rows}",
+        "batch.micro_batch=1",
+        "run.validate_every=0",
+    )
+    run(0, chosen, tmp_path)
+    for line in read_metrics(tmp_path / "metrics.jsonl"):
+        assert line["tokens_per_second"] == chats.tokens
+        assert line["tokens"] < chats.tokens < rows * LENGTH
+
+
 def test_fine_tuning_counts_only_answers(chats, pretrained, tmp_path):
     rows = windows(chats)
     chosen = recipe(

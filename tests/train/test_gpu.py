@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import train_processes
 from train_processes import run
 from train_runs import losses, recipe, weights
 
@@ -24,6 +25,13 @@ def test_compiled_blocks_change_nothing_but_rounding(whole, data, tmp_path, acti
     assert losses(tmp_path / "wide") == pytest.approx(losses(whole), abs=1e-4)
     run(0, recipe(data, MODEL, *settings), tmp_path / "narrow", "cuda")
     assert losses(tmp_path / "narrow") == pytest.approx(losses(whole), abs=3e-2)
+
+
+def test_a_custom_loss_runs_with_compiled_blocks(whole, data, tmp_path):
+    hooks = f'run.hooks=["{train_processes.__file__}:TwoCalls"]'
+    settings = "run.compile=true", "run.precision=float32"
+    run(0, recipe(data, MODEL, *settings, hooks), tmp_path, "cuda")
+    assert losses(tmp_path) == pytest.approx(losses(whole), abs=1e-4)
 
 
 def test_a_stopped_run_continues_bit_for_bit(data, tmp_path):

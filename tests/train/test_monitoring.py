@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -13,10 +14,10 @@ from train_processes import full_disk, run
 from train_runs import losses, recipe, weights
 
 from xlstm7b.data.loader import Loader
-from xlstm7b.data.shards import open_folder
+from xlstm7b.data.shards import ShardWriter, open_folder, write_manifest
 from xlstm7b.model import XLSTM
 from xlstm7b.train import run_checkpoints, trainer
-from xlstm7b.train.metrics_log import MetricsLog, read_metrics
+from xlstm7b.train.metrics_log import MetricsLog, plot_runs, read_metrics
 from xlstm7b.train.processes import process_group
 from xlstm7b.train.run_checkpoints import (
     best_step,
@@ -42,7 +43,7 @@ def gates_of(model: XLSTM, data: Path) -> list[list[float]]:
             for gate in (layer.igate_preact, layer.fgate_preact)
         )
         found.append([part.item() for part in (i.mean(), i.max(), f.mean(), f.min())])
-        x, _ = block(x, None, batch.resets, None)
+        x, _ = block(x, resets=batch.resets)
     return [list(column) for column in zip(*found, strict=True)]
 
 
@@ -153,6 +154,73 @@ def test_the_best_checkpoint_is_always_kept(data, tmp_path, validation_losses, m
     exported = XLSTM.from_pretrained(tmp_path / "best").state_dict()
     assert all(torch.equal(tensor, exact[name]) for name, tensor in exported.items())
     assert export_run(tmp_path, tmp_path / "last") == 8
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> Path:
+    """Held-out text of the same tokenizer that the training data says little about."""
+    folder = tmp_path_factory.mktemp("other")
+    with ShardWriter(folder / "00000.ds", vocab_size=320) as writer:
+        writer.add(np.random.default_rng(1).integers(2, 258, 300))
+    write_manifest(folder, [writer.entry], vocab_size=320, tokenizer_fingerprint="bytes")
+    return folder
+
+
+def test_each_validation_set_has_its_own_loss(data, other, tmp_path):
+    """Equal to the loss of a run with that set alone, which is what it was before."""
+    sets = {"noise": data, "other set": other}
+    for name, folder in sets.items():
+        run(0, recipe(data, f"data.validation={folder}"), tmp_path / name)
+    table = ", ".join(f'"{name}" = "{folder}"' for name, folder in sets.items())
+    chosen = recipe(data, f"data.validation={{{table}}}")
+    run(0, chosen, tmp_path / "both")
+    alone = [read_metrics(tmp_path / name / "metrics.jsonl") for name in sets]
+    both = read_metrics(tmp_path / "both" / "metrics.jsonl")
+    for step in range(8):
+        line = both[step]
+        measured = {name for name in line if name.startswith("validation")}
+        if step not in (3, 7):
+            assert not measured
+            continue
+        for at, name in enumerate(sets):
+            for key in ("validation_loss", "validation_loss_by_position"):
+                assert line[f"{key}/{name}"] == alone[at][step][key]
+        assert line["validation_loss"] == line["validation_loss/noise"]
+        assert line["validation_loss/other set"] > line["validation_loss"] + 0.1
+        assert len(measured) == 5
+    assert losses(tmp_path / "both") == losses(tmp_path / "noise")
+    best = read_run(tmp_path / "both/checkpoints/step-00000008")["best"]
+    assert best == {"step": 8, "validation_loss": both[7]["validation_loss"]}
+    plot_runs([tmp_path / "both"], tmp_path / "curves.svg")
+    drawn = (tmp_path / "curves.svg").read_text()
+    assert all(f"both, validation {name}" in drawn for name in sets)
+
+
+def test_another_first_validation_set_chooses_a_new_best(
+    data, other, tmp_path, validation_losses, capsys
+):
+    settings = ["run.validate_every=1", "run.save_every=1", "run.keep_last=1"]
+    sets = {"a": data, "b": other}
+
+    def chosen(*names: str, steps: int):
+        table = ", ".join(f'{name} = "{sets[name]}"' for name in names)
+        return recipe(data, *settings, f"data.validation={{{table}}}", f"run.steps={steps}")
+
+    validation_losses[:] = [1.0, 2.0, 2.0, 2.0]
+    train(recipe(data, *settings, "run.steps=4"), tmp_path)  # one set without a name, as before
+    train(chosen("a", "b", steps=4), tmp_path)  # nothing is left to do
+    assert saved_steps(tmp_path / "checkpoints") == [1, 4]
+    validation_losses[:] = [4.0, 1.5]
+    train(chosen("a", "b", steps=5), tmp_path)
+    assert saved_steps(tmp_path / "checkpoints") == [1, 5]
+    assert capsys.readouterr().err == ""
+    validation_losses[:] = [9.0, 1.0]
+    train(chosen("b", "a", steps=6), tmp_path)
+    assert saved_steps(tmp_path / "checkpoints") == [6]
+    assert capsys.readouterr().err == (
+        f"the best checkpoint, of step 1, was chosen on {data}; from now on {other} decides, and "
+        "that checkpoint is kept no longer\n"
+    )
 
 
 def test_without_keep_best_only_the_last_is_kept(data, tmp_path, validation_losses):

@@ -1,6 +1,7 @@
 """Recipes: the shipped ones have the paper's numbers; every error is one sentence."""
 
 import json
+import re
 import sys
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from xlstm7b.train.recipe import (
     parse_overrides,
     recipe_names,
 )
+from xlstm7b.train.reference import recipe_reference
 
 SMALL = """
 [model]
@@ -192,6 +194,108 @@ def test_a_file_may_extend_another_and_replaces_its_mixture(tmp_path: Path) -> N
         load_recipe(str(named))
 
 
+def write_blocks(folder: Path) -> None:
+    """Writes the ```toml blocks of the page on training. Each begins with the name of its file."""
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    for name, text in re.findall(r"^```toml\n# (\S+)\n(.+?)^```$", page, re.MULTILINE | re.DOTALL):
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def test_the_examples_of_extends_in_the_docs(tmp_path: Path) -> None:
+    write_blocks(tmp_path)
+    base, books = load_recipe("160m"), load_recipe(str(tmp_path / "books.toml"))
+    assert books == replace(
+        base,
+        name="books",
+        data=replace(
+            base.data,
+            context_length=2048,
+            validation="data/books/valid",
+            sources={
+                "books": Source("data/books/train", 3.0),
+                "letters": Source("data/letters/train"),
+            },
+        ),
+        run=replace(base.run, steps=5000),
+    )
+    high = load_recipe(str(tmp_path / "books-high-lr.toml"), ["run.seed=7"])
+    assert high == replace(
+        books,
+        name="books-high-lr",
+        optimizer=replace(books.optimizer, lr=2e-3),
+        run=replace(books.run, seed=7),
+    )
+
+
+def test_validation_is_a_folder_or_several_with_names(tmp_path: Path) -> None:
+    assert small(tmp_path).data.validation_sets() == {}
+    assert small(tmp_path, "data.validation=v").data.validation_sets() == {"": "v"}
+    write_blocks(tmp_path)
+    recipe = load_recipe(str(tmp_path / "two-sets.toml"))
+    sets = {"books": "data/books/valid", "letters": "data/letters/valid"}
+    assert recipe.data.validation_sets() == recipe.data.validation == sets
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+    # Like a mixture, the sets are replaced by a file that extends, and changed by --set.
+    (tmp_path / "one.toml").write_text('extends = "two-sets.toml"\n[data.validation]\nweb = "w"')
+    more = load_recipe(str(tmp_path / "one.toml"), ["data.validation.code=c"])
+    assert more.data.validation_sets() == {"web": "w", "code": "c"}
+    hooked = load_recipe(str(tmp_path / "hooked.toml"))
+    assert hooked.run.hooks == ("my_hooks.py:ZLoss", "my_hooks.py:StopEarly")
+    with pytest.raises(ValueError, match=r"run\.validate_every needs data\.validation"):
+        small(tmp_path, "data.validation={}", "run.validate_every=10")
+
+
+WITHOUT_MODEL = SMALL.replace('[model]\nsize = "tiny"\n', "")
+
+
+def save_config(folder: Path, config: ModelConfig) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config.to_dict()), encoding="utf-8")
+    return folder
+
+
+def test_the_model_of_init_from_is_used_if_the_recipe_has_none(tmp_path: Path) -> None:
+    config = ModelConfig(96, 3, 2, vocab_size=400, gate_soft_cap=12.0)
+    init_from = f"init_from={save_config(tmp_path / 'base', config)}"
+    assert small(tmp_path, init_from, text=WITHOUT_MODEL).model == config
+    changed = small(tmp_path, init_from, "model.eos_token_id=7", text=WITHOUT_MODEL)
+    assert changed.model == replace(config, eos_token_id=7)
+    assert small(tmp_path, init_from).model == ModelConfig.named("tiny")  # the recipe's own
+    whole = "model={embedding_dim=64, num_blocks=1, num_heads=2}"
+    assert small(tmp_path, init_from, whole, text=WITHOUT_MODEL).model == ModelConfig(64, 1, 2)
+    # A later stage takes it from the checkpoint of the earlier one.
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000050"
+    checkpoint.mkdir(parents=True)
+    earlier = replace(small(tmp_path), model=config)
+    (checkpoint / "run.json").write_text(json.dumps({"recipe": earlier.to_dict()}))
+    stage = [f"init_from={tmp_path / 'run'}", "start_step=50"]
+    assert small(tmp_path, *stage, text=WITHOUT_MODEL).model == config
+    stage[1] = "start_step=51"
+    with pytest.raises(ValueError, match=r"small.toml: .*checkpoints has no checkpoint of step 51"):
+        small(tmp_path, *stage, text=WITHOUT_MODEL)
+
+
+def test_of_a_hub_id_only_the_config_is_downloaded(tmp_path: Path, monkeypatch) -> None:
+    import huggingface_hub
+
+    config, asked = ModelConfig(96, 3, 2), []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(save_config(tmp_path / "snapshot", config))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert small(tmp_path, "init_from=some/model", text=WITHOUT_MODEL).model == config
+    assert asked == [("some/model", ["config.json", "config.yaml"])]
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"small\.toml: model is missing; give it, or init_from$"):
+        small(tmp_path, text=WITHOUT_MODEL)
+    with pytest.raises(ValueError, match=r"'nowhere' is neither a folder nor the id of a hub"):
+        small(tmp_path, "init_from=nowhere", text=WITHOUT_MODEL)
+
+
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
@@ -209,7 +313,11 @@ def test_a_file_may_extend_another_and_replaces_its_mixture(tmp_path: Path) -> N
         ("run.steps=many", "run.steps must be a valid integer, not 'many'"),
         ("run.steps=true", "run.steps must be a valid integer, not True"),
         ("run.compile=1", "run.compile must be a valid boolean, not 1"),
-        ("data.validation=1", "data.validation must be a valid string, not 1"),
+        ("data.validation=1", 'data.validation must be a folder, or a table of NAME = "FOLDER", n'),
+        ("data.validation=[1]", r'or a table of NAME = "FOLDER", not \[1\]'),
+        ("data.validation.a=1", "NAME = \"FOLDER\", not {'a': 1}"),
+        ("data.validation.a=", "NAME = \"FOLDER\", not {'a': ''}"),
+        ('data.validation={"" = "b"}', "NAME = \"FOLDER\", not {'': 'b'}"),
         ("run=5", "run must be a table, not 5"),
         ("data.sources=5", "data.sources must be a table, not 5"),
         ("model=5", "model must be a table, not 5"),
@@ -226,6 +334,11 @@ def test_a_file_may_extend_another_and_replaces_its_mixture(tmp_path: Path) -> N
             r"ramp\[0\]\[1\] must be greater than or equal to 1, not 0",
         ),
         ("batch.ramp=8", "batch.ramp must be a list, not 8"),
+        ('run.hooks="a.py:B"', "run.hooks must be a list, not 'a.py:B'"),
+        ('run.hooks=["a.py"]', r"run.hooks has .* in its list, not 'a.py'"),
+        ('run.hooks=["a.py:B-C"]', r"run.hooks has .* in its list, not 'a.py:B-C'"),
+        ('run.hooks=[":B"]', r"run.hooks has .* in its list, not ':B'"),
+        ("run.hooks=[1]", r"run.hooks\[0\] must be a valid string, not 1"),
         # Ranges.
         ("run.steps=0", "run.steps must be greater than or equal to 1, not 0"),
         ("run.seed=-1", "run.seed must be greater than or equal to 0, not -1"),
@@ -341,16 +454,33 @@ def test_instances_check_themselves(tmp_path: Path) -> None:
         Run(steps=1, stepz=2)  # type: ignore[call-arg]
 
 
-def test_the_docs_list_every_setting_with_its_default() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+def test_the_reference_page_is_what_the_code_generates() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert page == recipe_reference(), "run: xlstm7b train --reference > docs/recipes.md"
+
+
+def test_the_reference_has_every_setting_with_its_default_and_a_meaning() -> None:
+    rows = re.findall(
+        r"^\| `(.+?)` \| (.+?) \| (.+?) \| (.+?) \|$", recipe_reference(), re.MULTILINE
+    )
+    defaults = {name: default for name, _, default, _ in rows}
+    assert len(defaults) == len(rows)
+    assert all(meaning.endswith(".") for *_, meaning in rows)
+    sections = {"data.sources.NAME.": Source, "model.": ModelConfig}
     for section in (Data, Batch, Optimizer, Schedule, Run, Parallel):
-        for field in fields(section):  # type: ignore[arg-type]
+        sections[f"{section.__name__.lower()}."] = section
+    top = {"extends", "init_from", "start_step", "model.size"}
+    names = {f"{prefix}{field.name}" for prefix, cls in sections.items() for field in fields(cls)}
+    assert set(defaults) == names | top
+    for prefix, cls in sections.items():
+        for field in fields(cls):
             is_required = field.default is MISSING
             default = "required" if is_required else f"`{json.dumps(field.default)}`"
-            assert f"| `{section.__name__.lower()}.{field.name}` | {default} |" in page
+            assert defaults[prefix + field.name] == default
 
 
 def test_reading_and_planning_a_recipe_load_no_torch() -> None:
-    code = "import sys; from xlstm7b.train import *; describe(make_plan(load_recipe('7b')))"
+    code = "import sys; from xlstm7b.train import describe, load_recipe, make_plan; "
+    code += "describe(make_plan(load_recipe('7b')))"
     check = "; assert not {'torch', 'numpy'} & set(sys.modules)"
     assert run([sys.executable, "-c", code + check], check=False).returncode == 0

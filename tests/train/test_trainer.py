@@ -7,20 +7,25 @@ import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from commands import save_chat_model
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.testing import assert_close
-from train_processes import in_processes, run
+from train_processes import counts_positions, in_processes, run
 from train_runs import losses, recipe, spoil_loss, weights
 
+from xlstm7b.data.loader import Batch
+from xlstm7b.data.pack import Sample
 from xlstm7b.generate import Generator
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import ByteTokenizer
 from xlstm7b.train.metrics_log import plot_runs, read_metrics
 from xlstm7b.train.processes import process_group
 from xlstm7b.train.run_checkpoints import export_run, read_model, saved_steps
-from xlstm7b.train.trainer import Trainer
+from xlstm7b.train.trainer import Trainer, _unpadded
 
 
 @pytest.fixture(scope="module")
@@ -184,8 +189,22 @@ def test_init_from_takes_the_weights_of_a_folder(whole, data, tmp_path):
         for name, parameter in trainer.model.named_parameters():
             assert torch.equal(parameter.full_tensor(), exact[name])
         larger = recipe(data, f"init_from={tmp_path / 'model'}", "model.num_blocks=3")
-        with pytest.raises(ValueError, match="the recipe's: its num_blocks is 2, not 3"):
+        with pytest.raises(ValueError, match="model has num_blocks 2, the recipe 3: change"):
             Trainer(larger, tmp_path, "cpu")
+
+
+def test_every_field_that_does_not_fit_init_from_is_named(whole, data, tmp_path, monkeypatch):
+    """Before memory is allocated, for the weights of a folder and for a later stage."""
+    export_run(whole, tmp_path / "model")
+    different = ["model.num_heads=4", "model.ffn_proj_factor=4.0", "model.eps=1e-5"]
+    monkeypatch.setattr(XLSTM, "to_empty", None)
+    both = "has num_heads 2, the recipe 4; it has ffn_proj_factor 2.667, the recipe 4.0; "
+    both += "it has eps 1e-06, the recipe 1e-05: change \\[model\\]$"
+    starts = [[f"init_from={tmp_path / 'model'}"], [f"init_from={whole}", "start_step=6"]]
+    with process_group("cpu"):
+        for start in starts:
+            with pytest.raises(ValueError, match=both):
+                Trainer(recipe(data, *start, *different), tmp_path / "run", "cpu")
 
 
 def test_a_fine_tuning_run_continues_without_the_weights_of_init_from(whole, data, tmp_path):
@@ -214,7 +233,7 @@ def test_data_of_another_tokenizer_is_refused(whole, data, others, tmp_path):
     shutil.copy(file, tmp_path / "model")
     refusals = {
         f"data.validation={others}": "'noise' and 'data.validation' were prepared with different",
-        f"init_from={tmp_path / 'model'}": "prepared with another tokenizer than that of .*/model",
+        f"init_from={tmp_path / 'model'}": "the tokenizer bytes, but .*/model holds the tokenizer",
     }
     with process_group("cpu"):
         for setting, sentence in refusals.items():
@@ -261,3 +280,32 @@ def test_a_cut_last_line_of_metrics_is_ignored(tmp_path):
     path.write_text(path.read_text() + "\n", "utf-8")
     with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged in line 2: Unterminated"):
         read_metrics(path)
+
+
+def test_positions_of_tensor_parallel_processes_are_counted_once(data, tmp_path):
+    in_processes(2, counts_positions, recipe(data, "parallel.tp=2"), tmp_path, 8 * 32)
+
+
+@given(st.data())
+def test_padding_is_told_from_text(draws):
+    """Whatever the padding's token is, and with masked documents."""
+    length, pad = draws.draw(st.integers(2, 12)), draws.draw(st.integers(0, 3))
+    rows, unpadded = [], 0
+    for _ in range(draws.draw(st.integers(1, 3))):
+        sample = Sample.padding(length)
+        sample.tokens[:], sample.targets[:] = pad, pad
+        filled = draws.draw(st.integers(1, length))
+        at = 0
+        while at < filled:  # documents of words 1 … 3, each ended by 0
+            size = draws.draw(st.integers(1, filled - at))
+            words = [draws.draw(st.integers(1, 3)) for _ in range(size - 1)]
+            sample.targets[at : at + size] = [*words, 0]
+            sample.tokens[at : at + size] = [0, *words]
+            sample.mask[at : at + size] = size == 1 or draws.draw(st.booleans())
+            sample.resets[at] = True
+            at += size
+        sample.resets[filled : filled + 1] = True
+        rows.append(sample)
+        unpadded += filled
+    parts = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
+    assert _unpadded(Batch(*parts)) == unpadded

@@ -161,10 +161,10 @@ def _print(parts: Mapping[str, Part], results: Iterable[Result], done: list[Resu
     """Prints a heading before each part and a line for each result. Appends to `done`."""
     began, current = time.monotonic(), ""
     for result in results:
+        done.append(_with_ratio(result, done))  # before printing, which may fail: a closed pipe
         if result.part != current and result.part in parts:
             current = result.part
             print(f"\n{heading(parts[current])}  [{time.monotonic() - began:.0f} s]")
-        done.append(_with_ratio(result, done))
         print(line(done[-1], parts.get(result.part)), flush=True)
 
 

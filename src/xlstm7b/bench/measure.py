@@ -17,7 +17,7 @@ from xlstm7b.bench.cases import Result
 from xlstm7b.bench.plans import ModelPlan
 from xlstm7b.devices import to_dtype
 from xlstm7b.model import XLSTM
-from xlstm7b.model.lm import init_parameters
+from xlstm7b.model.init import reset_parameters
 
 if TYPE_CHECKING:  # the kernel and training benchmarks do not import it
     from xlstm7b.generate import Generator, SavedState
@@ -159,7 +159,7 @@ def random_model(plan: ModelPlan) -> XLSTM:
         model = XLSTM.empty(plan.config, dtype=dtype, device=plan.device)
     except torch.OutOfMemoryError as error:
         raise ValueError(f"a {plan.size} in {plan.dtype} does not fit into this GPU") from error
-    init_parameters(model, plan.config)
+    reset_parameters(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("gate_preact.weight"):
@@ -189,7 +189,7 @@ def make_generator(model: XLSTM, plan: ModelPlan, batch_size: int = 1) -> "Gener
 
 
 def random_prompts(vocab_size: int, batch: int, length: int) -> list[list[int]]:
-    """Random token ids. `Generator` puts id 0 before them, whose state it already has."""
+    """Random token ids. `Generator` puts the first token before them: it has its state."""
     draw = torch.Generator().manual_seed(length)
     ids: list[list[int]] = torch.randint(1, vocab_size, (batch, length), generator=draw).tolist()
     return ids

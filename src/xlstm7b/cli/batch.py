@@ -36,6 +36,8 @@ class Line(NamedTuple):
 def read_lines(path: str, defaults: SamplingParams) -> list[Line]:
     """Reads a JSONL file, or stdin for `-`. Lines can override the default sampling parameters."""
     name = "stdin" if path == "-" else path
+    if path != "-" and (not Path(path).exists() or Path(path).is_dir()):
+        raise ValueError(f"there is no file {path}; --jsonl takes a JSONL file, or - for stdin")
     content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     lines = []
     for number, line in enumerate(content.split(b"\n"), 1):

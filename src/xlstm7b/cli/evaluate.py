@@ -5,6 +5,8 @@
 
 import hashlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,6 +76,14 @@ def run(
         bool,
         typer.Option("--apply-chat-template", help="Format questions with the chat template."),
     ] = False,
+    log_samples: Annotated[
+        bool,
+        typer.Option(
+            "--log-samples",
+            help="Also write every question with its responses: one JSONL file for each task, "
+            "beside --output.",
+        ),
+    ] = False,
     output: _Output = None,
     batch_size: _BatchSize = "auto",
     tokenizer: options.TokenizerPath = None,
@@ -83,6 +93,9 @@ def run(
     """Run tasks of the LM Evaluation Harness. The word `run` can be left out.
 
     xlstm7b eval --tasks leaderboard-v2 NX-AI/xLSTM-7b --output results.json
+
+    With --output, the same command continues a run that was stopped: finished tasks are not run
+    again.
     """
     _to_rows(batch_size)
     for name, value, least in (("limit", limit, 1), ("num-fewshot", num_fewshot, 0)):
@@ -90,6 +103,8 @@ def run(
             raise ValueError(f"--{name} must be at least {least}, not {value}")
     target = None if output is None else to_target(output)
     names = listed(tasks)
+    if log_samples and target is None:
+        raise ValueError("--log-samples needs --output: its files are written beside that file")
     if not names and tasks_dir is None:
         raise ValueError("no tasks are given; use --tasks NAME,NAME or --tasks-dir FOLDER")
     opened = open_model(
@@ -97,11 +112,35 @@ def run(
     )
     from xlstm7b.chat_format import load_chat_template
 
-    if apply_chat_template and load_chat_template(opened.folder) is None:
+    template = load_chat_template(opened.folder) if apply_chat_template else None
+    if apply_chat_template and template is None:
         raise ValueError(f"{opened.folder} has no chat template; leave --apply-chat-template out")
-    from xlstm7b.evaluate.harness import XLSTM7B, load_tasks, run_tasks
+    from xlstm7b.evaluate.harness import (
+        XLSTM7B,
+        FinishedTasks,
+        load_tasks,
+        run_tasks,
+        write_samples,
+    )
+    from xlstm7b.evaluate.results import run_info
 
     loaded = load_tasks(names, tasks_dir, num_fewshot)
+    info = run_info(
+        opened.folder,
+        tokenizer=_fingerprint(opened.folder, tokenizer),
+        chat_template=template and hashlib.sha256(template.source.encode()).hexdigest(),
+    )
+    finished = None
+    if target is not None:
+        settings = {
+            "model": info["model"]["fingerprint"],
+            **info["settings"],
+            "dtype": _dtype_name(opened.dtype),
+            "limit": limit,
+            "num_fewshot": num_fewshot,
+            "lm_eval": info["versions"]["lm_eval"],
+        }
+        finished = FinishedTasks(target.with_name(f"{target.name}.unfinished"), settings)
     lm = XLSTM7B(
         str(opened.folder),
         tokenizer=None if tokenizer is None else str(tokenizer),
@@ -109,13 +148,25 @@ def run(
         device=str(opened.device),
         batch_size=batch_size,
     )
-    results = run_tasks(lm, loaded, limit=limit, apply_chat_template=apply_chat_template)
+    results = run_tasks(
+        lm,
+        loaded,
+        limit=limit,
+        apply_chat_template=apply_chat_template,
+        log_samples=log_samples,
+        finished=finished,
+    )
     from lm_eval.utils import make_table
 
-    print(make_table(results))
+    samples = results.pop("samples", {})
+    tables = [make_table(results)]
     if results.get("groups"):
-        print(make_table(results, "groups"))
-    _write_results(target, results, opened.folder)
+        tables.append(make_table(results, "groups"))
+    with _printing("\n".join(tables)):
+        if target is not None and finished is not None:
+            write_samples(target, samples)
+            _write_results(target, results, info)
+            finished.path.unlink()
 
 
 @app.command()
@@ -129,13 +180,14 @@ def ppl(
     texts: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Files: .txt, .jsonl (also .gz, .zst), .parquet; or folders of them.",
+            help="Files: .txt, .md, .jsonl, .ndjson, .json (also .gz, .zst), .parquet; or folders "
+            "of them.",
             show_default=False,
         ),
     ] = None,
     peer: _Peer = None,
     column: Annotated[
-        str, typer.Option(help="Field with the text, in .jsonl and .parquet.")
+        str, typer.Option(help="Field with the text, in JSON and parquet files.")
     ] = "text",
     output: _Output = None,
     plot: Annotated[
@@ -159,43 +211,53 @@ def ppl(
     picture = None if plot is None else to_target(plot)
     from xlstm7b.data.input_files import Columns, check_input_file, find_input_files
     from xlstm7b.evaluate.perplexity import perplexity, plot_loss, read_documents
+    from xlstm7b.evaluate.results import run_info
     from xlstm7b.report import check_matplotlib
 
     if picture is not None:
         check_matplotlib()
-    for source in find_input_files(texts):
+    found = find_input_files(texts)
+    for source in found.files:
         check_input_file(source, Columns(text=column))
     if not any(read_documents(texts, column)):
         raise ValueError("there is no text to measure")
     from xlstm7b.evaluate.peer import Peer
     from xlstm7b.evaluate.scoring import Scorer
 
+    if found.left_out:
+        print(found, file=sys.stderr)
     opened: Any
     scorer: Any
     if peer is None:
         opened = open_model(
             model, tokenizer=tokenizer, dtype=dtype, device=device, state_dtype="float32"
         )
+        info = run_info(opened.folder, tokenizer=_fingerprint(opened.folder, tokenizer))
         scorer, encoder = Scorer(opened.load_model(), batch_size=rows), opened.tokenizer
     else:
         opened = Peer(peer, dtype, device)
+        info = run_info(opened.fingerprint, tokenizer=opened.tokenizer_fingerprint)
         scorer = encoder = opened.load()
     with count_progress("reading", None, shown=True) as progress:
         documents = read_documents(texts, column)
         measured = perplexity(scorer, encoder, documents, progress)
-    print(measured)
     name = ", ".join(path.resolve().name for path in texts)
-    described = opened.folder if peer is None else opened.fingerprint
-    _write_results(target, measured.to_results(name), described)
-    if picture is not None:
-        plot_loss(measured, picture, opened.folder.resolve().name)
+    with _printing(str(measured)):
+        if target is not None:
+            _write_results(target, measured.to_results(name), info)
+        if picture is not None:
+            plot_loss(measured, picture, opened.folder.resolve().name)
 
 
 @app.command()
 def compare(
     files: Annotated[list[Path], typer.Argument(help="Two or more results files.")],
 ) -> None:
-    """Print results side by side, with standard errors and the differences to the first file."""
+    """Print results side by side, with standard errors and the differences to the first file.
+
+    Says which files cannot be compared with the first, because text, tokenizer, limit, chat
+    template, examples or seed are others.
+    """
     from xlstm7b.evaluate.results import comparison_table
 
     if len(files) < 2:
@@ -279,7 +341,6 @@ def ruler(
     from xlstm7b.evaluate.ruler.sentences import splitter
     from xlstm7b.evaluate.ruler.tasks import TASKS
     from xlstm7b.report import check_matplotlib
-    from xlstm7b.tokenizer import tokenizer_fingerprint
 
     if (model is None) == (peer is None):
         raise ValueError("give either a model or --peer FOLDER")
@@ -311,15 +372,13 @@ def ruler(
             batch_size=batch_size,
         )
         encode, state = opened.tokenizer.encode, state_dtype
-        info = run_info(opened.folder)
-        in_folder = opened.folder if (opened.folder / "tokenizer.json").is_file() else "bytes"
-        vocabulary = tokenizer_fingerprint(tokenizer or in_folder)
+        info, vocabulary = run_info(opened.folder), _fingerprint(opened.folder, tokenizer)
     identity = {
         "version": version,
         "model_fingerprint": info["model"]["fingerprint"],
         "tokenizer": vocabulary,
         "seed": seed,
-        "dtype": str(opened.dtype or "as stored").removeprefix("torch."),
+        "dtype": _dtype_name(opened.dtype),
         "state_dtype": state,
         "sentences": None if haystack is None else splitter()[0],
     }
@@ -345,9 +404,9 @@ def ruler(
 
     with count_progress("answering", started.total, shown=True) as progress:
         document = started.answer(load, batch_size=batch_size, progress=progress)
-    print(score_table(document))
-    if plot:
-        plot_scores([output / SCORES], output / "ruler.png")
+    with _printing(score_table(document)):
+        if plot:
+            plot_scores([output / SCORES], output / "ruler.png")
 
 
 @app.command()
@@ -382,10 +441,31 @@ def _check_peer(peer: Path | None, tokenizer: Path | None) -> None:
         raise ValueError("--tokenizer is for our model; a peer has its tokenizer in its folder")
 
 
-def _write_results(target: Path | None, results: dict[str, Any], model: Any) -> None:
-    """Writes a results file if --output is given. Call it after printing: writing may fail."""
-    from xlstm7b.evaluate.results import run_info
+def _fingerprint(folder: Path, tokenizer: Path | None) -> str:
+    """Of the tokenizer that a command uses: --tokenizer, else that of the model."""
+    from xlstm7b.tokenizer import tokenizer_fingerprint
+
+    in_folder = folder if (folder / "tokenizer.json").is_file() else "bytes"
+    return tokenizer_fingerprint(tokenizer or in_folder)
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype or "as stored").removeprefix("torch.")
+
+
+@contextmanager
+def _printing(text: str) -> Iterator[None]:
+    """Prints results after the block has written them: a closed pipe must not lose them.
+
+    If writing fails, they are still printed.
+    """
+    try:
+        yield
+    finally:
+        print(text)
+
+
+def _write_results(target: Path, results: dict[str, Any], info: dict[str, Any]) -> None:
     from xlstm7b.files import write_json
 
-    if target is not None:
-        write_json(target, {**results, "xlstm7b": run_info(model)})
+    write_json(target, {**results, "xlstm7b": info})

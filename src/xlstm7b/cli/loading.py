@@ -32,11 +32,11 @@ def open_model(
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, not {batch_size}")
     from xlstm7b.checkpoint import read_config, resolve
-    from xlstm7b.tokenizer import load_tokenizer
+    from xlstm7b.tokenizer import model_tokenizer
 
     folder = resolve(model)
     config = read_config(folder)
-    text = load_tokenizer(tokenizer or folder, config.vocab_size)
+    text = model_tokenizer(folder, config, tokenizer)
     return OpenedModel(folder, config, text, weights_dtype, to, kept_dtype, batch_size)
 
 

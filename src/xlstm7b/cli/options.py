@@ -38,11 +38,15 @@ DType = Annotated[
         default="bfloat16 on a GPU, else as stored",
     ),
 ]
-StateDType = Annotated[str, _model_option("Dtype of the recurrent state: float32 or bfloat16.")]
+StateDType = Annotated[str, _model_option("Dtype of the state (of C): float32 or bfloat16.")]
 BatchSize = Annotated[int, _model_option("Maximum number of outputs generated at once.")]
 TokenizerPath = Annotated[
     Path | None,
-    _model_option("Path of a tokenizer.json.", "--tokenizer", default="the one in the folder"),
+    _model_option(
+        "A tokenizer.json, its folder, or a hub id.",
+        "--tokenizer",
+        default="the one in the folder",
+    ),
 ]
 
 

@@ -21,8 +21,8 @@ def prepare(
     inputs: Annotated[
         list[Path],
         typer.Argument(
-            help="Files (.txt, .jsonl, both also .gz or .zst, .parquet) or folders of them. With "
-            "--verify or --adopt: folders of shards.",
+            help="Files (.txt, .md, .jsonl, .ndjson, .json, all also .gz or .zst; .parquet) or "
+            "folders of them. With --verify or --adopt: folders of shards.",
             metavar="INPUT",
         ),
     ],
@@ -30,7 +30,7 @@ def prepare(
         Path | None, typer.Option("--output", "-o", help="Folder to write the shards to.")
     ] = None,
     tokenizer: Annotated[
-        str, typer.Option(help="A tokenizer.json, a folder with one, or bytes.")
+        str, typer.Option(help="A tokenizer.json, its folder, a hub id, or bytes.")
     ] = "bytes",
     form: Annotated[
         str,
@@ -49,6 +49,30 @@ def prepare(
         list[str] | None,
         typer.Option(help="Read files with this ending, such as .py, as text. Repeatable."),
     ] = None,
+    include: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Read only files whose name, path or folder matches this pattern, such as "
+            "'train*'. Repeatable."
+        ),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Leave out files and folders whose name or path matches this pattern. Repeatable."
+        ),
+    ] = None,
+    skip_bad: Annotated[
+        int, typer.Option(help="Leave out up to this many records that cannot be read.")
+    ] = 0,
+    special_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--special-tokens",
+            help="Turn special tokens in the text, such as <|endoftext|>, into their ids. "
+            "By default they are ordinary text.",
+        ),
+    ] = False,
     processes: Annotated[
         int | None,
         typer.Option(help="Number of processes that tokenize.", show_default="all cores"),
@@ -65,7 +89,8 @@ def prepare(
 ) -> None:
     """Turn text into token shards to train on.
 
-    The same command continues after an interruption. Only a finished folder can be used.
+    The same command continues after an interruption, or after a bad record was corrected. Only a
+    finished folder can be used.
     """
     if verify and adopt:
         raise ValueError("--verify and --adopt cannot be given together")
@@ -81,23 +106,34 @@ def prepare(
     if output is None:
         raise ValueError("--output is missing: the folder to write the shards to")
     from xlstm7b.data.input_files import Columns, find_input_files
+    from xlstm7b.data.prepare import bad_records
     from xlstm7b.data.prepare import prepare as run
 
     columns = Columns(form, text_column, messages_column, question_column, answer_column)
     endings = tuple(as_text or ())
-    total = sum(file.stat().st_size for file in find_input_files(inputs, endings))
+    patterns = {"include": include or (), "exclude": exclude or ()}
+    found = find_input_files(inputs, endings, **patterns, columns=columns, output=output)
     start = time.perf_counter()
-    with byte_progress("preparing", total) as report:
+    with byte_progress("preparing", sum(file.stat().st_size for file in found.files)) as report:
         written = run(
             inputs,
             output,
             tokenizer,
             columns,
             text_endings=endings,
+            **patterns,
+            skip_bad=skip_bad,
+            special_tokens=special_tokens,
             processes=_usable_cores() if processes is None else processes,
             shard_tokens=shard_tokens,
             progress=report,
         )
+    print(found)
+    bad = bad_records(output)
+    if bad:
+        print(f"bad records left out: {len(bad)}, all listed in {output / 'manifest.json'}")
+    for message in bad[:5]:
+        print(f"  {message}")
     _print_summary(output, f"is ready, after {time.perf_counter() - start:.1f} s", written)
 
 
@@ -125,3 +161,7 @@ def _print_summary(path: Path, what: str, folder: "ShardFolder") -> None:
         f"{path} {what}: {folder.tokens:,} tokens, {folder.documents:,} documents, "
         f"shards: {len(folder.shards)}{', loss masks' if folder.has_mask else ''}"
     )
+    eos, bos = folder.eos_token_id, folder.bos_token_id
+    if (eos, bos) != (0, 0):  # other than a recipe's defaults
+        first = "force_bos_token_insert=false" if bos is None else f"bos_token_id={bos}"
+        print(f"train on it with --set model.eos_token_id={eos} --set model.{first}")

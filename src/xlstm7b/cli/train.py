@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,14 @@ _FIXED = {"data": ["context_length", "packing"], "batch": ["sequences", "ramp"]}
 _PEAK_FLOPS = {(9, 0): H100_FLOPS, (8, 0): A100_FLOPS}  # by compute capability
 
 
+def _print_reference(chosen: bool) -> None:
+    if chosen:
+        from xlstm7b.train.reference import recipe_reference
+
+        print(recipe_reference(), end="")
+        raise typer.Exit
+
+
 def train(
     recipe: Annotated[
         str, typer.Argument(help="Name of a recipe (quickstart, 160m, …, 7b) or a .toml file.")
@@ -32,7 +41,7 @@ def train(
         Path | None,
         typer.Option(
             help="Folder of the run. If it holds a run, that run is continued.",
-            show_default="runs/ and the recipe's name",
+            show_default="runs/, the recipe's name and most settings given with --set",
         ),
     ] = None,
     settings: Annotated[
@@ -55,18 +64,30 @@ def train(
     device: Annotated[
         str | None, typer.Option(help="Device: cuda or cpu.", show_default="a GPU if there is one")
     ] = None,
+    reference: Annotated[
+        bool,
+        typer.Option(
+            "--reference",
+            help="Print all settings of a recipe, with defaults and meanings, and exit.",
+            callback=_print_reference,
+            is_eager=True,
+        ),
+    ] = False,
 ) -> None:
     """Train a model. The same command continues a run that was stopped.
 
     One process: xlstm7b train 160m. Eight: torchrun --nproc-per-node 8 -m -- xlstm7b train 160m.
     """
     from xlstm7b.train import describe, load_recipe, make_plan
+    from xlstm7b.train.orphans import end_with_torchrun
+    from xlstm7b.train.run_settings import default_folder
 
+    end_with_torchrun()  # now, since to import torch takes seconds
     chosen = load_recipe(recipe, settings or [])
     if dry_run:
         print_sections(f"recipe {chosen.name}", describe(make_plan(chosen, gpus=gpus, mfu=mfu)))
         return
-    folder = run or Path("runs") / chosen.name
+    folder = run or default_folder(chosen.name, settings or [])
     _check_same_run(folder, chosen)
     if device not in (None, "cuda", "cpu"):
         raise ValueError(f"the device must be cuda or cpu, not {device!r}")
@@ -82,15 +103,20 @@ def train(
     is_first = int(os.environ.get("RANK", "0")) == 0
     with process_group(where), run_folder(folder):
         trainer = Trainer(chosen, folder, where)
-        trainer.resume()
-        # Written only now, after every check has passed.
-        in_first_process(write_json, folder / "recipe.json", chosen.to_dict())
-        if is_first and chosen.data.validation and not chosen.run.validate_every:
-            print("data.validation is never read: run.validate_every is 0", file=sys.stderr)
-        with _progress(chosen, trainer.step, where) as report:
-            trainer.train(report)
+        if not trainer.resume():
+            # Written once, after every check has passed: the record of how the run was started.
+            in_first_process(write_json, folder / "recipe.json", chosen.to_dict())
+        is_finished = trainer.step == chosen.run.steps
+        trainer.print_remarks()
+        if not is_finished:
+            with _progress(chosen, trainer.step, where) as report, _explain_hook_errors():
+                trainer.train(report)
     if is_first:
-        print(f"{folder}: trained to step {trainer.step} of {chosen.run.steps}{_remarks(trainer)}")
+        done = f"step {trainer.step} of {chosen.run.steps}"
+        if is_finished:
+            print(f"{folder}: already finished, nothing trained ({done})")
+        else:
+            print(f"{folder}: trained to {done}{_remarks(trainer)}")
 
 
 def export(
@@ -109,12 +135,13 @@ def export(
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            help="A tokenizer.json, or its folder, to copy next to the weights.",
-            show_default="that of init_from, if it has one",
+            help="A tokenizer.json, its folder, a hub id, or bytes, to write next to the weights.",
+            show_default="that of the data",
         ),
     ] = None,
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face folder, for generate and transformers."""
+    from xlstm7b.checkpoint import read_config, transformers_limits
     from xlstm7b.train.run_checkpoints import export_run
 
     if folder.is_dir() and any(folder.iterdir()):
@@ -125,6 +152,11 @@ def export(
             raise ValueError(f"--step must be a number or best, not {step!r}")
         chosen = int(str(step))
     done = export_run(run, folder, step=chosen, dtype=to_dtype(dtype), tokenizer=tokenizer)
+    warnings = transformers_limits(read_config(folder))
+    if not (folder / "tokenizer.json").exists():
+        warnings.append("the run's tokenizer was not found: give it with --tokenizer")
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     print(f"wrote step {done} of {run} to {folder}")
 
 
@@ -179,6 +211,20 @@ def _remarks(trainer: "Trainer") -> str:
 
 
 @contextmanager
+def _explain_hook_errors() -> Iterator[None]:
+    """Prints where a hook failed, for its author, and then the sentence that names it."""
+    from xlstm7b.train import HookError
+
+    try:
+        yield
+    except HookError as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        print(f"xlstm7b: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+
+
+@contextmanager
 def _progress(
     recipe: "Recipe", step: int, device: str
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
@@ -202,7 +248,11 @@ def _progress(
             shown = f"loss {line['loss']:.3f}  {line['tokens_per_second']:,.0f} tok/s"
             shown += _mfu(recipe, line["tokens_per_second"], device)
             if "validation_loss" in line:
-                bar.print(f"step {line['step'] + 1}: validation loss {line['validation_loss']:.4f}")
+                names = [name for name in recipe.data.validation_sets() if name]
+                losses = [f"{name} {line[f'validation_loss/{name}']:.4f}" for name in names]
+                found = ", ".join(losses) or f"{line['validation_loss']:.4f}"
+                text = f"step {line['step'] + 1}: validation loss {found}"
+                bar.print(text, markup=False, soft_wrap=True)
             bar.update(task, completed=line["step"] + 1, description=shown)
             if not is_live and "loss_mean" in line:
                 mean, norm = line["loss_mean"], line["gradient_norm_mean"]

@@ -1,27 +1,36 @@
-"""Documents from `.txt`, `.jsonl` and `.parquet` files; the first two also as `.gz` and `.zst`.
+"""Documents from text, JSON and parquet files; all but parquet also as `.gz` and `.zst`.
 
-A `.txt` file is one document; so is each line of a `.jsonl` and each row of a `.parquet`. Bad input
-is a `ValueError` that names the file and the line.
+A `.txt` or `.md` file is one document. So is each line of a `.jsonl` or `.ndjson`, each row of a
+`.parquet`, and each line of a `.json` or, if that holds a JSON array, each item of the array. Bad
+input is a `ValueError` that names the file and the line.
 """
 
 import gzip
 import io
 import json
 import os
+import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from xlstm7b.chat_format import PlainFormat
 
 FORMATS = ("text", "chat", "qa")
-_READABLE = ".txt, .jsonl (also .gz, .zst) or .parquet"
+_READABLE = ".txt, .md, .jsonl, .ndjson, .json (also .gz, .zst) or .parquet"
 BATCH_BYTES = 1 << 20
 BATCH_RECORDS = 1024
+MAX_RECORD_BYTES = 1 << 30  # a longer line or text file is refused, so that memory is bounded
+_PACKED = (".gz", ".zst")
+_BLANK = re.compile(r"[ \t\r\n]*")
 
 Segment = tuple[str, bool]
 """A part of a document, and whether it counts in the loss. Each part is tokenized by itself."""
@@ -108,44 +117,189 @@ def _check_text(value: Any, name: str) -> str:
     return value
 
 
-def find_input_files(inputs: Iterable[str | Path], text_endings: Sequence[str] = ()) -> list[Path]:
+# Finding files
+
+
+@dataclass
+class InputFiles:
+    """The files to read, and everything else that the given folders hold."""
+
+    files: list[Path] = field(default_factory=list)
+    left_out: dict[str, list[str]] = field(default_factory=dict)  # the reason, and the paths
+
+    def summary(self) -> dict[str, Any]:
+        """For the manifest: the number of files by ending and by reason, and their first names."""
+        read: dict[str, list[str]] = {}
+        for file in self.files:
+            ending = "".join(file.suffixes[-2:] if file.suffix.lower() in _PACKED else file.suffix)
+            read.setdefault(ending, []).append(str(file))
+
+        def counted(groups: dict[str, list[str]]) -> dict[str, Any]:
+            ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
+            return {name: {"count": len(paths), "first": paths[:3]} for name, paths in ordered}
+
+        return {"read": counted(read), "left_out": counted(self.left_out)}
+
+    def __str__(self) -> str:
+        """One line for the files to read, and one for each reason to leave something out."""
+        summary = self.summary()
+        read = ", ".join(f"{group['count']} {name}" for name, group in summary["read"].items())
+        lines = [f"read: {read}"]
+        for reason, group in summary["left_out"].items():
+            more = ", …" if group["count"] > len(group["first"]) else ""
+            lines.append(
+                f"left out, {reason}: {group['count']} ({', '.join(group['first'])}{more})"
+            )
+        return "\n".join(lines)
+
+
+def find_input_files(
+    inputs: Iterable[str | Path],
+    text_endings: Sequence[str] = (),
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    columns: Columns = Columns(),  # noqa: B008 (frozen)
+    output: Path | None = None,
+) -> InputFiles:
     """The files to read: named files in the given order, files of a folder sorted.
 
-    Files that end in one of `text_endings` (".py", …) are read like `.txt`.
+    Files that end in one of `text_endings` (".py", …) are read like `.txt`. `include` and `exclude`
+    are glob patterns for names and paths of files and folders. In a folder, hidden files and
+    folders, and the folder `output`, are left out. Links to folders are followed.
     """
-    found: dict[Path, None] = {}
+    search = _Search(text_endings, include, exclude, columns, output)
     for given in map(Path, inputs):
         if not given.exists():
             raise ValueError(f"there is no file or folder {given}")
-        files = [given.absolute()]  # not resolved: the target of a link may lack the ending
-        if given.is_dir():
-            files = sorted(
-                file
-                for folder, _, names in os.walk(given.absolute())
-                for file in (Path(folder) / name for name in names)
-                if _kind(file, text_endings) and not file.name.startswith(".")
-            )
-        for file in files:
-            if not _kind(file, text_endings):
-                raise ValueError(f"{file} is not {', '.join((*text_endings, _READABLE))}")
-            if file in found:
-                raise ValueError(f"{file} is given twice")
-            found[file] = None
-        if not files:
-            raise ValueError(f"{given} holds no {', '.join((*text_endings, _READABLE))}")
-    if not found:
-        raise ValueError("no input is given")
-    return list(found)
+        search.found.files += search.folder(given) if given.is_dir() else search.file(given)
+    for pattern in search.unused:
+        raise ValueError(f"the pattern {pattern!r} matches no file or folder of the input")
+    if not search.found.files:
+        raise ValueError("all input is left out" if search.found.left_out else "no input is given")
+    for file, times in Counter(search.found.files).items():
+        if times > 1:
+            raise ValueError(f"{file} is given twice")
+    return search.found
+
+
+class _Search:
+    """Collects the files to read in `found`, and what is left out, with the reason."""
+
+    def __init__(
+        self,
+        text_endings: Sequence[str],
+        include: Sequence[str],
+        exclude: Sequence[str],
+        columns: Columns,
+        output: Path | None,
+    ) -> None:
+        self._endings, self._columns, self._output = text_endings, columns, output
+        self._include, self._exclude = include, exclude
+        self._readable = ", ".join((*text_endings, _READABLE))
+        self.unused = dict.fromkeys((*include, *exclude))  # patterns that have matched nothing
+        self.found = InputFiles()
+
+    def file(self, given: Path) -> list[Path]:
+        if not _kind(given, self._endings):
+            raise ValueError(f"{given.absolute()} is not {self._readable}")
+        if reason := self._reason_by_pattern(given, Path(given.name)):
+            self._leave_out(reason, given)
+            return []
+        return [given.absolute()]  # not resolved: the target of a link may lack the ending
+
+    def folder(self, given: Path) -> list[Path]:
+        found, seen, waiting = list[Path](), set[tuple[int, int]](), [given]
+        while waiting:
+            for name, folders, files in os.walk(waiting.pop(0), onerror=_raise):
+                folder = Path(name)
+                status = folder.stat()
+                if (status.st_dev, status.st_ino) in seen:
+                    self._leave_out("links to a folder that is read already", folder, "/")
+                    folders.clear()
+                    continue
+                seen.add((status.st_dev, status.st_ino))
+                folders.sort()  # which of two links is followed must not depend on the disk
+                for path in [folder / each for each in folders]:
+                    if reason := self._reason_for_folder(path, path.relative_to(given)):
+                        self._leave_out(reason, path, "/")
+                        folders.remove(path.name)
+                    elif path.is_symlink():  # os.walk does not follow it
+                        waiting.append(path)
+                for path in (folder / each for each in sorted(files)):
+                    if reason := self._reason_for_file(path, path.relative_to(given)):
+                        self._leave_out(reason, path)
+                    else:
+                        found.append(path.absolute())
+        if not found:
+            chosen = " that the patterns choose" if self._include or self._exclude else ""
+            raise ValueError(f"{given} holds no {self._readable}{chosen}")
+        return sorted(found)
+
+    def _reason_for_folder(self, path: Path, below: Path) -> str:
+        if self._matches(self._exclude, path, below):
+            return "excluded"
+        if path.name.startswith("."):
+            return "hidden"
+        is_output = (
+            self._output is not None and self._output.exists() and path.samefile(self._output)
+        )
+        return "the output folder" if is_output else ""
+
+    def _reason_for_file(self, path: Path, below: Path) -> str:
+        if reason := self._reason_by_pattern(path, below):
+            return reason
+        if path.name.startswith("."):
+            return "hidden"
+        if not path.is_file():
+            return "broken links, or not files"
+        kind = _kind(path, self._endings)
+        if kind == "text" and self._columns.format != "text":
+            return f"text, which has no columns for the format {self._columns.format}"
+        return "" if kind else "of other types"
+
+    def _reason_by_pattern(self, path: Path, below: Path) -> str:
+        if self._matches(self._exclude, path, below):
+            return "excluded"
+        if self._include and not self._matches(self._include, path, below):
+            return "not included"
+        return ""
+
+    def _matches(self, patterns: Sequence[str], path: Path, below: Path) -> bool:
+        """True if a pattern matches the path, the path below the given folder, or a part of it."""
+        texts = {str(path), str(below), *map(str, below.parents[:-1]), *below.parts}
+        hits = [
+            each
+            for each in patterns
+            if any(fnmatchcase(text, each.removesuffix("/")) for text in texts)
+        ]
+        for hit in hits:
+            self.unused.pop(hit, None)
+        return bool(hits)
+
+    def _leave_out(self, reason: str, path: Path, mark: str = "") -> None:
+        self.found.left_out.setdefault(reason, []).append(f"{path}{mark}")
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _kind(path: Path, text_endings: Sequence[str] = ()) -> str:
+    """How a file is read, by its name: text, jsonl, json, parquet, or "" for not at all."""
     name = path.name.lower()
     if name.endswith(".parquet"):
         return "parquet"
-    name = name.removesuffix(".gz").removesuffix(".zst")
-    if name.endswith((".txt", *text_endings)):
+    for packed in _PACKED:
+        name = name.removesuffix(packed)
+    if name.endswith((".txt", ".md", *text_endings)):
         return "text"
-    return "jsonl" if name.endswith(".jsonl") else ""
+    if name.endswith((".jsonl", ".ndjson")):
+        return "jsonl"
+    return "json" if name.endswith(".json") else ""
+
+
+# Reading files
 
 
 class RecordBatch(NamedTuple):
@@ -153,24 +307,42 @@ class RecordBatch(NamedTuple):
 
     path: Path
     first: int  # position of the first record in the file
-    records: list[Any]  # bytes of a line or a file, or the dict of a row
-    kind: str
+    records: list[Any]  # bytes of a line or a file, the dict of a row, or the item of an array
+    kind: str  # text, jsonl, array or parquet
     bytes_read: int  # bytes of the file that were read for this batch
 
     def documents(self, columns: Columns) -> Iterator[tuple[int, list[Segment]]]:
         """The position of each record, and its document. Blank lines are skipped."""
+        for position, document in self.parse(columns):
+            if isinstance(document, ValueError):
+                raise document
+            yield position, document
+
+    def parse(self, columns: Columns) -> Iterator[tuple[int, list[Segment] | ValueError]]:
+        """Like `documents`, with the error of a bad record in place of its document."""
         for position, record in enumerate(self.records, self.first):
             if self.kind == "jsonl" and not record.strip():
                 continue
             try:
                 if self.kind == "text":
-                    yield position, columns.segments({columns.text: str(record, "utf-8-sig")})
-                    continue
-                parsed = json.loads(record) if self.kind == "jsonl" else record
-                yield position, columns.segments(parsed)
+                    record = {columns.text: str(record, "utf-8-sig")}
+                elif self.kind == "jsonl":
+                    record = json.loads(record)
+                yield position, columns.segments(record)
             except (ValueError, RecursionError) as error:
-                where = {"jsonl": f" line {position + 1}", "parquet": f" row {position + 1}"}
-                raise ValueError(f"{self.path}{where.get(self.kind, '')}: {error}") from error
+                where = _WHERE[self.kind].format(position + 1)
+                yield position, ValueError(f"{self.path}{where}: {error}")
+
+    def digests(self) -> list[bytes]:
+        """The sha256 of each record."""
+        return [
+            sha256(record if isinstance(record, bytes) else repr(record).encode()).digest()
+            for record in self.records
+        ]
+
+
+_TOO_LONG = f"more than {MAX_RECORD_BYTES:,} bytes are too many for one document"
+_WHERE = {"text": "", "jsonl": " line {}", "array": " item {}", "parquet": " row {}"}
 
 
 def read_batches(
@@ -182,23 +354,32 @@ def read_batches(
         raise ValueError(f"{path} has no columns, which the format {columns.format!r} needs")
     records, first, size, seen = list[Any](), start, 0, 0
     with _name_damage(path):
-        reader = _rows(path, columns, start) if kind == "parquet" else _lines(path, kind, start)
+        if kind == "json":
+            kind = _json_kind(path)
+        reader = _rows(path, columns, start) if kind == "parquet" else _records(path, kind, start)
         for record, length, offset in reader:
             records.append(record)
             size += length
             if size >= BATCH_BYTES or len(records) >= BATCH_RECORDS:
-                yield RecordBatch(path, first, records, kind, offset - seen)
+                batch = RecordBatch(path, first, records, kind, offset - seen)
                 records, first, size, seen = [], first + len(records), 0, offset
+                yield batch
     yield RecordBatch(path, first, records, kind, path.stat().st_size - seen)
 
 
-def check_input_file(path: Path, columns: Columns, text_endings: Sequence[str] = ()) -> None:
-    """Raises a `ValueError` if the first record of a file is bad. A text file is only opened."""
+def check_input_file(
+    path: Path, columns: Columns, text_endings: Sequence[str] = (), *, parse: bool = True
+) -> None:
+    """Raises a `ValueError` if the first record of a file is bad. A text file is only opened.
+
+    Without `parse`, the first record is only read.
+    """
     if columns.format == "text" and _kind(path, text_endings) == "text":
         path.open("rb").close()
         return
     batch = next(read_batches(path, columns, text_endings=text_endings))
-    next(batch._replace(records=batch.records[:1]).documents(columns), None)
+    if parse:
+        next(batch._replace(records=batch.records[:1]).documents(columns), None)
 
 
 @contextmanager
@@ -211,20 +392,104 @@ def _name_damage(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} is damaged: {error}") from error
 
 
-def _lines(path: Path, kind: str, start: int) -> Iterator[tuple[bytes, int, int]]:
-    """Records from `start`, their lengths, and the file's read offset after each."""
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, BinaryIO]]:
+    """The unpacked content of a file, and the file itself, whose offset tells the progress."""
     with path.open("rb") as file:
-        content: IO[bytes] | gzip.GzipFile | io.BufferedReader = file
+        content: Any = file
         if path.suffix.lower() == ".gz":
             content = gzip.GzipFile(fileobj=file)
         elif path.suffix.lower() == ".zst":
             pyarrow = import_module("pyarrow")  # unlike zstandard, it notices a truncated file
             unpacked = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")
             content = io.BufferedReader(unpacked, 1 << 20)
-        lines: Iterable[bytes] = [content.read()] if kind == "text" else content
-        for position, line in enumerate(lines):
+        yield content, file
+
+
+def _json_kind(path: Path) -> str:
+    """What a `.json` file holds: "array" for one JSON array, else "jsonl" for JSON lines."""
+    with _opened(path) as (content, _):
+        return "array" if content.peek(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"[" else "jsonl"
+
+
+def _records(path: Path, kind: str, start: int) -> Iterator[tuple[Any, int, int]]:
+    """Records from `start`, their lengths, and the file's read offset after each."""
+    with _opened(path) as (content, file):
+        read = _items(path, content) if kind == "array" else _lines(path, content, kind)
+        for position, (record, length) in enumerate(read):
             if position >= start:
-                yield line, len(line), file.tell()
+                yield record, length, file.tell()
+
+
+def _lines(path: Path, content: Any, kind: str) -> Iterator[tuple[bytes, int]]:
+    """The lines of a file, or all of a text file, and their lengths."""
+    records = [_read_all(content)] if kind == "text" else iter(partial(_read_line, content), b"")
+    for number, record in enumerate(records, 1):
+        if len(record) > MAX_RECORD_BYTES:
+            raise ValueError(f"{path}{_WHERE[kind].format(number)}: {_TOO_LONG}")
+        yield record, len(record)
+
+
+def _read_line(content: Any) -> bytes:
+    line: bytes = content.readline(MAX_RECORD_BYTES + 1)
+    return line
+
+
+def _read_all(content: Any) -> bytes:
+    """A whole file; only its start if it is too long. `read(n)` would allocate n bytes at once."""
+    parts, size = list[bytes](), 0
+    while size <= MAX_RECORD_BYTES and (part := content.read(BATCH_BYTES)):
+        parts.append(part)
+        size += len(part)
+    return b"".join(parts)
+
+
+def _items(path: Path, content: Any) -> Iterator[tuple[Any, int]]:
+    """The items of a JSON array, and their lengths. Only one item, or 1 MB, is in memory."""
+    text = io.TextIOWrapper(content, "utf-8-sig", newline="")
+    decode, number = json.JSONDecoder().raw_decode, 0
+    try:
+        buffer = text.read(BATCH_BYTES).lstrip(" \t\r\n")
+        at, is_all = 1, False  # after the "["
+        while True:
+            at = _skip_blank(buffer, at)
+            if number == 0 and buffer[at : at + 1] == "]":
+                at += 1
+                break
+            try:
+                item, end = decode(buffer, at)
+                end = _skip_blank(buffer, end)
+                if end < len(buffer) or is_all:
+                    if buffer[end : end + 1] not in (",", "]"):
+                        raise json.JSONDecodeError("Expecting ',' or ']'", buffer, end)
+                    yield item, end - at
+                    number, at = number + 1, end + 1
+                    if buffer[end] == "]":
+                        break
+                    continue
+            except json.JSONDecodeError as error:
+                # An error far from the end of the buffer is not because the buffer ends.
+                is_open = error.pos > len(buffer) - 16 or error.msg.startswith("Unterminated")
+                if is_all or not is_open:
+                    raise ValueError(error.msg) from error
+            # The item goes on after the buffer.
+            if len(buffer) - at > MAX_RECORD_BYTES:
+                raise ValueError(_TOO_LONG)
+            more = text.read(max(BATCH_BYTES, len(buffer) - at))
+            buffer, at, is_all = buffer[at:] + more, 0, not more
+        rest = buffer[at:]
+        while rest or (rest := text.read(BATCH_BYTES)):
+            if rest.strip():
+                raise ValueError("there is something after the array")
+            rest = ""
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} item {number + 1}: {error}") from error
+
+
+def _skip_blank(text: str, at: int) -> int:
+    match = _BLANK.match(text, at)
+    assert match is not None
+    return match.end()
 
 
 def _rows(path: Path, columns: Columns, start: int) -> Iterator[tuple[Any, int, int]]:

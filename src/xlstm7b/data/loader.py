@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xlstm7b.config import ModelConfig
 from xlstm7b.data import Packing
 from xlstm7b.data.mixture import Mixture
 from xlstm7b.data.pack import PackedDataset, Sample
@@ -34,7 +35,8 @@ class Loader:
     A global batch is the next `global_batch` samples. Each rank gets an equal share, rank 0 the
     first rows. The only thing that changes over time is the number of samples consumed; the state
     is that number and everything that determines the order. Runs that follow each other with the
-    same seed have different `stage`s, and so read the documents in other orders.
+    same seed have different `stage`s, and so read the documents in other orders. `model` gives the
+    first token and the padding, and must fit the data; by default they are those of bytes.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Loader:
         seed: int = 0,
         stage: int = 0,
         packing: Packing = "windows",
-        vocab_size: int | None = None,
+        model: ModelConfig | None = None,
         prefetch: int = 2,
         pin_memory: bool = False,
     ) -> None:
@@ -56,7 +58,7 @@ class Loader:
             raise ValueError("the loader needs at least one source")
         if prefetch < 0:
             raise ValueError(f"prefetch must be at least 0 batches, not {prefetch}")
-        check_tokenizers({name: folder for name, (folder, _) in sources.items()}, vocab_size)
+        check_tokenizers({name: folder for name, (folder, _) in sources.items()}, model)
         for name, (folder, _) in sources.items():
             if folder.tokens < context_length:
                 raise ValueError(
@@ -70,6 +72,7 @@ class Loader:
                 context_length=context_length,
                 seed=source_seed(seed, stage, name),
                 packing=packing,
+                **_tokens_of(model),
             )
             for name, (folder, _) in sources.items()
         ]
@@ -138,7 +141,8 @@ class Loader:
 
     def _read(self, first: int, rows: int) -> Batch:
         sources, indices = self._mixture.locate(np.arange(first, first + rows))
-        batch = Sample.padding(rows, self._context_length)
+        padding = self._datasets[0].padding_token
+        batch = Sample.padding(rows, self._context_length, token=padding)
         for row, (source, index) in enumerate(zip(sources.tolist(), indices.tolist(), strict=True)):
             self._datasets[source].fill(index, Sample(*(part[row] for part in batch)))
         return _as_tensors(batch, self._pin_memory)
@@ -156,7 +160,7 @@ def validation_batches(
     *,
     rank: int = 0,
     world_size: int = 1,
-    vocab_size: int | None = None,
+    model: ModelConfig | None = None,
 ) -> Iterator[Batch]:
     """Every token of a folder as a target once, in the order on disk.
 
@@ -164,8 +168,8 @@ def validation_batches(
     the data, the mask is 0.
     """
     rows = _rows_per_rank(batch, rank, world_size)
-    check_tokenizers({str(folder.path): folder}, vocab_size)
-    dataset = PackedDataset(folder, context_length=context_length, seed=None)
+    check_tokenizers({str(folder.path): folder}, model)
+    dataset = PackedDataset(folder, context_length=context_length, seed=None, **_tokens_of(model))
     windows = -(-folder.tokens // context_length)
     return (
         _read_in_order(dataset, range(first, first + rows), folder.tokens)
@@ -176,7 +180,7 @@ def validation_batches(
 def _read_in_order(dataset: PackedDataset, windows: Sequence[int], tokens: int) -> Batch:
     """Windows of the first epoch, with mask 0 after its end."""
     length = dataset.context_length
-    batch = Sample.padding(len(windows), length)
+    batch = Sample.padding(len(windows), length, token=dataset.padding_token)
     for row, window in enumerate(windows):
         left = tokens - window * length
         if left > 0:
@@ -207,8 +211,16 @@ def source_seed(seed: int, stage: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest())
 
 
-def check_tokenizers(folders: Mapping[str, ShardFolder], vocab_size: int | None) -> None:
-    """Raises a `ValueError` unless all folders have one tokenizer that fits the vocabulary."""
+def _tokens_of(model: ModelConfig | None) -> dict[str, Any]:
+    """The tokens that packing adds, as arguments of `PackedDataset`."""
+    if model is None:
+        return {}
+    first = model.bos_token_id if model.force_bos_token_insert else None
+    return {"first_token": first, "padding_token": model.pad_token_id}
+
+
+def check_tokenizers(folders: Mapping[str, ShardFolder], model: ModelConfig | None) -> None:
+    """Raises a `ValueError` unless all folders have one tokenizer that fits the model."""
     first_name, first = next(iter(folders.items()))
     for name, folder in folders.items():
         if folder.tokenizer_fingerprint != first.tokenizer_fingerprint:
@@ -216,15 +228,27 @@ def check_tokenizers(folders: Mapping[str, ShardFolder], vocab_size: int | None)
                 f"sources {first_name!r} and {name!r} were prepared with different tokenizers "
                 f"({first.tokenizer_fingerprint} and {folder.tokenizer_fingerprint})"
             )
-        if vocab_size is None:
+        if model is None:
             continue
         if folder.vocab_size is None:
             raise ValueError(
                 f"the tokenizer of source {name!r} is unknown: adopt its folder with "
                 "`xlstm7b prepare --adopt`"
             )
-        if folder.vocab_size > vocab_size:
+        if folder.vocab_size > model.vocab_size:
             raise ValueError(
                 f"source {name!r} has a vocabulary of {folder.vocab_size:,} tokens, but the model "
-                f"has {vocab_size:,}"
+                f"has {model.vocab_size:,}"
+            )
+        eos, bos = folder.eos_token_id, folder.bos_token_id
+        if model.eos_token_id != eos:
+            raise ValueError(
+                f"the documents of source {name!r} end with id {eos}, but model.eos_token_id is "
+                f"{model.eos_token_id}: set it to {eos}"
+            )
+        if model.force_bos_token_insert and model.bos_token_id not in (bos, eos):
+            wanted = "force_bos_token_insert to false" if bos is None else f"bos_token_id to {bos}"
+            raise ValueError(
+                f"the first token of source {name!r} is {bos}, but model.bos_token_id is "
+                f"{model.bos_token_id}: set model.{wanted}"
             )

@@ -1,11 +1,16 @@
 """Packing: documents on disk to windows of the context length, computed by index alone.
 
-The model reads a document as [0, tokens…] and, after its last token, predicts the 0 of the next
-document. On disk the 0 comes after each document, so the tokens on disk are exactly the targets:
-targets are slices of the shards, and inputs are the targets shifted right by one, with a 0 at the
-start of every document. So with both ways of packing each token on disk is a target exactly once
-per epoch, and its loss mask is the byte stored with it. (The mask of a 0 belongs to the document
-that it ends.)
+The model reads a document as [first token, tokens…] and, after its last token, predicts the end of
+text. On disk the end of text comes after each document, so the tokens on disk are exactly the
+targets: targets are slices of the shards, and inputs are the targets shifted right by one, with the
+first token at the start of every document. So with both ways of packing each token on disk is a
+target exactly once per epoch, and its loss mask is the byte stored with it. (The mask of an end of
+text belongs to the document that it ends.)
+
+A model without a first token reads a document as [tokens…]. The position before them, where the
+first token would be, stays: its input is an end of text, its target does not count in the loss, and
+the state is reset after it. So a document's first token is never a target, as in generation, where
+it is always given.
 """
 
 from bisect import bisect_left, insort
@@ -17,7 +22,6 @@ from numpy.typing import NDArray
 from xlstm7b.data import Packing
 from xlstm7b.data.shards import ShardFolder
 
-END_OF_TEXT, PADDING = 0, 1
 _PAGE_WINDOWS = 8192  # of 8192 two-byte tokens each: random reads within 134 MB
 Numbers = NDArray[np.uint32 | np.int64]
 Lengths = NDArray[np.int64]
@@ -33,11 +37,11 @@ class Sample(NamedTuple):
     mask: NDArray[np.bool_]  # True where the target counts in the loss
 
     @classmethod
-    def padding(cls, *shape: int) -> "Sample":
+    def padding(cls, *shape: int, token: int = 1) -> "Sample":
         """Windows of padding, to be filled."""
         return cls(
-            np.full(shape, PADDING, np.int64),
-            np.full(shape, PADDING, np.int64),
+            np.full(shape, token, np.int64),
+            np.full(shape, token, np.int64),
             np.zeros(shape, np.bool_),
             np.zeros(shape, np.bool_),
         )
@@ -54,10 +58,11 @@ class PackedDataset:
 
     "best-fit": few documents are cut. Documents longer than T are split every T tokens; then all
     pieces are placed into windows of T by best-fit decreasing. The rest of a window is padding
-    (token 1, mask 0, a reset where it begins). Every epoch has the same windows in another order. A
+    (mask 0, a reset where it begins). Every epoch has the same windows in another order. A
     piece sees nothing that is before it in its window, not even the start of its own document.
 
-    `seed=None` keeps the order on disk. Tokens are copied once, from the memory maps into samples.
+    `first_token` is the model's, None if it has none. `seed=None` keeps the order on disk. Tokens
+    are copied once, from the memory maps into samples.
     The order of an epoch takes 12 bytes per document (two epochs are kept where they meet);
     "best-fit" takes 24 bytes per piece.
     """
@@ -69,6 +74,8 @@ class PackedDataset:
         context_length: int,
         seed: int | None,
         packing: Packing = "windows",
+        first_token: int | None = 0,
+        padding_token: int = 1,
     ) -> None:
         if context_length < 1:
             raise ValueError(f"the context length must be at least 1, not {context_length}")
@@ -83,7 +90,9 @@ class PackedDataset:
         self._masks = [None if s.mask is None else np.asarray(s.mask) for s in folder.shards]
         self._ends = [np.asarray(shard.ends) for shard in folder.shards]
         self._firsts = np.cumsum([0, *map(len, self._ends[:-1])])  # each shard's first document
-        self.context_length = context_length
+        self.context_length, self.padding_token = context_length, padding_token
+        self._has_first = first_token is not None
+        self._first_input = folder.eos_token_id if first_token is None else first_token
         self._layout: _Layout = (
             _Windows(self._ends, context_length, seed)
             if packing == "windows"
@@ -92,7 +101,7 @@ class PackedDataset:
 
     def sample(self, index: int) -> Sample:
         """Sample `index` ≥ 0."""
-        sample = Sample.padding(self.context_length)
+        sample = Sample.padding(self.context_length, token=self.padding_token)
         self.fill(index, sample)
         return sample
 
@@ -120,11 +129,15 @@ class PackedDataset:
             if (mask := self._masks[shard]) is not None:
                 into.mask[first:end] = mask[span]
         into.tokens[1:filled] = into.targets[: filled - 1]
-        into.tokens[firsts] = END_OF_TEXT
+        into.tokens[firsts] = self._first_input
         for cut in np.flatnonzero(starts):
             into.tokens[firsts[cut]] = self._tokens[shards[cut]][offsets[cut] - 1]
         into.resets[firsts] = (starts == 0) | (firsts > 0)
         into.resets[filled : filled + 1] = True
+        if not self._has_first:
+            before = firsts[starts == 0]  # the positions before documents
+            into.mask[before] = False
+            into.resets[before[before + 1 < self.context_length] + 1] = True
 
 
 class _Layout(Protocol):

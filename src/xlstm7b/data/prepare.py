@@ -1,8 +1,9 @@
 """Text files to token shards: `prepare`, and `adopt` for shards that datatrove wrote.
 
 Several processes tokenize batches of documents; one process writes the shards in input order. So
-the files do not depend on the number of processes. A killed run continues after its last complete
-shard.
+the files do not depend on the number of processes. A run that was killed, or that ended at a bad
+record, continues after its last complete shard. Each shard notes which files and records it ends
+with, and a hash of them: files may change after that place, but not before it.
 """
 
 import hashlib
@@ -18,15 +19,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
 
 from xlstm7b.data.input_files import (
     Columns,
     RecordBatch,
+    Segment,
     check_input_file,
     find_input_files,
     read_batches,
@@ -42,13 +47,15 @@ from xlstm7b.data.shards import (
     token_size,
     write_manifest,
 )
-from xlstm7b.tokenizer import ByteTokenizer, FileTokenizer, tokenizer_file, tokenizer_fingerprint
+from xlstm7b.tokenizer import AnyTokenizer, copy_tokenizer, open_tokenizer, tokenizer_file
 
 if TYPE_CHECKING:
     from xlstm7b.files import Progress
 
 # The temporary names of `files.write_aside`, which a killed run leaves.
 _HALF_WRITTEN = re.compile(r"\.(unfinished|manifest|\d{5}\.ds).*\.[0-9a-f]{8}")
+_PIECE = 1 << 18  # characters that are tokenized at once: the library takes 160 bytes for each
+_WORD_END = re.compile(r"(?<=[A-Za-z])\s")  # see `Tokenizer.cuts_after_words`
 
 
 def prepare(
@@ -58,45 +65,67 @@ def prepare(
     columns: Columns = Columns(),  # noqa: B008 (frozen)
     *,
     text_endings: Sequence[str] = (),
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    skip_bad: int = 0,
+    special_tokens: bool = False,
     processes: int = 1,
     shard_tokens: int = 100_000_000,
     progress: "Progress | None" = None,
 ) -> ShardFolder:
     """Tokenizes the documents of files and folders into the folder `output`.
 
-    `tokenizer` is a tokenizer.json, its folder, or "bytes". A shard holds at most `shard_tokens`
-    tokens, or a single longer document. Documents without tokens are left out. The same call
-    continues a killed run, and returns at once if nothing is left to do.
+    `tokenizer` is a tokenizer.json, its folder, a hub id, or "bytes". A copy of the file is kept
+    with the shards, for `export`. `include` and `exclude` choose files, see `find_input_files`. Up
+    to `skip_bad` records that cannot be read are left out and listed in the manifest. With
+    `special_tokens`, "<|endoftext|>" and the like in a text become their ids; otherwise they are
+    ordinary text. A shard holds at most `shard_tokens` tokens, or a single longer document.
+    Documents without tokens are left out.
+
+    The same call continues a run that was killed or that ended with an error, and returns at once
+    if nothing is left to do.
     """
-    for name, value in (("processes", processes), ("shard_tokens", shard_tokens)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}")
-    output, sources = Path(output), find_input_files(inputs, text_endings)
-    vocab_size = open_tokenizer(tokenizer).vocab_size
-    fingerprint = tokenizer_fingerprint(tokenizer)
-    plan = _digest([fingerprint, vars(columns), shard_tokens, *map(_identity, sources)])
+    for name, value, least in (
+        ("processes", processes, 1),
+        ("shard_tokens", shard_tokens, 1),
+        ("skip_bad", skip_bad, 0),
+    ):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, not {value}")
+    output = Path(output)
+    found = find_input_files(
+        inputs, text_endings, include=include, exclude=exclude, columns=columns, output=output
+    )
+    tokenizer = tokenizer_file(tokenizer) or "bytes"  # a download comes once, not in each process
+    ids = _tokenizer_ids(tokenizer)
+    settings = [ids, vars(columns), shard_tokens, list(text_endings), special_tokens]
+    plan = _Plan(_digest(settings), found.files, columns, text_endings, skip_bad)
     if _is_done(output, plan):
         return open_folder(output)
-    for source in sources:
-        check_input_file(source, columns, text_endings)
+    for source in found.files:
+        check_input_file(source, columns, text_endings, parse=not skip_bad)
     with _begin(output, plan):
         if not (output / MANIFEST).exists():
-            done = _finished_shards(output)
-            start = done[-1][1] if done else [0, 0]
-            batches = _read(sources, columns, text_endings, start, progress)
-            tokenized = tokenize(batches, tokenizer, columns, processes)
-            _write(output, tokenized, sources, done, vocab_size, columns.has_mask, shard_tokens)
+            done = _finished_shards(output, plan)
+            consumed = _Consumed(plan, done)
+            batches = _read(plan, consumed, progress)
+            tokenized = tokenize(batches, tokenizer, columns, processes, special_tokens)
+            documents = _documents(tokenized, consumed)
+            _write(output, documents, consumed, done, ids, columns.has_mask, shard_tokens)
             if not done:
                 (output / UNFINISHED).unlink()
                 output.rmdir()
                 raise ValueError("the input holds no text")
+            copy_tokenizer(tokenizer, output)
             write_manifest(
                 output,
-                [entry for entry, _ in done],
-                vocab_size=vocab_size,
-                tokenizer_fingerprint=fingerprint,
+                [note.entry for note in done],
+                **ids,
                 documents_as=columns.format,
-                plan=plan,
+                plan=plan.digest,
+                **found.summary(),
+                bad=[message for note in done for message in note.bad],
+                files=[file.model_dump() for file in consumed.files],
             )
         for file in output.iterdir():
             if file.name.endswith(".ds.json") or _HALF_WRITTEN.fullmatch(file.name):
@@ -105,88 +134,194 @@ def prepare(
     return open_folder(output)
 
 
+def bad_records(output: str | Path) -> list[str]:
+    """The records that were left out of a finished folder: file, line and reason of each."""
+    listed: list[str] = json.loads((Path(output) / MANIFEST).read_bytes()).get("bad", [])
+    return listed
+
+
 def adopt(folder: str | Path, tokenizer: str | Path) -> ShardFolder:
     """Adds the manifest to a folder that datatrove wrote with this tokenizer."""
-    return adopt_folder(
-        folder,
-        vocab_size=open_tokenizer(tokenizer).vocab_size,
-        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
-    )
+    adopted = adopt_folder(folder, **_tokenizer_ids(tokenizer))
+    copy_tokenizer(tokenizer, adopted.path)
+    return adopted
 
 
-def open_tokenizer(tokenizer: str | Path) -> ByteTokenizer | FileTokenizer:
-    """A tokenizer.json, its folder, or "bytes". `ValueError` if id 0 is not the end of text."""
-    file = tokenizer_file(tokenizer)
-    if file is None:
-        return ByteTokenizer()
-    loaded = FileTokenizer(file)
-    if text := loaded.token_bytes(0):
+def _tokenizer_ids(tokenizer: str | Path) -> dict[str, Any]:
+    """What the manifest says of a tokenizer. `ValueError` if it has no end of text."""
+    loaded = open_tokenizer(tokenizer)
+    bos, eos, _ = loaded.special
+    if eos is None:
         raise ValueError(
-            f"id 0 of {file} is {text.decode(errors='replace')!r}, but it must be the end of text, "
-            "which separates documents"
+            f"{tokenizer} names no end of text, which separates documents: put a "
+            'tokenizer_config.json with "eos_token" beside it'
         )
-    return loaded
+    return {
+        "vocab_size": loaded.vocab_size,
+        "tokenizer_fingerprint": loaded.fingerprint,
+        "eos_token_id": eos,
+        "bos_token_id": bos,
+    }
 
 
 # The output folder
 
 
-def _digest(plan: Any) -> str:
-    return hashlib.sha256(json.dumps(plan).encode()).hexdigest()
+class _Plan(NamedTuple):
+    """What a folder is prepared from."""
+
+    digest: str  # of the tokenizer and the settings that decide the tokens
+    sources: Sequence[Path]
+    columns: Columns
+    text_endings: Sequence[str]
+    skip_bad: int
+
+    def read(self, number: int, start: int = 0) -> Iterator[RecordBatch]:
+        return read_batches(self.sources[number], self.columns, start, self.text_endings)
 
 
-def _identity(path: Path) -> tuple[str, int, int]:
-    status = path.stat()
-    return str(path), status.st_size, status.st_mtime_ns
+class InputFile(BaseModel):
+    """A file as it was read: its first `records` records, or all of them."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+    path: str
+    size: int
+    mtime_ns: int
+    records: int
+    sha256: str  # of these records, see `_hashed`
+
+    @classmethod
+    def unread(cls, path: Path) -> Self:
+        status = path.stat()
+        size, time = status.st_size, status.st_mtime_ns
+        return cls(path=str(path), size=size, mtime_ns=time, records=0, sha256="")
+
+    def check(self, plan: _Plan, number: int, *, is_all: bool) -> None:
+        """`ValueError` if these records are no longer those of file `number` of the plan."""
+        now = InputFile.unread(plan.sources[number])
+        if (now.size, now.mtime_ns) == (self.size, self.mtime_ns):
+            return
+        records, total = 0, b""  # a copied or touched file has another time, but the same content
+        for batch in plan.read(number):
+            digests = batch.digests()[: None if is_all else self.records - records]
+            records, total = records + len(digests), _hashed(total, digests)
+        if (records, total.hex()) != (self.records, self.sha256):
+            part = "" if is_all else f" in its first {self.records} records"
+            raise ValueError(
+                f"{self.path} has changed{part} since its tokens were written: "
+                "remove the output folder, or choose another"
+            )
 
 
-def _is_done(output: Path, plan: str) -> bool:
+def _hashed(total: bytes, digests: Iterable[bytes]) -> bytes:
+    """The hash of all records: each step hashes the hash so far and the next record's digest."""
+    for digest in digests:
+        total = hashlib.sha256(total + digest).digest()
+    return total
+
+
+class _Note(NamedTuple):
+    """What is stored beside a complete shard until the folder is finished."""
+
+    entry: ShardEntry
+    files: list[InputFile]  # files whose last record is in this shard
+    begun: InputFile | None  # the next file, of which some records are in this or earlier shards
+    bad: list[str]  # the messages of the records that were left out
+
+
+def _digest(settings: Any) -> str:
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+
+
+def _is_done(output: Path, plan: _Plan) -> bool:
     """True if nothing is left to do. `ValueError` if `output` holds anything else."""
     if not output.exists():
         return False
     if not output.is_dir():
         raise ValueError(f"{output} exists already and is not a folder")
     found = {file.name for file in output.iterdir() if not _HALF_WRITTEN.fullmatch(file.name)}
-    for name in (UNFINISHED, MANIFEST):
-        if name in found:
-            try:
-                is_same = json.loads((output / name).read_bytes())["plan"] == plan
-            except (ValueError, LookupError, TypeError):
-                is_same = False
-            if not is_same and (name == MANIFEST or found != {UNFINISHED}):
-                raise ValueError(
-                    f"{output} was prepared from other input, with another tokenizer or with other "
-                    "settings: remove it, or choose another folder"
-                )
-            return name == MANIFEST
-    if found:
-        raise ValueError(f"{output} holds other files: remove it, or choose another folder")
-    return False
+    if not found & {UNFINISHED, MANIFEST}:
+        if found:
+            raise ValueError(f"{output} holds other files: remove it, or choose another folder")
+        return False
+    if MANIFEST not in found:
+        is_same = _read_json(output / UNFINISHED).get("plan") == plan.digest
+        if not is_same and found != {UNFINISHED}:
+            raise _other(output)
+        return False
+    manifest = _read_json(output / MANIFEST)
+    files = [InputFile.model_validate(file) for file in manifest.get("files", [])]
+    if manifest.get("plan") != plan.digest or len(files) != len(plan.sources):
+        raise _other(output)
+    _check_files(output, plan, files, None)
+    _check_bad(manifest["bad"], plan.skip_bad)
+    return UNFINISHED not in found
+
+
+def _other(output: Path) -> ValueError:
+    return ValueError(
+        f"{output} was prepared from other input, with another tokenizer or with other settings: "
+        "remove it, or choose another folder"
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError:
+        content = None
+    return content if isinstance(content, dict) else {}
+
+
+def _check_files(
+    output: Path, plan: _Plan, files: Sequence[InputFile], begun: InputFile | None
+) -> None:
+    """`ValueError` if the tokens in `output` are not those of the first files of the plan."""
+    read = [*files, *([begun] if begun and begun.records else [])]
+    if list(map(str, plan.sources[: len(read)])) != [file.path for file in read]:
+        raise _other(output)
+    for number, file in enumerate(read):
+        file.check(plan, number, is_all=number < len(files))
+
+
+def _check_bad(bad: Sequence[str], allowed: int) -> None:
+    if len(bad) <= allowed:
+        return
+    if not allowed:
+        raise ValueError(
+            f"{bad[0]} (correct it and run the same command again: finished shards are kept; "
+            "or leave bad records out with --skip-bad N)"
+        )
+    listed = "; ".join(bad[:5]) + ("; …" if len(bad) > 5 else "")
+    raise ValueError(f"there are more bad records than --skip-bad {allowed} allows: {listed}")
 
 
 @contextmanager
-def _begin(output: Path, plan: str) -> Iterator[None]:
+def _begin(output: Path, plan: _Plan) -> Iterator[None]:
     """Creates the folder, locks it and marks it as unfinished."""
     from xlstm7b.files import lock_folder, write_json  # not at the top: it loads torch
 
     output.mkdir(parents=True, exist_ok=True)
     with lock_folder(output, "preparing"):
         if not _is_done(output, plan):
-            write_json(output / UNFINISHED, {"plan": plan})
+            write_json(output / UNFINISHED, {"plan": plan.digest})
         yield
 
 
-Finished = list[tuple[ShardEntry, Sequence[int]]]
-"""Complete shards, each with where in the input the next one starts."""
+def _finished_shards(output: Path, plan: _Plan) -> list[_Note]:
+    """The shards that earlier runs completed, in order. Removes everything else they wrote.
 
-
-def _finished_shards(output: Path) -> Finished:
-    """The shards that earlier runs completed, in order. Removes everything else they wrote."""
-    done: Finished = []
-    while (note := output / f"{len(done):05d}.ds.json").exists():
-        noted = json.loads(note.read_bytes())
-        done.append((ShardEntry.model_validate(noted), noted["next"]))
-    kept = {name for entry, _ in done for name in (*entry.sha256, f"{entry.name}.json")}
+    `ValueError` if the input has changed where they were read from.
+    """
+    done: list[_Note] = []
+    while (path := output / f"{len(done):05d}.ds.json").exists():
+        noted = json.loads(path.read_bytes())
+        begun = noted["begun"] and InputFile.model_validate(noted["begun"])
+        files = [InputFile.model_validate(file) for file in noted["files"]]
+        done.append(_Note(ShardEntry.model_validate(noted), files, begun, noted["bad"]))
+    if done:
+        _check_files(output, plan, [file for note in done for file in note.files], done[-1].begun)
+    kept = {name for note in done for name in (*note.entry.sha256, f"{note.entry.name}.json")}
     for file in output.iterdir():
         if file.name not in kept | {UNFINISHED}:
             file.unlink()
@@ -200,42 +335,89 @@ class Tokenized(NamedTuple):
     """The documents of one batch, concatenated."""
 
     path: Path
-    positions: list[int]  # of each document's record in its file
+    first: int  # position of the batch's first record in the file
+    positions: list[int]  # of each document's record in the file
     lengths: list[int]
     tokens: npt.NDArray[Any]
     mask: npt.NDArray[np.uint8] | None
+    digests: list[bytes]  # of every record
+    bad: dict[int, str]  # the positions of bad records, and what is wrong
 
 
-def _read(
-    sources: Sequence[Path],
-    columns: Columns,
-    text_endings: Sequence[str],
-    start: Sequence[int],
-    progress: "Progress | None",
-) -> Iterator[RecordBatch]:
-    """All batches from `start`: the number of a file, and of a record in it."""
-    for number, source in enumerate(sources):
-        if number < start[0]:
+class _Consumed:
+    """How much of the input the shards hold: whole files, and some records of the next one."""
+
+    def __init__(self, plan: _Plan, done: Sequence[_Note]) -> None:
+        self._skip_bad = plan.skip_bad
+        self.files = [InputFile.unread(source) for source in plan.sources]
+        self.numbers = {source: number for number, source in enumerate(plan.sources)}
+        self.number = 0  # of the file that is being read
+        for file in (file for note in done for file in note.files):
+            self.records, self._total = file.records, bytes.fromhex(file.sha256)
+            self.to_file(self.number + 1)
+        begun = done[-1].begun if done else None
+        self.records = begun.records if begun else 0  # of that file
+        self._total = bytes.fromhex(begun.sha256) if begun else b""
+        self._bad = [message for note in done for message in note.bad]
+        _check_bad(self._bad, self._skip_bad)
+        self._noted = self.number, len(self._bad)  # files and bad records of complete shards
+
+    def to_file(self, number: int) -> None:
+        """Ends the files before this one."""
+        while self.number < number:
+            self.files[self.number] = self._current()
+            self.number, self.records, self._total = self.number + 1, 0, b""
+
+    def to_record(self, batch: "Tokenized", position: int) -> None:
+        """Adds the records of a batch before this position of its file."""
+        self._bad += [batch.bad[n] for n in range(self.records, position) if n in batch.bad]
+        _check_bad(self._bad, self._skip_bad)
+        new = batch.digests[self.records - batch.first : position - batch.first]
+        self.records, self._total = position, _hashed(self._total, new)
+
+    def note(self) -> tuple[list[InputFile], InputFile | None, list[str]]:
+        """For the note of a shard: files, begun and bad, see `_Note`."""
+        files, bad = self._noted
+        self._noted = self.number, len(self._bad)
+        begun = self._current() if self.number < len(self.files) else None
+        return self.files[files : self.number], begun, self._bad[bad:]
+
+    def _current(self) -> InputFile:
+        update = {"records": self.records, "sha256": self._total.hex()}
+        return self.files[self.number].model_copy(update=update)
+
+
+def _read(plan: _Plan, consumed: _Consumed, progress: "Progress | None") -> Iterator[RecordBatch]:
+    """All batches after what is consumed."""
+    start, first = consumed.number, consumed.records
+    for number, source in enumerate(plan.sources):
+        if number < start:
             if progress:
                 progress(source.name, source.stat().st_size)
             continue
-        first = start[1] if number == start[0] else 0
-        for batch in read_batches(source, columns, first, text_endings):
+        for batch in plan.read(number, first if number == start else 0):
             yield batch
             if progress:
                 progress(source.name, batch.bytes_read)
 
 
 def tokenize(
-    batches: Iterator[RecordBatch], tokenizer: str | Path, columns: Columns, processes: int
+    batches: Iterator[RecordBatch],
+    tokenizer: str | Path,
+    columns: Columns,
+    processes: int,
+    special_tokens: bool = False,
 ) -> Iterator[Tokenized]:
     """Tokenizes batches in order, in this process or in several others."""
     if processes == 1:
-        here = open_tokenizer(tokenizer)
+        here = open_tokenizer(tokenizer, special_tokens=special_tokens)
         yield from (_tokenize(batch, here, columns) for batch in batches)
         return
     pool = ProcessPoolExecutor(
-        processes, multiprocessing.get_context("spawn"), _start_worker, (tokenizer, columns)
+        processes,
+        multiprocessing.get_context("spawn"),
+        _start_worker,
+        (tokenizer, columns, special_tokens),
     )
     waiting: deque[Future[Tokenized]] = deque()
     try:
@@ -254,7 +436,7 @@ def tokenize(
 _worker: Any = None  # in a worker process: its tokenizer and columns
 
 
-def _start_worker(tokenizer: str | Path, columns: Columns) -> None:
+def _start_worker(tokenizer: str | Path, columns: Columns, special_tokens: bool) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which stops us
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -266,65 +448,126 @@ def _start_worker(tokenizer: str | Path, columns: Columns) -> None:
         os._exit(1)  # a killed parent cannot stop us
 
     threading.Thread(target=exit_with_parent, daemon=True).start()
-    _worker = open_tokenizer(tokenizer), columns
+    _worker = open_tokenizer(tokenizer, special_tokens=special_tokens), columns
 
 
 def _work(batch: RecordBatch) -> Tokenized:
     return _tokenize(batch, *_worker)
 
 
-def _tokenize(
-    batch: RecordBatch, tokenizer: ByteTokenizer | FileTokenizer, columns: Columns
-) -> Tokenized:
-    documents = list(batch.documents(columns))
-    encoded = iter(tokenizer.encode_batch([text for _, doc in documents for text, _ in doc]))
-    dtype = f"<u{token_size(tokenizer.vocab_size)}"
+def _tokenize(batch: RecordBatch, tokenizer: AnyTokenizer, columns: Columns) -> Tokenized:
+    documents, bad = list[tuple[int, list[Segment]]](), dict[int, str]()
+    for position, document in batch.parse(columns):
+        if isinstance(document, ValueError):
+            bad[position] = str(document)
+        else:
+            documents.append((position, document))
+    digests = batch.digests()
+    batch.records.clear()  # a record may be long
+    dtype = np.dtype(f"<u{token_size(tokenizer.vocab_size)}")
+    texts = ((text, number > 0) for _, doc in documents for number, (text, _) in enumerate(doc))
+    encoded = _encode(texts, tokenizer, dtype)
     positions, lengths, tokens, mask = [], [], [np.empty(0, dtype)], [np.empty(0, np.uint8)]
     for position, segments in documents:
-        parts = [(next(encoded), in_loss) for _, in_loss in segments]
+        length = 0
+        for (_, in_loss), ids in zip(segments, encoded, strict=False):
+            length += len(ids)
+            tokens.append(ids)
+            if columns.has_mask:
+                mask.append(np.full(len(ids), in_loss, np.uint8))
         positions.append(position)
-        lengths.append(sum(len(ids) for ids, _ in parts))
-        tokens += [np.array(ids, dtype) for ids, _ in parts]
-        mask += [np.full(len(ids), in_loss, np.uint8) for ids, in_loss in parts]
+        lengths.append(length)
     whole = np.concatenate(mask) if columns.has_mask else None
-    return Tokenized(batch.path, positions, lengths, np.concatenate(tokens), whole)
+    joined = np.concatenate(tokens)
+    return Tokenized(batch.path, batch.first, positions, lengths, joined, whole, digests, bad)
 
 
-def _write(
-    output: Path,
-    batches: Iterable[Tokenized],
-    sources: Sequence[Path],
-    done: Finished,
-    vocab_size: int,
-    has_mask: bool,
-    shard_tokens: int,
-) -> None:
-    """Writes shards, and appends each one to `done`."""
-    documents = _documents(batches, sources)
-    upcoming = next(documents, None)
-    while upcoming is not None:
-        path = output / f"{len(done):05d}.ds"
-        with ShardWriter(path, vocab_size=vocab_size, has_mask=has_mask) as writer:
-            while upcoming is not None:
-                _, tokens, mask = upcoming
-                if writer.tokens and writer.tokens + len(tokens) + 1 > shard_tokens:
-                    break
-                writer.add(tokens, mask)
-                upcoming = next(documents, None)
-            start = [len(sources), 0] if upcoming is None else upcoming[0]
-            writer.close(next=start)
-        done.append((writer.entry, start))
+def _encode(
+    texts: Iterable[tuple[str, bool]], tokenizer: AnyTokenizer, dtype: np.dtype[Any]
+) -> Iterator[npt.NDArray[Any]]:
+    """The ids of each text. A text comes with whether it continues the one before it."""
+
+    def encoded_pieces() -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        waiting, size = list[tuple[int, str, bool]](), 0
+        for number, (text, continues) in enumerate(texts):
+            for part, piece in enumerate(_pieces(text)):
+                waiting.append((number, piece, continues or part > 0))
+                size += len(piece)
+                if size >= _PIECE:
+                    yield from encode(waiting)
+                    waiting, size = [], 0
+        yield from encode(waiting)
+
+    def encode(
+        waiting: Sequence[tuple[int, str, bool]],
+    ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        continues = [each for _, _, each in waiting]
+        found = tokenizer.encode_batch([piece for _, piece, _ in waiting], continues)
+        for (number, _, _), ids in zip(waiting, found, strict=True):
+            yield number, np.array(ids, dtype)
+
+    for _, parts in groupby(encoded_pieces(), key=itemgetter(0)):
+        yield np.concatenate([ids for _, ids in parts])
 
 
-def _documents(
-    batches: Iterable[Tokenized], sources: Sequence[Path]
-) -> Iterator[tuple[list[int], npt.NDArray[Any], npt.NDArray[np.uint8] | None]]:
-    """Non-empty documents: the number of the file and of the record, tokens, loss mask."""
-    numbers = {source: number for number, source in enumerate(sources)}
+def _pieces(text: str) -> Iterator[str]:
+    """Cuts a long text after words, which changes no id if `Tokenizer.cuts_after_words`.
+
+    With other tokenizers, and where there is no word for `_PIECE` characters, the ids at a cut may
+    be others than those of the whole text.
+    """
+    start = 0
+    while len(text) - start > 2 * _PIECE:
+        found = _WORD_END.search(text, start + _PIECE, start + 2 * _PIECE)
+        end = found.start() if found else start + 2 * _PIECE
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+Document = tuple[npt.NDArray[Any], npt.NDArray[np.uint8] | None]
+"""Tokens and loss mask."""
+
+
+def _documents(batches: Iterable[Tokenized], consumed: _Consumed) -> Iterator[Document]:
+    """Non-empty documents. When one is returned, `consumed` is everything before it."""
     for batch in batches:
+        consumed.to_file(consumed.numbers[batch.path])
         start = 0
         for position, length in zip(batch.positions, batch.lengths, strict=True):
             piece = slice(start, start := start + length)
             if length:
-                mask = None if batch.mask is None else batch.mask[piece]
-                yield [numbers[batch.path], position], batch.tokens[piece], mask
+                consumed.to_record(batch, position)
+                yield batch.tokens[piece], None if batch.mask is None else batch.mask[piece]
+        consumed.to_record(batch, batch.first + len(batch.digests))
+    consumed.to_file(len(consumed.numbers))
+
+
+def _write(
+    output: Path,
+    documents: Iterator[Document],
+    consumed: _Consumed,
+    done: list[_Note],
+    ids: dict[str, Any],
+    has_mask: bool,
+    shard_tokens: int,
+) -> None:
+    """Writes shards, and appends the note of each one to `done`."""
+    upcoming = next(documents, None)
+    while upcoming is not None:
+        path = output / f"{len(done):05d}.ds"
+        sizes = {name: ids[name] for name in ("vocab_size", "eos_token_id")}
+        with ShardWriter(path, **sizes, has_mask=has_mask) as writer:
+            while upcoming is not None:
+                tokens, mask = upcoming
+                if writer.tokens and writer.tokens + len(tokens) + 1 > shard_tokens:
+                    break
+                writer.add(tokens, mask)
+                upcoming = next(documents, None)
+            files, begun, bad = consumed.note()
+            writer.close(
+                files=[file.model_dump() for file in files],
+                begun=begun and begun.model_dump(),
+                bad=bad,
+            )
+        done.append(_Note(writer.entry, files, begun, bad))

@@ -5,7 +5,8 @@
     NAME.ds.loss   optional, one byte per token: 1 if the token counts in the loss as a target
     manifest.json  the shards of the folder: lengths, sha256 sums, and the tokenizer
 
-A document is its tokens followed by id 0, the end of text. Its end in the index is after that 0.
+A document is its tokens followed by the tokenizer's end of text (id 0 for bytes and GPT-NeoX). Its
+end in the index is after that id.
 Each file is written under a temporary name, then renamed; the manifest comes last. While a folder
 is being written it holds `unfinished.json`.
 """
@@ -15,7 +16,7 @@ import os
 from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
@@ -56,6 +57,8 @@ class ShardFolder:
     vocab_size: int | None
     tokenizer_fingerprint: str | None
     has_mask: bool
+    eos_token_id: int = 0  # the last token of every document
+    bos_token_id: int | None = 0  # the tokenizer's first token, which is not on disk
 
     @property
     def documents(self) -> int:
@@ -81,12 +84,14 @@ def open_folder(
     tokenizer_fingerprint: str | None = None,
     verify: bool = False,
     token_bytes: int | None = None,
+    eos_token_id: int = 0,
     progress: "Progress | None" = None,
 ) -> ShardFolder:
     """Maps the shards of a folder. A damaged or incomplete folder is a `ValueError` that says why.
 
     Sizes and indices are always checked; with `verify` also the sha256 of every file.
-    `token_bytes`, 2 or 4, opens a folder of datatrove's that has not been adopted.
+    `token_bytes`, 2 or 4, opens a folder of datatrove's that has not been adopted, if all its
+    documents end with `eos_token_id`.
     """
     path = Path(path)
     if not path.is_dir():
@@ -94,7 +99,7 @@ def open_folder(
     if (path / UNFINISHED).exists():
         raise ValueError(f"{path} is not finished: run the same `xlstm7b prepare` again")
     if not (path / MANIFEST).exists() and token_bytes is not None:
-        return _open_without_manifest(path, token_bytes, tokenizer_fingerprint)
+        return _open_without_manifest(path, token_bytes, tokenizer_fingerprint, eos_token_id)
     manifest = _read_manifest(path)
     if tokenizer_fingerprint not in (None, manifest.tokenizer):
         raise ValueError(
@@ -124,10 +129,14 @@ def open_folder(
         if verify:
             _check_sums(path, entry.sha256, progress)
         shards.append(shard)
-    return _folder(path, shards, manifest.vocab_size, manifest.tokenizer)
+    folder = _folder(path, shards, manifest.vocab_size, manifest.tokenizer)
+    eos, bos = manifest.eos_token_id, manifest.bos_token_id
+    return replace(folder, eos_token_id=eos, bos_token_id=bos)
 
 
-def _open_without_manifest(path: Path, token_bytes: int, fingerprint: str | None) -> ShardFolder:
+def _open_without_manifest(
+    path: Path, token_bytes: int, fingerprint: str | None, eos_token_id: int
+) -> ShardFolder:
     if token_bytes not in (2, 4):
         raise ValueError(f"token_bytes must be 2 or 4, not {token_bytes}")
     if fingerprint is not None:
@@ -138,11 +147,11 @@ def _open_without_manifest(path: Path, token_bytes: int, fingerprint: str | None
     shards = []
     for file in sorted(path.glob("*.ds")):
         shard = _open_shard(file, token_bytes, file.with_name(f"{file.name}.loss").exists())
-        has_end = shard.tokens[shard.ends - 1] == 0
+        has_end = shard.tokens[shard.ends - 1] == eos_token_id
         if not has_end.all():
             raise ValueError(
-                f"{file}: document {has_end.argmin()} does not end with id 0, the end of text "
-                "(set eos_token in datatrove's DocumentTokenizer)"
+                f"{file}: document {has_end.argmin()} does not end with id {eos_token_id}, the end "
+                "of text (set eos_token in datatrove's DocumentTokenizer)"
             )
         shards.append(shard)
     return _folder(path, shards, None, None)
@@ -218,6 +227,8 @@ class _Manifest(BaseModel):
     format: Literal[1]
     tokenizer: str
     vocab_size: Annotated[int, Field(ge=1)]
+    eos_token_id: Annotated[int, Field(ge=0)] = 0  # earlier versions knew no other
+    bos_token_id: Annotated[int, Field(ge=0)] | None = 0
     shards: list[ShardEntry]
 
 
@@ -246,6 +257,8 @@ def write_manifest(
     *,
     vocab_size: int,
     tokenizer_fingerprint: str,
+    eos_token_id: int = 0,
+    bos_token_id: int | None = 0,
     **noted: Any,
 ) -> None:
     """Completes a folder of shards. `entries` are the writers' `entry`; `noted` is stored as is."""
@@ -255,6 +268,8 @@ def write_manifest(
         "format": 1,
         "tokenizer": tokenizer_fingerprint,
         "vocab_size": vocab_size,
+        "eos_token_id": eos_token_id,
+        "bos_token_id": bos_token_id,
         "documents": sum(entry.documents for entry in entries),
         "tokens": sum(entry.tokens for entry in entries),
         **noted,
@@ -263,12 +278,20 @@ def write_manifest(
     write_json(folder / MANIFEST, manifest)
 
 
-def adopt_folder(path: str | Path, *, vocab_size: int, tokenizer_fingerprint: str) -> ShardFolder:
+def adopt_folder(
+    path: str | Path,
+    *,
+    vocab_size: int,
+    tokenizer_fingerprint: str,
+    eos_token_id: int = 0,
+    bos_token_id: int | None = 0,
+) -> ShardFolder:
     """Checks every token of a folder that datatrove wrote, and adds the manifest."""
     path, entries = Path(path), []
     if (path / MANIFEST).exists():
         return open_folder(path, tokenizer_fingerprint=tokenizer_fingerprint)
-    for shard in open_folder(path, token_bytes=token_size(vocab_size)).shards:
+    size = token_size(vocab_size)
+    for shard in open_folder(path, token_bytes=size, eos_token_id=eos_token_id).shards:
         if (largest := int(shard.tokens.max())) >= vocab_size:
             raise ValueError(
                 f"{shard.path} holds id {largest}, but the tokenizer's ids end at {vocab_size - 1}"
@@ -283,7 +306,12 @@ def adopt_folder(path: str | Path, *, vocab_size: int, tokenizer_fingerprint: st
         )
         entries.append(entry)
     write_manifest(
-        path, entries, vocab_size=vocab_size, tokenizer_fingerprint=tokenizer_fingerprint
+        path,
+        entries,
+        vocab_size=vocab_size,
+        tokenizer_fingerprint=tokenizer_fingerprint,
+        eos_token_id=eos_token_id,
+        bos_token_id=bos_token_id,
     )
     return open_folder(path)
 
@@ -304,11 +332,13 @@ class ShardWriter:
 
     entry: ShardEntry  # once the writer is closed
 
-    def __init__(self, path: Path, *, vocab_size: int, has_mask: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, vocab_size: int, has_mask: bool = False, eos_token_id: int = 0
+    ) -> None:
         from xlstm7b.files import write_aside
 
         self.path, self.documents, self.tokens = path, 0, 0
-        self._vocab_size, self._has_mask = vocab_size, has_mask
+        self._vocab_size, self._has_mask, self._eos = vocab_size, has_mask, eos_token_id
         self._dtype = np.dtype(f"<u{token_size(vocab_size)}")
         self._ends = array("Q")
         self._stack, self._is_closed = ExitStack(), False
@@ -319,23 +349,21 @@ class ShardWriter:
             self._files[name] = self._stack.enter_context(aside.open("wb"))
 
     def add(self, tokens: Ids, mask: Ids | None = None) -> None:
-        """Appends a document and the 0 that ends it, which always counts in the loss."""
-        ids = np.zeros(len(tokens) + 1, dtype=np.int64)
-        ids[:-1] = tokens
-        if ids.min() < 0 or ids.max() >= self._vocab_size:
+        """Appends a document and the end of text, which always counts in the loss."""
+        ids = tokens if isinstance(tokens, np.ndarray) else np.array(tokens, dtype=np.int64)
+        smallest, largest = ids.min(initial=0), ids.max(initial=0)
+        if smallest < 0 or largest >= self._vocab_size:
             raise ValueError(
-                f"{self.path}: a document has ids from {ids.min()} to {ids.max()}, "
+                f"{self.path}: a document has ids from {smallest} to {largest}, "
                 f"but the vocabulary ends at {self._vocab_size - 1}"
             )
         assert (mask is not None) == self._has_mask
-        self._write("", ids.astype(self._dtype))
+        self._write("", ids.astype(self._dtype, copy=False), np.full(1, self._eos, self._dtype))
         if mask is not None:
             assert len(mask) == len(tokens)
-            counted = np.ones(len(ids), dtype=np.uint8)
-            counted[:-1] = mask
-            self._write(".loss", counted)
+            self._write(".loss", np.asarray(mask, np.uint8), np.ones(1, np.uint8))
         self.documents += 1
-        self.tokens += len(ids)
+        self.tokens += len(ids) + 1
         self._ends.append(self.tokens)
 
     def close(self, **noted: Any) -> None:
@@ -358,10 +386,11 @@ class ShardWriter:
         write_json(note, {**self.entry.model_dump(), **noted})
         self._is_closed = True
 
-    def _write(self, ending: str, values: npt.NDArray[Any]) -> None:
-        name, content = f"{self.path.name}{ending}", values.tobytes()
-        self._sums[name].update(content)
-        self._files[name].write(content)
+    def _write(self, ending: str, *parts: npt.NDArray[Any]) -> None:
+        name = f"{self.path.name}{ending}"
+        for values in map(np.ascontiguousarray, parts):  # not copied: a document may be long
+            self._sums[name].update(values.data)
+            self._files[name].write(values.data)
 
     def __enter__(self) -> Self:
         return self

@@ -6,7 +6,10 @@ runs `lm_eval …` with this model registered: lm_eval 0.4.13 only finds models 
 Later versions read the entry point `lm_eval.models`; there `lm_eval --model xlstm7b` is enough.
 """
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import model_registry
 from lm_eval.tasks import TaskManager
+from lm_eval.utils import handle_non_serializable, sanitize_list
 from tqdm import tqdm
 
 from xlstm7b.chat_format import load_chat_template
@@ -23,9 +27,10 @@ from xlstm7b.checkpoint import read_config, resolve
 from xlstm7b.devices import default_dtype, to_device, to_dtype
 from xlstm7b.evaluate.prefix_tree import PrefixTree
 from xlstm7b.evaluate.scoring import Continuation, Scorer, default_batch_size
+from xlstm7b.files import write_aside, write_hashed
 from xlstm7b.generate import Generator, Request, SamplingParams, SavedState
 from xlstm7b.model import XLSTM
-from xlstm7b.tokenizer import load_tokenizer, with_first_token
+from xlstm7b.tokenizer import model_tokenizer, with_first_token
 
 NAME = "xlstm7b"
 
@@ -52,7 +57,12 @@ class XLSTM7B(TemplateLM):
     Device and dtype have the usual defaults (`xlstm7b.devices`), but a "cuda" device becomes the
     CPU if there is no GPU: lm_eval's command line passes "cuda" by default. `batch_size` is a
     number or "auto" (by free memory, at most `max_batch_size`).
+
+    The harness asks for all tasks at once. They are run one after the other, so that each one is
+    finished as soon as possible and can be kept in `finished`.
     """
+
+    finished: "FinishedTasks | None" = None
 
     def __init__(
         self,
@@ -73,7 +83,7 @@ class XLSTM7B(TemplateLM):
         rows = None if str(batch_size).startswith("auto") else int(batch_size)
         if rows is not None and rows < 1:
             raise ValueError(f"batch_size must be at least 1 or auto, not {rows}")
-        text = load_tokenizer(tokenizer or self._folder, read_config(self._folder).vocab_size)
+        text = model_tokenizer(self._folder, read_config(self._folder), tokenizer)
         model = XLSTM.from_pretrained(self._folder, dtype=model_dtype, device=self._device)
         if rows is None:
             rows = min(default_batch_size(model), max_batch_size or 1 << 30)
@@ -87,6 +97,7 @@ class XLSTM7B(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
+        """The context of a text without one: the first token, or the end of text without it."""
         return self.generator.config.bos_token_id
 
     @property
@@ -96,7 +107,7 @@ class XLSTM7B(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Token ids without the first token (id 0): scoring and generation add it."""
+        """Token ids without the model's first token: scoring and generation add it."""
         return self.generator.tokenizer.encode(string)
 
     def apply_chat_template(
@@ -106,6 +117,47 @@ class XLSTM7B(TemplateLM):
         if template is None:
             raise ValueError(f"{self._folder} has no chat template")
         return template.render(chat_history, add_generation_prompt=add_generation_prompt)
+
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        return self._task_by_task(super().loglikelihood, requests, disable_tqdm)
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log-probabilities of whole texts. A text may have any length: no window is used.
+
+        For a model without a first token, a text's first token is given, not scored.
+        """
+        return self._task_by_task(self._score_texts, requests, disable_tqdm)
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continues prompts up to a stop string.
+
+        Request n of a task samples with seed n: a repeated request has another output, a second run
+        the same.
+        """
+        return self._task_by_task(self._continue_prompts, requests, disable_tqdm)
+
+    def _task_by_task(
+        self, run: Callable[..., list[Any]], requests: list[Instance], disable_tqdm: bool
+    ) -> list[Any]:
+        """The responses to all requests. Those of finished tasks are not computed again."""
+        tasks: dict[str | None, list[int]] = {}
+        for index, request in enumerate(requests):
+            tasks.setdefault(request.task_name, []).append(index)
+        responses: dict[int, Any] = {}
+        for name, indices in tasks.items():
+            chosen = [requests[index] for index in indices]
+            kept = None if self.finished is None or name is None else self.finished
+            found = kept.get(chosen) if kept else None
+            if found is None:
+                found = run(chosen, disable_tqdm=disable_tqdm)
+                if kept:
+                    kept.add(chosen, found)
+            responses.update(zip(indices, found, strict=True))
+        return [responses[index] for index in range(len(requests))]
 
     def _loglikelihood_tokens(
         self,
@@ -120,12 +172,10 @@ class XLSTM7B(TemplateLM):
             self.cache_hook.add_partial("loglikelihood", texts, tuple(score))
         return [(score.logprob, score.is_greedy) for score in scores]
 
-    def loglikelihood_rolling(
-        self, requests: list[Instance], disable_tqdm: bool = False
-    ) -> list[float]:
-        """Log-probabilities of whole texts. A text may have any length: no window is used."""
+    def _score_texts(self, requests: list[Instance], disable_tqdm: bool) -> list[float]:
         texts = [request.args[0] for request in requests]
-        documents = [[self.prefix_token_id, *self.tok_encode(text)] for text in texts]
+        first = [self.prefix_token_id] if self.generator.config.force_bos_token_insert else []
+        documents = [[*first, *self.tok_encode(text)] for text in texts]
         total = sum(map(len, documents))
         with tqdm(total=total, desc="loglikelihood_rolling, tokens", disable=disable_tqdm) as bar:
             found = self.scorer.logprobs(documents, bar.update)
@@ -134,11 +184,8 @@ class XLSTM7B(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), logprob)
         return sums
 
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continues prompts up to a stop string. A shared prefix is read once, its state copied.
-
-        Request n samples with seed n: a repeated request has another output, a second run the same.
-        """
+    def _continue_prompts(self, requests: list[Instance], disable_tqdm: bool) -> list[str]:
+        """A shared prefix is read once, and its state is copied."""
         prompts = [
             with_first_token(self.generator.config, self.tok_encode(request.args[0]))
             for request in requests
@@ -284,11 +331,21 @@ def _check_task(task: Any) -> None:
 
 
 def run_tasks(
-    lm: XLSTM7B, tasks: list[Any], *, limit: int | None = None, apply_chat_template: bool = False
+    lm: XLSTM7B,
+    tasks: list[Any],
+    *,
+    limit: int | None = None,
+    apply_chat_template: bool = False,
+    log_samples: bool = False,
+    finished: "FinishedTasks | None" = None,
 ) -> dict[str, Any]:
-    """Runs loaded tasks. Returns the harness's results."""
+    """Runs loaded tasks. Returns the harness's results, with "samples" if `log_samples`.
+
+    Tasks in `finished` are not run again; the others are added to it.
+    """
     from lm_eval.evaluator import simple_evaluate
 
+    lm.finished = finished
     found = simple_evaluate(
         model=lm,
         tasks=tasks,
@@ -296,13 +353,124 @@ def run_tasks(
         limit=limit,
         batch_size=lm.scorer.batch_size,
         device=str(lm.device),
-        log_samples=False,
+        log_samples=log_samples,
         apply_chat_template=apply_chat_template,
     )
     assert found is not None
     results: dict[str, Any] = dict(found)
     results["config"]["model"] = NAME
     return results
+
+
+class FinishedTasks:
+    """The responses to finished tasks in a file, so that an interrupted run can continue.
+
+    The first line has the settings: they must be equal each time. Each other line has the responses
+    of one task and a hash of its requests. A line is written when its task is finished.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self.path = path
+        self._tasks: dict[tuple[str, str], dict[str, Any]] = {}
+        lines = self._read() if path.exists() else []
+        if len(lines) < 2:  # no task is finished
+            path.unlink(missing_ok=True)
+            self._append(dict(settings))
+            return
+        for name, value in settings.items():
+            before = lines[0].get(name)
+            if before != value:
+                raise ValueError(
+                    f"{path} holds tasks of an interrupted run with {name} {_shown(before)}, not "
+                    f"{_shown(value)}: use the same settings, or delete the file to start again"
+                )
+        self._tasks = {(line["task"], line["kind"]): line for line in lines[1:]}
+
+    def _read(self) -> list[dict[str, Any]]:
+        """The lines of the file. A last line that is not complete is removed from it."""
+        lines: list[dict[str, Any]] = []
+        with self.path.open("rb+") as file:
+            size = 0
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    lines.append({**json.loads(line)})
+                except (ValueError, TypeError) as error:
+                    raise ValueError(
+                        f"{self.path} is damaged in line {len(lines) + 1}: delete it to start again"
+                    ) from error
+                size += len(line)
+            file.truncate(size)
+        return lines
+
+    def get(self, requests: Sequence[Instance]) -> list[Any] | None:
+        """The responses to the requests of one task; None if it is not finished."""
+        name, kind = str(requests[0].task_name), requests[0].request_type
+        line = self._tasks.get((name, kind))
+        if line is None:
+            return None
+        if line["requests"] != _hash_requests(requests):
+            raise ValueError(
+                f"the questions of the task {name!r} are not those of the interrupted run: delete "
+                f"{self.path} to start again"
+            )
+        found = line["responses"]
+        return [tuple(pair) for pair in found] if kind == "loglikelihood" else list(found)
+
+    def add(self, requests: Sequence[Instance], responses: Sequence[Any]) -> None:
+        line = {
+            "task": requests[0].task_name,
+            "kind": requests[0].request_type,
+            "requests": _hash_requests(requests),
+            "responses": list(responses),
+        }
+        self._append(line)
+
+    def _append(self, line: dict[str, Any]) -> None:
+        with self.path.open("ab") as file:
+            file.write(json.dumps(line).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _hash_requests(requests: Sequence[Instance]) -> str:
+    digest = hashlib.sha256()
+    for request in requests:
+        digest.update(json.dumps(request.args, default=str).encode())
+    return digest.hexdigest()
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def write_samples(output: Path, samples: Mapping[str, Sequence[dict[str, Any]]]) -> None:
+    """Writes samples_TASK_NAME.jsonl beside the results file NAME.json, one for each task.
+
+    A line is a question in lm_eval's own layout: the document, the arguments of its requests, the
+    responses as they are and filtered, the target and the metrics.
+    """
+    for task, questions in samples.items():
+        name = f"samples_{task.replace('/', '_')}_{output.stem}.jsonl"
+        with write_aside(output.parent / name) as aside:
+            write_hashed(aside, map(_sample_line, questions))
+
+
+def _sample_line(sample: Mapping[str, Any]) -> bytes:
+    arguments = {
+        f"gen_args_{n}": {f"arg_{m}": value for m, value in enumerate(request)}
+        for n, request in enumerate(sample["arguments"])
+    }
+    line = {
+        **sample,
+        "arguments": arguments,
+        "resps": sanitize_list(sample["resps"]),
+        "filtered_resps": sanitize_list(sample["filtered_resps"]),
+        "target": str(sample["target"]),
+    }
+    text = json.dumps(line, default=handle_non_serializable, ensure_ascii=False)
+    return text.encode(errors="replace") + b"\n"
 
 
 def main() -> None:

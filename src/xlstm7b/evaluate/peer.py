@@ -13,6 +13,7 @@ from xlstm7b.devices import default_dtype, to_device, to_dtype
 from xlstm7b.evaluate.results import hash_model
 from xlstm7b.evaluate.scoring import Progress
 
+_FIRST_LETTERS = 1000  # no token is longer
 _MAX_LOGITS = 1 << 26  # in float32 at once: 256 MiB
 
 
@@ -49,6 +50,17 @@ class Peer:
         }
         vocabulary = json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
         self.tokenizer_fingerprint = hashlib.sha256(vocabulary.encode()).hexdigest()
+
+    @property
+    def has_first_token(self) -> bool:
+        return bool(self._first)
+
+    def first_bytes(self, text: str) -> int:
+        """The number of bytes that the text's first token covers."""
+        encoded = self._tokenizer(
+            text[:_FIRST_LETTERS], add_special_tokens=False, return_offsets_mapping=True
+        )
+        return len(text[: encoded.offset_mapping[0][1]].encode())
 
     def encode(self, text: str) -> list[int]:
         """The text's tokens, without a first token."""

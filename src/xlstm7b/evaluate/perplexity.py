@@ -3,6 +3,7 @@
 If a model uses its context, the loss falls with the position.
 """
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -42,6 +43,7 @@ class Perplexity:
     perplexity: float
     bits_per_byte: float
     buckets: list[Bucket]
+    text_sha256: str  # of all documents
 
     def to_results(self, task: str) -> dict[str, Any]:
         """The harness's layout: one task, and one more for each bucket."""
@@ -76,9 +78,9 @@ class Perplexity:
 
 
 def read_documents(inputs: Iterable[str | Path], column: str = "text") -> Iterator[str]:
-    """Documents of files and folders: a .txt, a line of a .jsonl, or a row of a .parquet."""
+    """Documents of files and folders, as `xlstm7b prepare` reads them."""
     columns = Columns(text=column)
-    for path in find_input_files(inputs):
+    for path in find_input_files(inputs).files:
         for batch in read_batches(path, columns):
             for _, segments in batch.documents(columns):
                 yield segments[0][0]
@@ -90,8 +92,17 @@ def perplexity(
     documents: Iterable[str],
     progress: Progress | None = None,
 ) -> Perplexity:
-    """Scores every document from its beginning to its end, each one from a fresh state."""
+    """Scores every document from its beginning to its end, each one from a fresh state.
+
+    For a model without a first token, a document's first token is given: it has no loss, and its
+    bytes do not count.
+    """
+    if isinstance(scorer, Peer):
+        first_is_given = not scorer.has_first_token
+    else:
+        first_is_given = not scorer.config.force_bos_token_insert
     count = size = held = 0
+    text = hashlib.sha256()
     sums = torch.zeros(64, dtype=torch.float64)
     counts = torch.zeros(64, dtype=torch.long)
     waiting: list[list[int]] = []
@@ -104,8 +115,12 @@ def perplexity(
         waiting.clear()
 
     for document in documents:
-        count, size = count + 1, size + len(document.encode())
+        content = document.encode()
+        count, size = count + 1, size + len(content)
+        text.update(hashlib.sha256(content).digest())
         waiting.append(tokenizer.encode(document))
+        if first_is_given and waiting[-1]:
+            size -= _first_bytes(tokenizer, document, waiting[-1][0])
         held += len(waiting[-1])
         if held >= MAX_HELD_TOKENS:
             score_waiting()
@@ -122,7 +137,16 @@ def perplexity(
         buckets.append(Bucket(first, last, int(counts[index]), loss, math.exp(loss)))
     loss = total / tokens
     bits = total / math.log(2)
-    return Perplexity(count, tokens, size, loss, math.exp(loss), bits / size, buckets)
+    return Perplexity(
+        count, tokens, size, loss, math.exp(loss), bits / size, buckets, text.hexdigest()
+    )
+
+
+def _first_bytes(tokenizer: Tokenizer | Peer, document: str, token: int) -> int:
+    """The number of bytes of a document's first token."""
+    if isinstance(tokenizer, Peer):
+        return tokenizer.first_bytes(document)
+    return len(tokenizer.token_bytes(token).removeprefix(tokenizer.prefix))
 
 
 def _bucket_of_positions(length: int) -> Tensor:

@@ -19,10 +19,11 @@ _PACKAGES = ("xlstm7b", "torch", "triton", "tokenizers", "lm_eval", "datasets", 
 _BLOCKS, _BLOCK_BYTES = 64, 4096
 
 
-def run_info(model: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+def run_info(model: str | Path | Mapping[str, Any], **settings: Any) -> dict[str, Any]:
     """The origin of results: the model's fingerprint, package versions, the command line.
 
     Goes into a results file under "xlstm7b". `model` is a folder, a hub id or a fingerprint.
+    `settings` are those that `compare` compares, besides what the harness stores itself.
     """
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
@@ -32,7 +33,8 @@ def run_info(model: str | Path | Mapping[str, Any]) -> dict[str, Any]:
             continue
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     described = model if isinstance(model, Mapping) else fingerprint(model)
-    return {"model": described, "versions": versions, "command": command}
+    about = {"model": described, "versions": versions, "command": command}
+    return about | ({"settings": settings} if settings else {})
 
 
 def fingerprint(folder_or_hub_id: str | Path) -> dict[str, Any]:
@@ -81,15 +83,8 @@ class Comparison(NamedTuple):
 
 def read_results(path: Path) -> dict[tuple[str, str], Metric]:
     """The metrics of a results file, by (task, metric)."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a JSON file: {error}") from error
-    results = content.get("results") if isinstance(content, dict) else None
-    if not isinstance(results, dict):
-        raise ValueError(f'{path} is not a results file: it has no "results"')
     found = {}
-    for task, metrics in results.items():
+    for task, metrics in _read_file(path)["results"].items():
         if not isinstance(metrics, dict):
             raise ValueError(f"{path} is not a results file: {task!r} has no metrics")
         for key, value in metrics.items():
@@ -100,6 +95,18 @@ def read_results(path: Path) -> dict[tuple[str, str], Metric]:
             metric = name if kind == "none" else key
             found[task, metric] = Metric(value, stderr if _is_number(stderr) else None)
     return found
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"there is no results file {path}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a JSON file: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("results"), dict):
+        raise ValueError(f'{path} is not a results file: it has no "results"')
+    return content
 
 
 def _is_number(value: object) -> bool:
@@ -120,7 +127,10 @@ def compare(paths: Sequence[Path]) -> list[Comparison]:
 
 
 def comparison_table(paths: Sequence[Path]) -> str:
-    """The files' metrics side by side. Files are named by their path if their names are equal."""
+    """The files' metrics side by side, then which files are not comparable with the first, and why.
+
+    Files are named by their path if their names are equal.
+    """
     names = [path.stem for path in paths]
     if len(set(names)) < len(names):
         names = [str(path) for path in paths]
@@ -133,4 +143,70 @@ def comparison_table(paths: Sequence[Path]) -> str:
         for value, difference in zip(values[1:], differences, strict=True):
             row += [str(value or MISSING), MISSING if difference is None else f"{difference:+.4f}"]
         rows.append(row)
-    return table(header, rows)
+    lines = [table(header, rows)]
+    for path, name in zip(paths[1:], names[1:], strict=True):
+        if found := setting_differences(paths[0], path):
+            lines.append(f"{names[0]} and {name} are not comparable: {'; '.join(found)}")
+    return "\n".join(lines)
+
+
+def setting_differences(first: Path, second: Path) -> list[str]:
+    """The settings that must be equal and are not, each with both values.
+
+    A setting that one of the files does not have is not compared.
+    """
+    one, other = _settings(_read_file(first)), _settings(_read_file(second))
+    found = []
+    for name, value in one.items():
+        if name not in other or other[name] == value:
+            continue
+        if not isinstance(value, dict) or not isinstance(other[name], dict):
+            found.append(f"{name} {_shown(value)} and {_shown(other[name])}")
+            continue
+        tasks = [task for task in value if task in other[name] and value[task] != other[name][task]]
+        if tasks and not (name == "number of questions" and one.get("limit") != other.get("limit")):
+            both = f"{_shown(value[tasks[0]])} and {_shown(other[name][tasks[0]])}"
+            more = f", and of {len(tasks) - 1} more tasks" if len(tasks) > 1 else ""
+            found.append(f"{name} of {tasks[0]} {both}{more}")
+    return found
+
+
+def _settings(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What a results file tells of how it was measured. A dict has a value for each task."""
+
+    def part(*names: str) -> Mapping[str, Any]:
+        found: Any = content
+        for name in names:
+            found = found.get(name) if isinstance(found, dict) else None
+        return found if isinstance(found, dict) else {}
+
+    ours, config = part("xlstm7b", "settings"), part("config")
+    ruler = content if "lengths" in content else {}
+    questions = {
+        task: count.get("effective")
+        for task, count in part("n-samples").items()
+        if isinstance(count, dict)
+    }
+    places: dict[str, tuple[Mapping[str, Any], str]] = {
+        "text": (part("perplexity"), "text_sha256"),
+        "tokenizer": (ruler or ours, "tokenizer"),
+        "limit": (config, "limit"),
+        "chat template": (ours, "chat_template")
+        if "chat_template" in ours
+        else (content, "chat_template_sha"),
+        **{name.replace("_", " "): (ruler, name) for name in _RULER},
+        **{name.replace("_", " "): (config, name) for name in _SEEDS},
+        "few-shot examples": (content, "n-shot"),
+        "version": (content, "versions"),
+        "number of questions": ({"n": questions}, "n"),
+    }
+    return {name: where[key] for name, (where, key) in places.items() if key in where}
+
+
+_RULER = ("seed", "samples", "haystack", "sentences", "squad", "hotpotqa", "english_words")
+_SEEDS = ("random_seed", "numpy_seed", "torch_seed", "fewshot_seed")
+
+
+def _shown(value: Any) -> str:
+    text = "none" if value is None else str(value)
+    return text[:12] if len(text) == 64 else text  # of a sha256, the start is enough

@@ -35,7 +35,7 @@ Item = TypeVar("Item")
 class Continuation(NamedTuple):
     """A request for the probability of `continuation` after `context`.
 
-    The first token (id 0) is added to the context if the model was trained with it.
+    The model's first token is added to the context if it was trained with one.
     """
 
     context: Sequence[int]
@@ -114,7 +114,7 @@ class Scorer:
     ) -> list[Tensor]:
         """Log-probability of each token of each document, given the tokens before it; on the CPU.
 
-        A document's first token has one only if the model has a first token of its own (id 0).
+        A document's first token has one only if the model has a first token of its own.
         Several documents lie end to end in one row, with a state reset between them. Rows are read
         chunk by chunk, so a document may have any length: no window is used.
         """

@@ -86,7 +86,7 @@ class Chat:
             answer = output.completion
             if answer is not None:
                 # The ids hold a stop string that ended the answer, the text does not.
-                overread = self._generator.tokenizer.decode(answer.token_ids)
+                overread = self._generator.tokenizer.decode(answer.token_ids, continues=True)
                 overread = overread.removeprefix(answer.text)
                 self._past.append(self._now)
                 exchanges = self._now.exchanges + 1

@@ -10,19 +10,21 @@ The engine has no thread of its own. `Generator` drives one in the caller's thre
 thread (`serve/engine_thread.py`).
 """
 
+import logging
 import resource
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from xlstm7b.config import ModelConfig
+from xlstm7b.devices import as_current
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.prefix_cache import DiskLevel, Level, PrefixCache, weights_fingerprint
 from xlstm7b.generate.request import (
@@ -41,9 +43,11 @@ from xlstm7b.generate.runner import (
 )
 from xlstm7b.generate.scheduler import PrefillChunk, Scheduler
 from xlstm7b.generate.state import SavedState, StateStore, state_bytes
+from xlstm7b.generate.unfused import UnfusedModel
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import Tokenizer
 
+_LOG = logging.getLogger(__name__)
 _SHARED_STATES = 4  # kept even without a prefix cache, for prefixes that waiting requests share
 
 _Result = TypeVar("_Result")
@@ -78,6 +82,9 @@ class Engine:
     cache_bytes, host_cache_bytes, cache_folder, cache_folder_bytes: the prefix cache. It stores a
         state every `cache_interval` tokens, at the ends of prompts and outputs, and where prompts
         start to differ. Without one, only prompts that wait at the same time share their prefix.
+    fused: True computes from stacked weights (`FusedModel`), and refuses a model whose layers are
+        not those of `XLSTM`. False calls the model itself (`UnfusedModel`), which is slower. A
+        model whose config names other classes always runs so.
     """
 
     def __init__(
@@ -94,19 +101,23 @@ class Engine:
         cache_folder: Path | None = None,
         cache_folder_bytes: int = 1 << 34,
         cache_interval: int = 2048,
+        fused: bool = True,
     ) -> None:
         sizes = {"prefill_tokens": prefill_tokens, "cache_interval": cache_interval}
         for name, size in {**sizes, "slots": 1 if slots is None else slots}.items():
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, not {size}")
         if state_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"state_dtype must be float32 or bfloat16, not {state_dtype}")
-        fused = FusedModel(model)
+            raise ValueError(f"state_dtype must be float32 or bfloat16, not {state_dtype!r}")
+        if fused and not model.config.is_standard:
+            _log_unfused(model.config)
+            fused = False
+        computed = FusedModel(model) if fused else UnfusedModel(model)
         self.config, self.tokenizer, self.state_dtype = model.config, tokenizer, state_dtype
-        self.device, self.dtype = fused.device, fused.dtype
+        self.device, self.dtype = computed.device, computed.dtype
         device_bytes = max(cache_bytes, _SHARED_STATES * state_bytes(self.config, state_dtype))
         self.slots = fitting_slots(self.config, self.device, state_dtype, slots, device_bytes)
-        self._runner = ModelRunner(fused, self.slots, state_dtype=state_dtype)
+        self._runner = ModelRunner(computed, self.slots, state_dtype=state_dtype)
         self._scheduler = Scheduler(
             self.slots,
             prefill_limits(self.device, prefill_tokens, long_gaps),
@@ -119,7 +130,7 @@ class Engine:
                 cache_folder, self.config, cache_folder_bytes, evict=True, prefix="prefix-"
             )
             described = [self.config.to_dict(), str(self.dtype)]
-            fingerprint = weights_fingerprint(described, fused.weights(), state_dtype)
+            fingerprint = weights_fingerprint(described, computed.weights(), state_dtype)
             disk = DiskLevel(store, fingerprint, self.device)
         self._cache = PrefixCache(self.device, device_bytes, host_cache_bytes, disk)
         self._prefill_tokens = prefill_tokens
@@ -176,7 +187,7 @@ class Engine:
         Returns new outputs. On a GPU these are the results of the previous step, except for first
         tokens. If the model fails, this raises, and the engine is unusable afterwards.
         """
-        with self._on_device():
+        with as_current(self.device):
             return self._step()
 
     def _step(self) -> list[RequestOutput]:
@@ -208,12 +219,8 @@ class Engine:
     def warm_up(self) -> None:
         """Compiles kernels and captures CUDA graphs now instead of during the first requests."""
         assert not self.has_requests
-        with self._on_device():
+        with as_current(self.device):
             self._runner.warm_up(self._prefill_tokens)
-
-    def _on_device(self) -> AbstractContextManager[object]:
-        """Makes the engine's GPU the current one: Triton and CUDA events use the current GPU."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
@@ -296,11 +303,16 @@ class Engine:
         self._in_flight.append(partial(self._process_scores, request, self._in_model(score)))
 
     def _finish_prefill_only(self, request: Request) -> None:
-        if request.prompt_logprobs is not None:  # after its scores have come
+        scored = request.prompt_logprobs is not None
+        state = None
+        if request.keep_state or not scored:
+            state = self._runner.saved(request.slot)
+        finish = partial(self._finish, request, RequestOutput(request), state)
+        if scored:  # after its scores have come
             self._scheduler.start_decoding(request)  # nothing is decoded: it waits for its scores
-            self._in_flight.append(partial(self._finish, request, RequestOutput(request), None))
+            self._in_flight.append(finish)
         else:
-            self._finish(request, RequestOutput(request), self._runner.saved(request.slot))
+            finish()
 
     def _start_decoding(self, ready: Sequence[Request]) -> None:
         for request in ready:
@@ -445,6 +457,14 @@ class Engine:
         result = work()
         self._step_model_seconds += time.perf_counter() - started
         return result
+
+
+@cache  # once for each model: a Generator builds several engines
+def _log_unfused(config: ModelConfig) -> None:
+    chosen = [f"{kind} = {name!r}" for kind, name in config.other_classes().items()]
+    _LOG.warning(
+        "the fused path does not know %s: generation calls the model itself", ", ".join(chosen)
+    )
 
 
 def peak_memory(device: torch.device) -> int:

@@ -7,11 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xlstm7b.devices import as_current
+from xlstm7b.generate.fusable import difference
 from xlstm7b.generate.kernels import plain
+from xlstm7b.generate.unfused import evaluation_mode
 from xlstm7b.mlstm import MLSTMState, has_kernels, mlstm_sequence
 from xlstm7b.model import XLSTM, ModelState
 
 _FFN_ROWS = 2048  # rows of the feed-forward at a time: its wide vectors are prefill's memory peak
+# Tokens that a new FusedModel and its model both read, to compare their logits. On a GPU as many as
+# the shortest prefill has, so that no kernel is compiled for this alone.
+_CHECKED_TOKENS, _CHECKED_TOKENS_GPU = 4, 64
 
 
 class FusedBlock(NamedTuple):
@@ -39,9 +45,15 @@ class FusedModel:
     """An `XLSTM` for generation. The model's parameters become views of the stacked ones.
 
     So the model can still be trained and saved. Moving it to another device separates the two.
+
+    It computes from the weights alone, by the mathematics of `XLSTM`. A model with other layers,
+    hooks or adapters is a `ValueError` that names the layer; `UnfusedModel` runs those.
     """
 
+    uses_graphs = True
+
     def __init__(self, model: XLSTM) -> None:
+        _refuse(difference(model))
         self.config = model.config
         self.embedding = model.backbone.embeddings.weight.data
         self.out_norm = model.backbone.out_norm.weight.data
@@ -55,6 +67,7 @@ class FusedModel:
             from xlstm7b.generate.kernels import gpu
 
             self.operations = gpu
+        self._compare_logits(model)
 
     def weights(self) -> Iterator[Tensor]:
         """All weights."""
@@ -191,6 +204,44 @@ class FusedModel:
             *gates.view(*shape, 2, -1).unbind(-2),
         ]
 
+    @torch.inference_mode()
+    def _compare_logits(self, model: XLSTM) -> None:
+        """`ValueError` if the model's own `forward` gives other logits.
+
+        The layers have the right types by now. This finds functions and classes that were patched.
+        """
+        count = _CHECKED_TOKENS_GPU if self.device.type == "cuda" else _CHECKED_TOKENS
+        tokens = torch.arange(count, device=self.device)[None] % self.config.vocab_size
+        with as_current(self.device), evaluation_mode(model):
+            want = model.forward(tokens, logits="last")[0]  # its state is freed at once
+            state = ModelState.zeros(self.config, 1, device=self.device)
+            if self._is_close(self.logits(self.read(tokens, state)), want):
+                return
+            # Find the layer: each block gets the model's own vectors.
+            state.zero_()
+            x = model.backbone.embeddings(tokens)
+            for number, block in enumerate(model.backbone.blocks):
+                rows = x[0].clone()
+                self._block(rows, self.blocks[number], state.blocks[number], None, 1, None)
+                x, _ = block(x)
+                if not self._is_close(rows, x[0]):
+                    _refuse(f"backbone.blocks.{number} does not compute what its class did")
+        _refuse("the embedding, the last norm, the head or the soft-cap is not XLSTM's own")
+
+    def _is_close(self, got: Tensor, want: Tensor) -> bool:
+        """True if two results differ by rounding only, or if the model's own is not finite."""
+        largest = 0.1 if self.dtype.itemsize == 2 else 0.01
+        same = (got - want).norm() <= largest * want.norm()
+        return bool(same | ~want.isfinite().all())
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise ValueError(
+            f"{reason}, which the fused path would ignore: give Generator or Engine fused=False, "
+            "which calls the model itself and is slower"
+        )
+
 
 def _fuse_block(block: Any) -> FusedBlock:
     layer, ffn = block.mlstm_layer, block.ffn
@@ -210,7 +261,6 @@ def _fuse_block(block: Any) -> FusedBlock:
     )
 
 
-@torch.inference_mode(False)  # even if the caller is in it: the parameters must stay trainable
 def fuse(parameters: Sequence[Tensor]) -> Tensor:
     """Parameters stacked along the first axis into one tensor; they become views of it.
 
@@ -227,7 +277,9 @@ def fuse(parameters: Sequence[Tensor]) -> Tensor:
     if adjacent:
         shape = sum(map(len, parameters)), *first.shape[1:]
         return first.as_strided(shape, first.stride())
-    stacked = torch.cat([parameter.data for parameter in parameters])
-    for parameter, part in zip(parameters, stacked.split([*map(len, parameters)]), strict=True):
-        parameter.data = part
+    # Parameters must stay trainable, unless they were created in inference mode.
+    with torch.inference_mode(parameters[0].is_inference()):
+        stacked = torch.cat([parameter.data for parameter in parameters])
+        for parameter, part in zip(parameters, stacked.split([*map(len, parameters)]), strict=True):
+            parameter.data = part
     return stacked

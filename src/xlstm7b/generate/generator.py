@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from torch import nn
 
 from xlstm7b.checkpoint import read_config, resolve
 from xlstm7b.devices import default_dtype, to_device
@@ -23,7 +24,7 @@ from xlstm7b.generate.request import (
 )
 from xlstm7b.generate.state import SavedState
 from xlstm7b.model import XLSTM
-from xlstm7b.tokenizer import Tokenizer, load_tokenizer
+from xlstm7b.tokenizer import Tokenizer, model_tokenizer
 
 ShouldStop = Callable[[], bool]
 Progress = Callable[[int], None]
@@ -32,8 +33,9 @@ Progress = Callable[[int], None]
 class Generator:
     """A model and its tokenizer, ready to generate.
 
-    At most `batch_size` requests run at a time. The recurrent state is kept in `state_dtype`. The
-    model's weights are stacked in place (`FusedModel`); it can still be trained and saved.
+    At most `batch_size` requests run at a time. C of the state is kept in `state_dtype`. The
+    model's weights are stacked in place (`FusedModel`); it can still be trained and saved. A model
+    with adapters, hooks or other layers needs `fused=False`, which calls the model itself.
     """
 
     def __init__(
@@ -43,17 +45,19 @@ class Generator:
         *,
         state_dtype: torch.dtype = torch.float32,
         batch_size: int = 32,
+        fused: bool = True,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         if state_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"state_dtype must be float32 or bfloat16, not {state_dtype}")
+            raise ValueError(f"state_dtype must be float32 or bfloat16, not {state_dtype!r}")
         self.model, self.config, self.tokenizer = model, model.config, tokenizer
-        self.state_dtype, self.batch_size = state_dtype, batch_size
-        self.device, self.dtype = model.lm_head.weight.device, model.lm_head.weight.dtype
+        self.state_dtype, self.batch_size, self.fused = state_dtype, batch_size, fused
+        first = next(model.parameters())
+        self.device, self.dtype = first.device, first.dtype
         self._idle: dict[int, Engine] = {}
-        self._parameters = [p for p in model.parameters() if not p.is_inference()]
-        self._weights_version = 0
+        self._look_at_model()
+        self._model_version = 0
 
     @classmethod
     def from_pretrained(
@@ -72,7 +76,7 @@ class Generator:
         """
         where = to_device(device)
         folder = resolve(folder_or_hub_id)
-        text = load_tokenizer(tokenizer or folder, read_config(folder).vocab_size)
+        text = model_tokenizer(folder, read_config(folder), tokenizer)
         model = XLSTM.from_pretrained(folder, dtype=dtype or default_dtype(where), device=where)
         return cls(model, text, state_dtype=state_dtype, batch_size=batch_size)
 
@@ -292,13 +296,14 @@ class Generator:
         """An engine with this many slots that no other call uses: two streams may be read in turn.
 
         Two idle engines are kept: one with one slot, and the last one with more. An engine that
-        raised an error, or was interrupted, is not used again. No engine is after the weights have
-        changed, because engines keep states that were computed with them.
+        raised an error, or was interrupted, is not used again. No engine is after the model has
+        changed: engines keep states that were computed with it, and are fused with its layers.
         """
-        version = sum(parameter._version for parameter in self._parameters)
-        if version != self._weights_version:
+        if self._marks != [*map(_marks, self._modules)] or self._weights != self._weights_version():
+            self._look_at_model()
             self._idle.clear()
-            self._weights_version = version
+            self._model_version += 1
+        version = self._model_version
         engine = self._idle.pop(slots, None)
         if engine is None:
             # Freed first, to make room for the new one.
@@ -309,6 +314,7 @@ class Generator:
                 slots=slots,
                 state_dtype=self.state_dtype,
                 long_gaps=1.0,  # all outputs are for one caller: throughput counts
+                fused=self.fused,
             )
         try:
             yield engine
@@ -318,8 +324,30 @@ class Generator:
         self._keep(slots, engine, version)
 
     def _keep(self, slots: int, engine: Engine, version: int) -> None:
-        if version == self._weights_version:  # else the weights changed while a stream was open
+        if version == self._model_version:  # else the model changed while a stream was open
             self._idle[slots] = engine
+
+    def _look_at_model(self) -> None:
+        """Notes the model's layers and weights, to notice later that they have changed."""
+        self._modules = [*self.model.modules()]
+        self._marks = [*map(_marks, self._modules)]
+        self._parameters = [p for p in self.model.parameters() if not p.is_inference()]
+        self._weights = self._weights_version()
+
+    def _weights_version(self) -> int:
+        return sum(parameter._version for parameter in self._parameters)
+
+
+def _marks(module: nn.Module) -> tuple[object, ...]:
+    """What changes when a module gets other layers, hooks or a `forward` of its own."""
+    return (
+        type(module),
+        vars(module).get("forward"),
+        len(module._forward_hooks),
+        len(module._forward_pre_hooks),
+        *module._parameters,
+        *module._modules.values(),
+    )
 
 
 def _prompt_tokens_read(request: Request) -> int:

@@ -38,8 +38,8 @@ class Request:
     keep_state: the completion carries the state after the last output token.
     prompt_logprobs: also return log-probabilities of the prompt's tokens, and of this number of
         most likely tokens at each position.
-    prefill_only: read the prompt and generate nothing; the completion carries the state, unless
-        only `prompt_logprobs` are wanted.
+    prefill_only: read the prompt and generate nothing. The completion carries the state; with
+        `prompt_logprobs` only if `keep_state` is set.
     previous_prompt, previous_output: tokens that `state` has read already. Penalties count them.
     """
 
@@ -111,7 +111,8 @@ class Request:
         prompt = self.prompt
         if not is_prompt(prompt):
             raise ValueError("a prompt must be a string or a list of ids")
-        ids = _encode(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+        continues = self.state is not None
+        ids = _encode(tokenizer, prompt, continues) if isinstance(prompt, str) else list(prompt)
         if not is_prompt([*self.previous_prompt, *self.previous_output]):
             raise ValueError("previous_prompt and previous_output must be lists of ids")
         for tokens in (ids, self.previous_prompt, self.previous_output):
@@ -119,7 +120,7 @@ class Request:
         self.prompt_token_ids = with_first_token(config, ids) if self.state is None else ids
         self.read_token_ids = self.prompt_token_ids
         if self.prompt_logprobs is not None:
-            if self.prefill_only:  # no logits are needed after the last token
+            if self.prefill_only and not self.keep_state:  # nothing needs the last token
                 self.read_token_ids = self.prompt_token_ids[:-1]
         elif self.state is None:
             if config.force_bos_token_insert:
@@ -141,7 +142,7 @@ class Request:
         return made
 
 
-def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+def _encode(tokenizer: Tokenizer, text: str, continues: bool) -> list[int]:
     try:
         text.encode()
     except UnicodeEncodeError as error:  # half a surrogate pair, or bytes that are not UTF-8
@@ -149,7 +150,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
         raise ValueError(
             f"the prompt is not valid Unicode: {wrong!r} at character {error.start}"
         ) from error
-    return tokenizer.encode(text)
+    return tokenizer.encode(text, continues=continues)
 
 
 def is_prompt(value: object) -> bool:

@@ -1,6 +1,7 @@
 """ModelRunner: the model's work for a fixed number of slots. On a GPU each call is one CUDA graph.
 
-All memory is allocated at the start. No call waits for the device.
+All memory is allocated at the start. No call waits for the device. `UnfusedModel` has no graphs: it
+is called directly and allocates as it likes.
 """
 
 import os
@@ -17,6 +18,7 @@ from xlstm7b.generate.params import MAX_LOGPROBS, SamplingParams
 from xlstm7b.generate.sampler import Needs, Sampler, on_device
 from xlstm7b.generate.scheduler import PrefillLimits
 from xlstm7b.generate.state import SavedState, state_bytes, to_device
+from xlstm7b.generate.unfused import UnfusedModel
 from xlstm7b.model import ModelState
 
 MAX_SLOTS, CPU_SLOTS = 256, 8
@@ -99,11 +101,21 @@ class _Part(NamedTuple):
     sampler: Sampler
 
 
+class _NoGraph(NamedTuple):
+    """The work itself in place of a CUDA graph."""
+
+    replay: Callable[[], None]
+
+
 class ModelRunner:
     """States, logits and sampling of `slots` requests."""
 
     def __init__(
-        self, model: FusedModel, slots: int, *, state_dtype: torch.dtype = torch.float32
+        self,
+        model: FusedModel | UnfusedModel,
+        slots: int,
+        *,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.model, self.config, self.slots = model, model.config, slots
         self.device = device = model.device
@@ -130,7 +142,7 @@ class ModelRunner:
         buckets = [n for n in _SLOT_BUCKETS if n < slots] if self._on_gpu else []
         self._parts = {n: self._part(n) for n in (*buckets, slots)}
         self._single_tokens = torch.full((slots,), -1, device=device)
-        self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Any, torch.cuda.CUDAGraph | _NoGraph] = {}
         self._has_start = not self.config.force_bos_token_insert  # zeros are right without one
         if self._on_gpu:
             self._graph_memory = torch.cuda.graph_pool_handle()
@@ -365,6 +377,9 @@ class ModelRunner:
 
     def _capture(self, key: Any, work: Callable[[], None]) -> None:
         """Runs the work once, which compiles its kernels, then records it as a graph."""
+        if not self.model.uses_graphs:
+            self._graphs[key] = _NoGraph(work)
+            return
         work()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(

@@ -255,7 +255,7 @@ class Tree:
     def _child(self, parent: Node, sample: "_Sample") -> Node:
         ids = parent.token_ids + sample.completion.token_ids
         logprob, length = parent.logprob + sample.logprob, len(parent.token_ids) + sample.length
-        text = self.generator.tokenizer.decode(ids)
+        text = self.generator.tokenizer.decode(ids, continues=True)
         finished = length > len(ids) or (self._done is not None and self._done(text))
         score = logprob / length**self._length_penalty
         state = None if finished else sample.completion.state
@@ -363,7 +363,7 @@ def _samples(
             assert completion.state is not None
             logprob, length = sum(completion.logprobs or ()), len(completion.token_ids)
             # After a stop string the reason is "stop", too, but the ids hold more than the text.
-            whole = generator.tokenizer.decode(completion.token_ids)
+            whole = generator.tokenizer.decode(completion.token_ids, continues=True)
             if completion.finish_reason == "stop" and completion.text == whole:
                 following = completion.state.logits[0].log_softmax(-1)
                 logprob += float(following[[*request.params.eos_token_ids]].logsumexp(0))

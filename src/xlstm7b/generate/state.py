@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from xlstm7b import accounting
 from xlstm7b.config import ModelConfig
 from xlstm7b.files import opened_safetensors, write_safetensors
-from xlstm7b.mlstm import MLSTMState
 from xlstm7b.model import ModelState
 
 _FORMAT = "xlstm7b-state-1"
@@ -94,10 +94,12 @@ class SavedState:
             if not isinstance(note, str):
                 raise ValueError(f"the note {name!r} must be a string, not {note!r}")
             note.encode()  # half a surrogate pair could not be read back
-        C, n, m = (
-            torch.stack(parts, dim=1) for parts in zip(*self.model_state.blocks, strict=True)
-        )
-        tensors = {"C": C.cpu(), "n": n.cpu(), "m": m.cpu(), "logits": self.logits.cpu()}
+        blocks = self.model_state.blocks
+        tensors = {
+            name: torch.stack(parts, dim=1).cpu()
+            for name, parts in zip(blocks[0]._fields, zip(*blocks, strict=True), strict=True)
+        }
+        tensors["logits"] = self.logits.cpu()
         metadata = {
             **notes,
             "format": _FORMAT,
@@ -121,12 +123,9 @@ class SavedState:
                     f"{path} was saved from another model: {_differences(saved, spelled)}"
                 )
             seen = _tokens_seen(path, metadata)
-            shapes = {
-                "C": (config.num_blocks, config.num_heads, config.d_qk, config.d_hv),
-                "n": (config.num_blocks, config.num_heads, config.d_qk),
-                "m": (config.num_blocks, config.num_heads),
-                "logits": (config.vocab_size,),
-            }
+            own = config.state_parts()
+            shapes = {name: (config.num_blocks, *part.shape) for name, part in own.items()}
+            shapes["logits"] = (config.vocab_size,)
             parts = {}
             for name, shape in shapes.items():
                 if name not in file.keys():  # noqa: SIM118 (the handle is no dict)
@@ -135,12 +134,15 @@ class SavedState:
                 if tensor.shape != (len(seen), *shape) or not tensor.is_floating_point():
                     kind = f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")
                     raise ValueError(f"{path} is damaged: its {name!r} is {kind}")
+                if name in own and not own[name].narrow:  # older versions kept n and m narrow
+                    tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
                 # A clone: the file is memory-mapped, and may be replaced while the state is used.
                 parts[name] = tensor.clone().to(device or torch.get_default_device())
         logits = parts.pop("logits")
         blocks = zip(*(part.unbind(1) for part in parts.values()), strict=True)
+        block_state = type(ModelState.zeros(config, 1, device="meta").blocks[0])
         model_state = ModelState(
-            tuple(MLSTMState(*block) for block in blocks), torch.tensor(seen, device=logits.device)
+            tuple(block_state(*block) for block in blocks), torch.tensor(seen, device=logits.device)
         )
         return cls(config, model_state, logits)
 
@@ -156,9 +158,9 @@ class SavedState:
 
 
 def state_bytes(config: ModelConfig, state_dtype: torch.dtype = torch.float32) -> int:
-    """Bytes of the `SavedState` of one row."""
-    numbers = config.num_heads * (config.d_qk * (config.d_hv + 1) + 1) * config.num_blocks
-    return numbers * state_dtype.itemsize + 4 * config.vocab_size + 8
+    """Bytes of the `SavedState` of one row, with C in `state_dtype`."""
+    cells = accounting.state_bytes(config, state_dtype.itemsize)["total"]
+    return cells + 4 * config.vocab_size + 8
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:

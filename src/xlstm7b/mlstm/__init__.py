@@ -4,6 +4,7 @@
     parallel.py   all pairs of positions at once: a second reference
     chunkwise.py  chunk by chunk in plain PyTorch: runs on any device
     triton/       the chunkwise form and the single step as GPU kernels
+    autocast.py   the cell stays in float32 under torch.autocast
 
 `backend="auto"` uses the Triton kernels on a GPU if they support the input, else plain PyTorch.
 """
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xlstm7b.mlstm.autocast import without_autocast
 from xlstm7b.mlstm.chunkwise import chunkwise_sequence
 from xlstm7b.mlstm.parallel import parallel_sequence
 from xlstm7b.mlstm.recurrent import MLSTMState, recurrent_sequence, recurrent_step
@@ -77,7 +79,8 @@ def mlstm_sequence(
         from xlstm7b.mlstm.triton.sequence import triton_sequence
 
         return triton_sequence(q, k, v, i, f, state=state, resets=resets, eps=eps)
-    return _SEQUENCE_FORMS[form](q, k, v, i, f, state=state, resets=resets, eps=eps)
+    with without_autocast(q.device):
+        return _SEQUENCE_FORMS[form](q, k, v, i, f, state=state, resets=resets, eps=eps)
 
 
 def mlstm_step(
@@ -98,11 +101,17 @@ def mlstm_step(
     """One token: q, k [B, NH, d_qk], v [B, NH, d_hv], i, f [B, NH]. Returns h, like v, and state.
 
     With `norm_weight` [NH · d_hv], h is normalised per head; with `gate` (like v) it is multiplied
-    by σ(gate). With `inplace`, the tensors of `state` are overwritten and returned. The Triton
-    kernel has no backward pass: if an input requires a gradient, PyTorch is used.
+    by σ(gate). With `inplace`, the tensors of `state` are overwritten and returned; C may then be
+    bfloat16, n and m not, because the decay would be lost (see `MLSTMState`). The Triton kernel has
+    no backward pass: if an input requires a gradient, PyTorch is used.
     """
     _check_inputs(q, k, v, i, f)
     _check_state(state, q, v)
+    for name, part in (("n", state.n), ("m", state.m)):
+        if inplace and part.dtype.itemsize < 4:
+            raise ValueError(
+                f"with inplace=True, the state's {name} must be float32, not {part.dtype}"
+            )
     if gate is not None:
         _check_shape("gate", gate, v.shape)
     if norm_weight is not None:
@@ -114,7 +123,8 @@ def mlstm_step(
         from xlstm7b.mlstm.triton.step import triton_step
 
         return triton_step(q, k, v, i, f, state, gate, norm_weight, norm_eps, eps, inplace)
-    h, new = recurrent_step(q, k, v, i, f, state, eps=eps)
+    with without_autocast(q.device):
+        h, new = recurrent_step(q, k, v, i, f, state, eps=eps)
     if norm_weight is not None:
         h = headwise_norm(h, norm_weight, norm_eps)
     if gate is not None:

@@ -21,6 +21,9 @@ class MLSTMState(NamedTuple):
 
     C and n are stored divided by exp(m), which keeps them in range: the values that the equations
     without stabiliser would have are C·exp(m) and n·exp(m). No gradient flows through m.
+
+    C may be kept in bfloat16, n and m not: m carries the decay, and the logσ(6) = −0.0025 of an
+    open forget gate is lost beside an m in bfloat16.
     """
 
     C: Tensor  # [B, NH, d_qk, d_hv]
@@ -36,11 +39,12 @@ class MLSTMState(NamedTuple):
         d_hv: int,
         *,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
     ) -> Self:
-        """The state before the first token: C_0 = n_0 = m_0 = 0."""
-        shape = (batch, heads, d_qk, d_hv)
-        return cls(*(torch.zeros(shape[:n], dtype=dtype, device=device) for n in (4, 3, 2)))
+        """The state before the first token: C_0 = n_0 = m_0 = 0. C has this dtype."""
+        shape, wide = (batch, heads, d_qk, d_hv), torch.promote_types(dtype, torch.float32)
+        parts = ((4, dtype), (3, wide), (2, wide))
+        return cls(*(torch.zeros(shape[:n], dtype=kind, device=device) for n, kind in parts))
 
 
 def recurrent_step(

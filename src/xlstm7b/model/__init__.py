@@ -1,6 +1,7 @@
-"""The language model XLSTM and its state."""
+"""The language model XLSTM, its state, and its layers as modules over vectors."""
 
+from xlstm7b.model.layers import MLSTMBlock, MLSTMLayer, MLSTMStack
 from xlstm7b.model.lm import XLSTM
 from xlstm7b.model.model_state import ModelState
 
-__all__ = ["XLSTM", "ModelState"]
+__all__ = ["XLSTM", "MLSTMBlock", "MLSTMLayer", "MLSTMStack", "ModelState"]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from xlstm7b.mlstm import has_kernels
+from xlstm7b.mlstm.autocast import to_autocast
 from xlstm7b.model.layers import linear, product_float32, soft_cap
 
 MAX_LOGITS = 1 << 26  # float32 logits in memory at once: 256 MiB
@@ -20,7 +21,7 @@ GPU_MAX_LOGITS = 4 * MAX_LOGITS
 def head_logprobs(x: Tensor, weight: Tensor, targets: Tensor, cap: float) -> Tensor:
     """float32 log-probabilities of `targets` [...] from the soft-capped head. x is [..., d]."""
     apply: Callable[..., Tensor] = _HeadLogprobs.apply
-    return apply(x, weight, targets, cap)
+    return apply(to_autocast(x), to_autocast(weight), targets, cap)
 
 
 def head_loss(x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, cap: float) -> Tensor:
@@ -30,7 +31,7 @@ def head_loss(x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, cap: 
     that the loss needs. `head_logprobs` has to compute the logits again in the backward pass.
     """
     apply: Callable[..., Tensor] = _HeadLoss.apply
-    return apply(x, weight, targets, weights, cap)
+    return apply(to_autocast(x), to_autocast(weight), targets, weights, cap)
 
 
 class _HeadLogprobs(torch.autograd.Function):

@@ -1,6 +1,10 @@
-"""The residual block and the layers it is made of. Parameters have the names of the checkpoint."""
+"""The stack of residual blocks and the layers it is made of, as modules over vectors [B, T, dim].
 
-from typing import Any
+Parameters have the names of the released checkpoint.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -8,57 +12,208 @@ from torch import Tensor, nn
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.mlstm import MLSTMState, headwise_norm, mlstm_sequence, mlstm_step
+from xlstm7b.mlstm.autocast import to_autocast, without_autocast
+from xlstm7b.model.init import check_initialised, normal_, residual_std, small_std
+from xlstm7b.model.model_state import BlockState, ModelState
+from xlstm7b.registry import STANDARD, find, register
 
 
-class Block(nn.Module):
-    """The block (post up-projection): z = x + mLSTM(RMSNorm(x)); y = z + SwiGLU(RMSNorm(z))."""
+class MLSTMStack(nn.Module):
+    """Residual blocks and a last norm over vectors [B, T, dim]: `y, state = stack(x)`.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Args:
+        dim: Width of the vectors.
+        num_heads: Heads of each mLSTM layer.
+        num_blocks: Number of blocks.
+        dropout: Of what each half of a block adds to the residual stream.
+        embeddings: A module that is applied to the input first, such as the embedding of a language
+            model. Its parameters come before those of the blocks.
+        options: Other fields of `ModelConfig` that shape a block, such as `ffn_proj_factor`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 4,
+        num_blocks: int = 2,
+        *,
+        dropout: float = 0.0,
+        embeddings: nn.Module | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__()
-        self.norm_mlstm = RMSNorm(config.embedding_dim, config.norm_eps)
-        self.mlstm_layer = MLSTMLayer(config)
-        self.norm_ffn = RMSNorm(config.embedding_dim, config.norm_eps)
-        self.ffn = SwiGLU(config.embedding_dim, config.ffn_dim)
+        config = ModelConfig(dim, num_blocks, num_heads, **options)
+        self.dim = dim
+        self.embeddings = embeddings
+        block = find("block", config.block)
+        block_options = {"dropout": dropout} if dropout else {}  # not every block has it
+        self.blocks = nn.ModuleList(
+            block.from_config(config, **block_options) for _ in range(num_blocks)
+        )
+        self.out_norm = find("norm", config.norm)(dim, config.norm_eps)
+        check_initialised(self)
+
+    @classmethod
+    def from_config(
+        cls, config: ModelConfig, *, dropout: float = 0.0, embeddings: nn.Module | None = None
+    ) -> Self:
+        return cls(**_arguments(config), dropout=dropout, embeddings=embeddings)
 
     def forward(
-        self, x: Tensor, state: MLSTMState | None, resets: Tensor | None, padded: Tensor | None
+        self,
+        x: Tensor,
+        state: ModelState | None = None,
+        *,
+        resets: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, ModelState]:
+        """Returns vectors [B, T, dim] and the state after the last position.
+
+        Args:
+            x: Vectors [B, T, dim], or what `embeddings` takes.
+            state: The state after earlier positions, or None at the start. It is not changed. With
+                a state and T = 1 the cell is computed as one step.
+            resets: bool [B, T], True at the first position of each sequence that starts in a row.
+            lengths: int [B], from 0 to T, if rows are padded on the right. The returned state is
+                the one at each row's length; vectors after it are meaningless. A row of length 0
+                returns its state unchanged. The range is only checked on a CPU, because reading
+                values from a GPU would wait for it.
+        """
+        if self.embeddings is not None:
+            x = self.embeddings(x)
+        _check_vectors(x, self.dim)
+        batch, length = x.shape[:2]
+        # Without a state, each layer makes its own, for the heads that it has.
+        before: Sequence[BlockState | None] = [None] * len(self.blocks)
+        seen = torch.zeros(batch, dtype=torch.long, device=x.device)
+        if state is not None:
+            before, seen = state.blocks, state.tokens_seen
+            if (len(before), len(seen)) != (len(self.blocks), batch):
+                raise ValueError(
+                    f"the state has {len(before)} blocks and {len(seen)} rows, "
+                    f"the model {len(self.blocks)} blocks and the input {batch} rows"
+                )
+        after = []
+        for block, cell_state in zip(self.blocks, before, strict=True):
+            x, cell_state = block(x, cell_state, resets=resets, lengths=lengths)
+            after.append(cell_state)
+        seen = seen + (length if lengths is None else lengths)
+        return self.out_norm(x), ModelState(tuple(after), seen)
+
+
+@register("block", STANDARD["block"])
+class MLSTMBlock(nn.Module):
+    """The block (post up-projection): z = x + mLSTM(RMSNorm(x)); y = z + SwiGLU(RMSNorm(z)).
+
+    `y, state = block(x)` with x [B, T, dim]. The arguments are those of `MLSTMStack`; `num_blocks`
+    is the number of blocks of the whole model. It only scales the first weights.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 4,
+        *,
+        num_blocks: int = 1,
+        dropout: float = 0.0,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and less than 1, not {dropout}")
+        config = ModelConfig(dim, num_blocks, num_heads, **options)
+        norm = find("norm", config.norm)
+        self.norm_mlstm = norm(dim, config.norm_eps)
+        self.mlstm_layer = find("layer", config.layer).from_config(config)
+        self.norm_ffn = norm(dim, config.norm_eps)
+        self.ffn = SwiGLU(dim, config.ffn_dim, num_blocks)
+        self.dropout = dropout
+
+    @classmethod
+    def from_config(cls, config: ModelConfig, *, dropout: float = 0.0) -> Self:
+        return cls(**_arguments(config), dropout=dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: MLSTMState | None = None,
+        *,
+        resets: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, MLSTMState]:
-        y, state = self.mlstm_layer(self.norm_mlstm(x), state, resets, padded)
-        z = x + y
-        return z + self.ffn(self.norm_ffn(z)), state
+        x = to_autocast(x)
+        y, state = self.mlstm_layer(self.norm_mlstm(x), state, resets=resets, lengths=lengths)
+        z = x + self._drop(y)
+        return z + self._drop(self.ffn(self.norm_ffn(z))), state
+
+    def _drop(self, y: Tensor) -> Tensor:
+        return F.dropout(y, self.dropout, self.training) if self.dropout else y
+
+    @staticmethod
+    def zero_state(
+        config: ModelConfig,
+        batch: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> MLSTMState:
+        """The state before the first token."""
+        shape = batch, config.num_heads, config.d_qk, config.d_hv
+        return MLSTMState.zeros(*shape, dtype=dtype, device=device)
 
 
+@register("layer", STANDARD["layer"])
 class MLSTMLayer(nn.Module):
     """Projections and gates around the cell: h = σ(õ) ⊙ Norm(h̃), then the output projection.
 
-    The number of heads comes from the shape of the gates, not from the config. So the same code
-    runs under tensor parallelism, where a layer has only some of the heads.
+    `y, state = layer(x)` with x [B, T, dim]. The arguments are those of `MLSTMBlock`, without
+    dropout. The number of heads comes from the shape of the gates, not from the config. So the same
+    code runs under tensor parallelism, where a layer has only some of the heads.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self, dim: int, num_heads: int = 4, *, num_blocks: int = 1, **options: Any
+    ) -> None:
         super().__init__()
-        width = config.embedding_dim
-        self.q = Linear(width, config.qk_dim)
-        self.k = Linear(width, config.qk_dim)
-        self.v = Linear(width, config.v_dim)
-        self.ogate_preact = Linear(width, config.v_dim)
-        self.igate_preact = Float32Linear(width, config.num_heads)
-        self.fgate_preact = Float32Linear(width, config.num_heads)
+        config = ModelConfig(dim, num_blocks, num_heads, **options)
+        self.dim, igate_bias = dim, config.igate_bias_init_range
+        std, residual = small_std(dim), residual_std(dim, num_blocks)
+        self.q = Linear(dim, config.qk_dim, std=std)
+        self.k = Linear(dim, config.qk_dim, std=std)
+        self.v = Linear(dim, config.v_dim, std=std)
+        self.ogate_preact = Linear(dim, config.v_dim, std=0)
+        # The input gate starts nearly closed (paper, "Negative Input Gate Bias Initialization"),
+        # the forget gates open, over a range of time scales.
+        gate = find("gate", config.gate)
+        self.igate_preact = gate(dim, num_heads, biases=(igate_bias, igate_bias))
+        self.fgate_preact = gate(dim, num_heads, biases=(3.0, 6.0))
         self.multihead_norm = NormWeight(config.v_dim, config.cell_norm_eps)
-        self.out_proj = Linear(config.v_dim, width)
+        self.out_proj = Linear(config.v_dim, dim, std=residual)
         self.gate_soft_cap = config.gate_soft_cap
         self.eps = config.eps
 
+    @classmethod
+    def from_config(cls, config: ModelConfig) -> Self:
+        return cls(**_arguments(config))
+
     def forward(
-        self, x: Tensor, state: MLSTMState | None, resets: Tensor | None, padded: Tensor | None
+        self,
+        x: Tensor,
+        state: MLSTMState | None = None,
+        *,
+        resets: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, MLSTMState]:
+        _check_vectors(x, self.dim)
         i = soft_cap(self.igate_preact(x), self.gate_soft_cap)
         f = soft_cap(self.fgate_preact(x), self.gate_soft_cap)
-        if padded is not None:
+        if lengths is not None:
+            padded = padding(lengths, *x.shape[:2])
+            resets = None if resets is None else resets & ~padded
             i = i.masked_fill(padded[..., None], -torch.inf)
             f = f.masked_fill(padded[..., None], torch.inf)
         heads = (i.shape[-1], -1)
-        q, k, v = (layer(x).unflatten(-1, heads) for layer in (self.q, self.k, self.v))
+        q, k, v = self.qkv(x, heads)
         gate = self.ogate_preact(x).unflatten(-1, heads)
         norm_weight, norm_eps = self.multihead_norm(), self.multihead_norm.eps
         if x.shape[1] == 1 and resets is None and state is not None:
@@ -81,15 +236,41 @@ class MLSTMLayer(nn.Module):
             h = headwise_norm(h, norm_weight, norm_eps) * torch.sigmoid(gate)
         return self.out_proj(h.flatten(-2)), state
 
+    def qkv(self, x: Tensor, heads: tuple[int, int]) -> tuple[Tensor, ...]:
+        """q, k, v as [B, T, NH, d]. `heads` is (NH, −1). For subclasses that change them."""
+        return tuple(layer(x).unflatten(-1, heads) for layer in (self.q, self.k, self.v))
+
+
+def padding(lengths: Tensor, batch: int, length: int) -> Tensor:
+    """bool [B, T], True at positions after a row's length. `ValueError` for bad lengths."""
+    if lengths.shape != (batch,):
+        raise ValueError(f"lengths must have shape {[batch]}, not {list(lengths.shape)}")
+    can_check = lengths.device.type == "cpu" and not torch.compiler.is_compiling()
+    if can_check and ((lengths < 0) | (lengths > length)).any():
+        raise ValueError(f"lengths must be between 0 and {length}, not {lengths.tolist()}")
+    return torch.arange(length, device=lengths.device) >= lengths[:, None]
+
+
+def _check_vectors(x: Tensor, dim: int) -> None:
+    if x.dim() != 3 or x.shape[1] < 1 or x.shape[2] != dim or not x.is_floating_point():
+        kind = f"{x.dtype} {list(x.shape)}".removeprefix("torch.")
+        raise ValueError(f"x must be vectors [B, T, {dim}] with T of at least 1, not {kind}")
+
+
+def _arguments(config: ModelConfig) -> dict[str, Any]:
+    """The fields of a config as arguments of the modules above."""
+    arguments = dict(vars(config))
+    return {"dim": arguments.pop("embedding_dim"), **arguments}
+
 
 class SwiGLU(nn.Module):
     """W_down (SiLU(W_gate x) ⊙ W_up x)."""
 
-    def __init__(self, width: int, up_width: int) -> None:
+    def __init__(self, width: int, up_width: int, num_blocks: int) -> None:
         super().__init__()
-        self.proj_up_gate = Linear(width, up_width)
-        self.proj_up = Linear(width, up_width)
-        self.proj_down = Linear(up_width, width)
+        self.proj_up_gate = Linear(width, up_width, std=small_std(width))
+        self.proj_up = Linear(width, up_width, std=small_std(width))
+        self.proj_down = Linear(up_width, width, std=residual_std(width, num_blocks))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.proj_down(F.silu(self.proj_up_gate(x)) * self.proj_up(x))
@@ -106,45 +287,79 @@ class NormWeight(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
         self.eps = eps
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.weight.fill_(1.0)
 
     def forward(self) -> Tensor:
-        return self.weight
+        return to_autocast(self.weight)
 
 
+@register("norm", STANDARD["norm"])
 class RMSNorm(NormWeight):
     """x / √(mean(x²) + ε) · w. The reduction is in float32; the weight is applied in x's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         wide = x if x.dtype.itemsize >= 4 else x.float()
-        return F.rms_norm(wide, x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight
+        return F.rms_norm(wide, x.shape[-1:], eps=self.eps).to(x.dtype) * to_autocast(self.weight)
 
 
-class _NoReset:
-    """A base class of layers that leave their weights to `init_parameters` in lm.py."""
+class Embedding(nn.Embedding):
+    """The input embedding. Its first weights are N(0, √(2/(5d)))."""
 
     def reset_parameters(self) -> None:
-        pass
+        normal_(self.weight, small_std(self.embedding_dim))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, to_autocast(self.weight))
 
 
-class Embedding(_NoReset, nn.Embedding):
-    """The input embedding."""
+class Linear(nn.Linear):
+    """A linear layer without bias, in the weights' dtype. Its first weights are N(0, std)."""
 
-
-class Linear(_NoReset, nn.Linear):
-    """A linear layer without bias, in the weights' dtype."""
-
-    def __init__(self, in_features: int, out_features: int) -> None:
+    def __init__(self, in_features: int, out_features: int, *, std: float) -> None:
+        self.std = std  # the base class calls reset_parameters()
         super().__init__(in_features, out_features, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
-
-
-class Float32Linear(_NoReset, nn.Linear):
-    """A linear layer that returns float32: for the gates' pre-activations and the logits."""
+    def reset_parameters(self) -> None:
+        normal_(self.weight, self.std)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear_float32(x, self.weight, self.bias)
+        if x.device.type == "cpu":
+            return linear(to_autocast(x), to_autocast(self.weight))
+        return linear(x, self.weight)  # autocast casts the weight, and keeps it until its end
+
+
+class Float32Linear(Linear):
+    """A linear layer without bias that returns float32: for the logits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear_float32(to_autocast(x), to_autocast(self.weight))
+
+
+@register("gate", STANDARD["gate"])
+class GateLinear(nn.Linear):
+    """A linear layer that returns float32: for the gates' pre-activations, one for each head.
+
+    At first they do not depend on the input: the weights are 0, and the biases of the heads go in
+    equal steps from the first of `biases` to the second.
+    """
+
+    def __init__(self, in_features: int, heads: int, *, biases: tuple[float, float]) -> None:
+        self.biases = biases  # the base class calls reset_parameters()
+        super().__init__(in_features, heads)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.weight.zero_()
+        # On the CPU: the same bits for every device, and fast for the meta device.
+        self.bias.copy_(torch.linspace(*self.biases, len(self.bias), device="cpu"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, weight, bias = map(to_autocast, (x, self.weight, self.bias))
+        return linear_float32(x, weight, bias)
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
@@ -169,7 +384,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
             # For one row the time is that of reading W. `mv` does it several times faster.
             return torch.mv(weight, x.flatten()).view(*x.shape[:-1], -1)
         if not _CPU_HAS_MATMUL[weight.dtype]:
-            return F.linear(x.float(), weight.float()).to(x.dtype)
+            with without_autocast(x.device):
+                return F.linear(x.float(), weight.float()).to(x.dtype)
     return F.linear(x, weight)
 
 
@@ -185,10 +401,11 @@ def product_float32(x: Tensor, weight: Tensor) -> Tensor:
     """x Wᵀ for x [R, K], summed and returned in float32 (float64 stays). It has no gradient."""
     if weight.dtype.itemsize >= 4:
         return F.linear(x, weight)
-    if x.is_cuda:
-        return torch.mm(x, weight.mT, out_dtype=torch.float32)
-    # Part by part: a float32 copy of the whole head would take too much memory.
-    parts = [F.linear(x.float(), rows.float()) for rows in weight.split(_WIDENED_ROWS)]
+    with without_autocast(x.device):
+        if x.is_cuda:
+            return torch.mm(x, weight.mT, out_dtype=torch.float32)
+        # Part by part: a float32 copy of the whole head would take too much memory.
+        parts = [F.linear(x.float(), rows.float()) for rows in weight.split(_WIDENED_ROWS)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 

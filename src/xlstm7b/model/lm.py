@@ -1,29 +1,23 @@
 """XLSTM, the language model: embedding → blocks → RMSNorm → linear head → soft-cap."""
 
-import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, overload
 
 import torch
 from torch import Tensor, nn
 
 from xlstm7b.checkpoint import open_checkpoint, save_checkpoint
 from xlstm7b.config import ModelConfig
-from xlstm7b.mlstm import MLSTMState
 from xlstm7b.model.head import head_logprobs, head_loss
-from xlstm7b.model.layers import Block, Embedding, Float32Linear, RMSNorm, soft_cap
+from xlstm7b.model.init import check_initialised, small_std
+from xlstm7b.model.layers import Embedding, Float32Linear, MLSTMStack, padding, soft_cap
 from xlstm7b.model.model_state import ModelState
 
 
-class Backbone(nn.Module):
-    """The model without its head."""
+class Backbone(MLSTMStack):
+    """The model without its head: a stack that reads token ids."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.embeddings = Embedding(config.vocab_size, config.embedding_dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_blocks))
-        self.out_norm = RMSNorm(config.embedding_dim, config.norm_eps)
+    embeddings: Embedding
 
 
 class XLSTM(nn.Module):
@@ -35,10 +29,11 @@ class XLSTM(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.backbone = Backbone(config)
-        self.lm_head = Float32Linear(config.embedding_dim, config.vocab_size, bias=False)
-        if not self.lm_head.weight.is_meta:  # on meta, initialisation does nothing, slowly
-            init_parameters(self, config)
+        embeddings = Embedding(config.vocab_size, config.embedding_dim)
+        self.backbone = Backbone.from_config(config, embeddings=embeddings)
+        std = small_std(config.embedding_dim)
+        self.lm_head = Float32Linear(config.embedding_dim, config.vocab_size, std=std)
+        check_initialised(self)
 
     def forward(
         self,
@@ -63,14 +58,13 @@ class XLSTM(nn.Module):
         """
         if logits not in ("all", "last"):
             raise ValueError(f'logits must be "all" or "last", not {logits!r}')
-        x, state, _ = self._hidden(tokens, state, resets, lengths)
+        x, state = self._hidden(tokens, state, resets, lengths)
         if logits == "last":
             if lengths is None:
                 x = x[:, -1]
             else:
                 x = x[torch.arange(len(x), device=x.device), (lengths - 1).clamp(min=0)]
-        x = self.lm_head(self.backbone.out_norm(x))
-        return soft_cap(x, self.config.output_logit_soft_cap), state
+        return soft_cap(self.lm_head(x), self.config.output_logit_soft_cap), state
 
     def token_logprobs(
         self,
@@ -90,21 +84,48 @@ class XLSTM(nn.Module):
             raise ValueError(
                 f"targets {list(targets.shape)} and tokens {list(tokens.shape)} differ in shape"
             )
-        x, state, padded = self._hidden(tokens, state, resets, lengths)
-        x, cap = self.backbone.out_norm(x), self.config.output_logit_soft_cap
+        x, state = self._hidden(tokens, state, resets, lengths)
+        cap = self.config.output_logit_soft_cap
         logprobs = head_logprobs(x, self.lm_head.weight, targets, cap)
-        return logprobs if padded is None else logprobs.masked_fill(padded, 0), state
+        if lengths is not None:
+            logprobs = logprobs.masked_fill(padding(lengths, *tokens.shape), 0)
+        return logprobs, state
 
+    @overload
     def loss(
         self, tokens: Tensor, targets: Tensor, weights: Tensor, *, resets: Tensor | None = None
-    ) -> Tensor:
+    ) -> Tensor: ...
+
+    @overload
+    def loss(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        *,
+        state: ModelState,
+        resets: Tensor | None = None,
+    ) -> tuple[Tensor, ModelState]: ...
+
+    def loss(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        *,
+        state: ModelState | None = None,
+        resets: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, ModelState]:
         """−Σ weights · log p(targets) over [B, T], for training: one float32 number.
 
-        It equals the sum over `token_logprobs`, with one product with the head less.
+        It equals the sum over `token_logprobs`, with one product with the head less. With a `state`
+        the new state is returned too, for truncated backpropagation through time: start from
+        `ModelState.zeros`, and call `state.detach()` before the next part.
         """
-        x, _, _ = self._hidden(tokens, None, resets, None)
+        x, after = self._hidden(tokens, state, resets, None)
         cap = self.config.output_logit_soft_cap
-        return head_loss(self.backbone.out_norm(x), self.lm_head.weight, targets, weights, cap)
+        loss = head_loss(x, self.lm_head.weight, targets, weights, cap)
+        return loss if state is None else (loss, after)
 
     def _hidden(
         self,
@@ -112,35 +133,15 @@ class XLSTM(nn.Module):
         state: ModelState | None,
         resets: Tensor | None,
         lengths: Tensor | None,
-    ) -> tuple[Tensor, ModelState, Tensor | None]:
-        """Hidden vectors before the last norm, the new state, and which positions are padding."""
+    ) -> tuple[Tensor, ModelState]:
+        """Hidden vectors after the last norm, and the new state."""
         if tokens.dim() != 2 or tokens.shape[1] < 1 or tokens.is_floating_point():
             kind = f"{tokens.dtype} {list(tokens.shape)}".removeprefix("torch.")
             raise ValueError(f"tokens must be integers [B, T] with T of at least 1, not {kind}")
-        batch, length = tokens.shape
-        # Without a state, each layer makes its own, for the heads that it has.
-        before: Sequence[MLSTMState | None] = [None] * self.config.num_blocks
-        seen = torch.zeros(batch, dtype=torch.long, device=tokens.device)
-        if state is not None:
-            before, seen = state.blocks, state.tokens_seen
-            if len(seen) != batch:
-                raise ValueError(f"the state has {len(seen)} rows, the tokens have {batch}")
-        padded = None
-        if lengths is not None:
-            if lengths.shape != (batch,):
-                raise ValueError(f"lengths must have shape {[batch]}, not {list(lengths.shape)}")
-            can_check = lengths.device.type == "cpu" and not torch.compiler.is_compiling()
-            if can_check and ((lengths < 0) | (lengths > length)).any():
-                raise ValueError(f"lengths must be between 0 and {length}, not {lengths.tolist()}")
-            padded = torch.arange(length, device=tokens.device) >= lengths[:, None]
-            resets = None if resets is None else resets & ~padded
-        seen = seen + (length if lengths is None else lengths)
-        x = self.backbone.embeddings(tokens)
-        after = []
-        for block, cell_state in zip(self.backbone.blocks, before, strict=True):
-            x, cell_state = block(x, cell_state, resets, padded)
-            after.append(cell_state)
-        return x, ModelState(tuple(after), seen), padded
+        result: tuple[Tensor, ModelState] = self.backbone(
+            tokens, state, resets=resets, lengths=lengths
+        )
+        return result
 
     @classmethod
     def empty(
@@ -151,6 +152,8 @@ class XLSTM(nn.Module):
         Separate tensors would take more memory than they hold: PyTorch's GPU allocator rounds large
         tensors up, and its CPU allocator on ARM leaves gaps.
         """
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"dtype must be one of torch's, as torch.bfloat16, not {dtype!r}")
         with torch.device("meta"):
             model = cls(config).to(dtype)
         parameters = dict(model.named_parameters())
@@ -183,34 +186,3 @@ class XLSTM(nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes a Hugging Face folder that this package and `transformers` can load."""
         save_checkpoint(folder, self.config, self.named_parameters())
-
-
-def init_parameters(model: nn.Module, config: ModelConfig) -> None:
-    """Sets every parameter as in the training of the released model, from PyTorch's global RNG."""
-    for name, parameter in model.named_parameters():
-        init_parameter(name, parameter, config)
-
-
-@torch.no_grad()
-def init_parameter(name: str, parameter: Tensor, config: ModelConfig) -> None:
-    """Sets one parameter, by its name.
-
-    Matrices are N(0, √(2/(5d))), those that write to the residual stream N(0, 2/(NB·√d)). The gates
-    start independent of the input: the input gate nearly closed (paper, "Negative Input Gate Bias
-    Initialization"), the forget gates open, over a range of time scales.
-    """
-    small = math.sqrt(2 / (5 * config.embedding_dim))
-    residual = 2 / (config.num_blocks * math.sqrt(config.embedding_dim))
-    match name.split(".")[-2:]:
-        case ["igate_preact", "bias"]:
-            parameter.fill_(config.igate_bias_init_range)
-        case ["fgate_preact", "bias"]:
-            parameter.copy_(torch.linspace(3.0, 6.0, len(parameter)))
-        case ["igate_preact" | "fgate_preact" | "ogate_preact", "weight"]:
-            parameter.zero_()
-        case ["out_proj" | "proj_down", "weight"]:
-            parameter.normal_(std=residual)
-        case ["norm_mlstm" | "norm_ffn" | "multihead_norm" | "out_norm", "weight"]:
-            parameter.fill_(1.0)
-        case _:
-            parameter.normal_(std=small)

@@ -1,22 +1,28 @@
 """ModelState: the state of the whole model for a batch of sequences."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.mlstm import MLSTMState
+from xlstm7b.registry import find
+
+# The state of a block: a NamedTuple of tensors, each with the batch first. The class of the block
+# makes it (`zero_state`); the standard one is `MLSTMState`.
+BlockState = Any
 
 
 class ModelState(NamedTuple):
-    """One cell state for each block, and how many tokens each row has read.
+    """One state for each block, and how many tokens each row has read.
 
     A row is one sequence of the batch. The size of a row does not depend on its number of tokens.
     """
 
-    blocks: tuple[MLSTMState, ...]
+    blocks: tuple[BlockState, ...]
     tokens_seen: Tensor  # int64 [B]
 
     @classmethod
@@ -26,24 +32,26 @@ class ModelState(NamedTuple):
         batch: int,
         *,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
     ) -> Self:
-        """The state before the first token. In memory, the blocks of a row follow each other."""
-        shape = (config.num_heads, config.d_qk, config.d_hv)
-        buffers = [
-            torch.zeros(batch, config.num_blocks, *shape[:dims], dtype=dtype, device=device)
-            for dims in (3, 2, 1)
-        ]
-        parts = zip(*(buffer.unbind(1) for buffer in buffers), strict=True)
+        """The state before the first token. In memory, the blocks of a row follow each other.
+
+        C has this dtype. n and m are at least float32 (see `MLSTMState`). The class of a block says
+        which parts of other states have it.
+        """
+        rows = (batch, config.num_blocks)
+        block = find("block", config.block)
+        joined = block.zero_state(config, batch * config.num_blocks, dtype=dtype, device=device)
+        parts = zip(*(part.unflatten(0, rows).unbind(1) for part in joined), strict=True)
         tokens_seen = torch.zeros(batch, dtype=torch.long, device=device)
-        return cls(tuple(MLSTMState(*block) for block in parts), tokens_seen)
+        return cls(tuple(type(joined)(*own) for own in parts), tokens_seen)
 
     @classmethod
     def cat(cls, states: Sequence[Self]) -> Self:
         """The rows of all states, in their order."""
         if not states:
             raise ValueError("there must be at least one state to join")
-        shapes = {(len(state.blocks), *state.blocks[0].C.shape[1:]) for state in states}
+        shapes = {(len(state.blocks), *state.blocks[0][0].shape[1:]) for state in states}
         if len(shapes) > 1:
             raise ValueError(
                 "states of different models cannot be joined: their blocks, heads, d_qk and d_hv "
@@ -51,14 +59,15 @@ class ModelState(NamedTuple):
             )
         blocks = zip(*(state.blocks for state in states), strict=True)
         return cls(
-            tuple(MLSTMState(*map(torch.cat, zip(*block, strict=True))) for block in blocks),
+            tuple(type(block[0])(*map(torch.cat, zip(*block, strict=True))) for block in blocks),
             torch.cat([state.tokens_seen for state in states]),
         )
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return self.tokens_seen.nbytes + sum(tensor.nbytes for tensor in self._cell_tensors())
+        parts: list[Tensor] = [part for block in self.blocks for part in block]
+        return self.tokens_seen.nbytes + sum(part.nbytes for part in parts)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """The state on another device. Tensors that are there already are not copied.
@@ -79,11 +88,16 @@ class ModelState(NamedTuple):
             torch.cuda.current_stream(self.tokens_seen.device).synchronize()
         return copy
 
+    def detach(self) -> Self:
+        """The same tensors without their history: gradients stop here."""
+        return self._map(Tensor.detach)
+
     def clone(self) -> Self:
         """A copy that shares no memory with this state, in the memory layout of `zeros`."""
         parts = (torch.stack(part, dim=1).unbind(1) for part in zip(*self.blocks, strict=True))
+        kind = type(self.blocks[0])
         return self._replace(
-            blocks=tuple(MLSTMState(*block) for block in zip(*parts, strict=True)),
+            blocks=tuple(kind(*block) for block in zip(*parts, strict=True)),
             tokens_seen=self.tokens_seen.clone(),
         )
 
@@ -107,20 +121,32 @@ class ModelState(NamedTuple):
 
     def zero_(self) -> None:
         """Sets the state of every row to that before the first token, in place."""
-        torch._foreach_zero_(self._cell_tensors())
+        for tensors in self._cell_tensors():
+            torch._foreach_zero_(tensors)
         self.tokens_seen.zero_()
 
     def copy_(self, other: Self) -> None:
-        """Copies the values of another state, in place; this state's dtype stays."""
-        torch._foreach_copy_(self._cell_tensors(), other._cell_tensors())
+        """Copies the values of another state, in place; this state's dtypes stay."""
+        for ours, theirs in zip(self._cell_tensors(), other._cell_tensors(), strict=True):
+            torch._foreach_copy_(ours, theirs)
         self.tokens_seen.copy_(other.tokens_seen)
 
-    def _cell_tensors(self) -> list[Tensor]:
-        """All tensors of one dtype, so that a GPU processes many of them in one launch."""
-        return [part for block in self.blocks for part in block]
+    def _cell_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """All C, and all n and m: lists of one dtype, which a GPU processes in few launches."""
+        large, small = [], []
+        for C, n, m in self.blocks:
+            large.append(C)
+            small += [n, m]
+        return large, small
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         return self._replace(
-            blocks=tuple(MLSTMState(*map(change, block)) for block in self.blocks),
+            blocks=tuple(type(block)(*map(change, block)) for block in self.blocks),
             tokens_seen=change(self.tokens_seen),
         )
+
+
+# For `torch.export.save` and `load` of a module that takes and returns states.
+torch.serialization.add_safe_globals([MLSTMState, ModelState])
+for _kind in (MLSTMState, ModelState):
+    _pytree._register_namedtuple(_kind, serialized_type_name=f"xlstm7b.{_kind.__name__}")

@@ -135,7 +135,7 @@ async def _read_completion(service: Service, body: CompletionBody) -> _Input:
         raise ApiError(400, "echo with logprobs does not work with a saved state", param="echo")
     state, _ = await _load_state(service, body)
     needs_no_prompt = state is not None and body.prompt is None
-    prompts = [[]] if needs_no_prompt else await _encode(service, body.prompt)
+    prompts = [[]] if needs_no_prompt else await _encode(service, body.prompt, state)
     return prompts, body.to_sampling_params(service.limits), state
 
 
@@ -156,7 +156,7 @@ async def _read_chat(service: Service, body: ChatBody) -> _Input:
     params = body.to_sampling_params(
         service.limits, stop_strings=stop_strings, eos_token_id=eos_token_id
     )
-    return await _encode(service, text), params, state
+    return await _encode(service, text, state), params, state
 
 
 async def _load_state(service: Service, body: SamplingBody) -> tuple[SavedState | None, str]:
@@ -169,13 +169,15 @@ async def _load_state(service: Service, body: SamplingBody) -> tuple[SavedState 
     return await asyncio.to_thread(service.saved_states().load, body.state)
 
 
-async def _encode(service: Service, prompt: protocol.Prompt | None) -> list[list[int]]:
-    """The token ids of one or several prompts."""
+async def _encode(
+    service: Service, prompt: protocol.Prompt | None, state: SavedState | None = None
+) -> list[list[int]]:
+    """The token ids of one or several prompts after a state."""
     if prompt is None or prompt == []:
         raise ApiError(400, "there is no prompt", param="prompt")
     is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
     prompts = cast("list[str | list[int]]", [prompt] if is_one else prompt)
-    encode = service.encoder.encode
+    encode = partial(service.encoder.encode, continues=state is not None)
     token_ids = await _off_loop(
         lambda: [encode(one) if isinstance(one, str) else one for one in prompts],
         size=sum(map(len, prompts)),
@@ -351,7 +353,7 @@ class _Answer:
         if not self.body.save_state:
             return {}
         assert completion.state is not None
-        written = self._tokenizer.decode(completion.token_ids)
+        written = self._tokenizer.decode(completion.token_ids, continues=True)
         text_after_answer = written.removeprefix(completion.text)
         save = self._service.saved_states().save
         try:

@@ -4,6 +4,7 @@ import json
 import math
 from collections import deque
 from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,11 @@ def _as_line(values: dict[str, Any]) -> str:
     return json.dumps({name: finite(value) for name, value in values.items()}) + "\n"
 
 
+def _is_of_a_set(name: str) -> bool:
+    """Whether it is the loss on one of several sets of held-out text."""
+    return name.startswith("validation_loss/")
+
+
 def plot_runs(runs: list[Path], output: Path) -> None:
     """Plots loss and gradient norm by step: mean and max over up to 50 steps (paper, figure 2)."""
     metrics = {run: read_metrics(run / "metrics.jsonl") for run in runs}
@@ -105,14 +111,16 @@ def plot_runs(runs: list[Path], output: Path) -> None:
                 highest = [max(line[name] for line in group) for group in groups]
                 axes.plot(steps, highest, color=drawn.get_color(), alpha=0.35, linewidth=0.8)
             validated = [line for line in lines if "validation_loss" in line]
-            if validated:
-                losses.plot(
-                    [line["step"] for line in validated],
-                    [line["validation_loss"] for line in validated],
-                    "o--",
-                    color=drawn.get_color(),
-                    label=f"{run.name}, validation",
-                )
+            names = {name: None for line in validated for name in line if _is_of_a_set(name)}
+            for name, marker in zip(names or ["validation_loss"], cycle("osv^Dx"), strict=False):
+                points = [(line["step"], line[name]) for line in validated if name in line]
+                if points:
+                    losses.plot(
+                        *zip(*points, strict=True),
+                        f"{marker}--",
+                        color=drawn.get_color(),
+                        label=f"{run.name}, validation {name.partition('/')[2]}".rstrip(),
+                    )
         losses.set(xlabel="step", ylabel="loss", title="loss (faint: max)")
         norms.set(xlabel="step", ylabel="norm", title="gradient norm (faint: max)", yscale="log")
         losses.legend()

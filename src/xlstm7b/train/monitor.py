@@ -27,7 +27,7 @@ def validation_loss(
         rows,
         rank=dist.get_rank() // layout.tp,
         world_size=layout.data_parallel,
-        vocab_size=recipe.model.vocab_size,
+        model=recipe.model,
     )
     sums = torch.zeros(2, length, dtype=torch.float64, device=device)
     for index, batch in enumerate(batches):

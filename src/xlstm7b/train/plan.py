@@ -90,8 +90,8 @@ def memory_per_gpu(recipe: Recipe, layout: Layout) -> dict[str, int]:
     config, tp, mode = recipe.model, layout.tp, recipe.run.activation_checkpointing
     itemsize = 4 if recipe.run.precision == "float32" else 2
     counts = parameter_counts(config)
-    blocks = counts["mlstm_projections"] + counts["gates"] + counts["ffn"]
     ends = counts["embedding"] + counts["head"]
+    blocks = counts["total"] - ends - counts["norms"]
     local = -(-(blocks // tp + ends + counts["norms"]) // layout.dp_shard)
     block = blocks // tp // config.num_blocks
     is_gathered = itemsize == 2 or layout.dp_shard > 1

@@ -10,19 +10,40 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.rendezvous import rendezvous
 
 from xlstm7b.files import lock_folder
+from xlstm7b.train.orphans import end_with_torchrun
 
+_CONNECT = timedelta(minutes=5)  # for all processes to find each other
+_COMMUNICATE = timedelta(minutes=10)  # for each collective
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+_locked: set[Path] = set()  # folders of runs that this process has locked
 
 
 @contextmanager
 def process_group(device_type: str) -> Iterator[None]:
-    """The process group that `torchrun` describes, or one of this process alone."""
+    """The process group that `torchrun` describes, or one of this process alone.
+
+    Processes that do not find each other in time are an `OSError`. If torchrun is killed, its
+    processes end too.
+    """
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(minutes=10))
+        end_with_torchrun()
+        try:
+            store, rank, world = next(rendezvous("env://", timeout=_CONNECT))
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world, timeout=_COMMUNICATE
+            )
+        except dist.DistError as error:
+            where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise OSError(
+                f"process {os.environ['RANK']} of {os.environ.get('WORLD_SIZE')} could not connect "
+                f"to the others at {where} ({reason}): start all processes again"
+            ) from error
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     if device_type == "cuda":
@@ -36,7 +57,14 @@ def process_group(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def run_folder(folder: Path) -> Iterator[None]:
-    """Creates and locks the folder of a run. Removes it at the end if nothing was written."""
+    """Creates and locks the folder of a run. Removes it at the end if nothing was written.
+
+    Inside another `run_folder` of the same folder it does nothing.
+    """
+    path = folder.resolve()
+    if path in _locked:
+        yield
+        return
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     with ExitStack() as stack:
 
@@ -45,9 +73,11 @@ def run_folder(folder: Path) -> Iterator[None]:
             stack.enter_context(lock_folder(folder, "training in"))
 
         in_first_process(enter)
+        _locked.add(path)
         try:
             yield
         finally:
+            _locked.remove(path)
             if dist.get_rank() == 0:
                 with suppress(OSError):  # the folder is not empty
                     for path in missing:

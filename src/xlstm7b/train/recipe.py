@@ -3,9 +3,9 @@
     recipe = load_recipe("7b", ["optimizer.lr=4e-4", "data.sources.dclm.path=/data/dclm"])
 
 A name is that of a file in `xlstm7b/recipes/`; anything with a `/` or ending in `.toml` is a path.
-A file may extend another (`extends = "7b"`): its tables are merged into the other's. Lists and the
-mixture `[data.sources]` replace the other's as a whole. Defaults are the paper's (xLSTM 7B, arXiv
-2503.13427, appendix B) wherever it gives a number.
+A file may extend another (`extends = "7b"`): its tables are merged into the other's. Lists,
+`[data.sources]` and `[data.validation]` replace the other's as a whole. Defaults are the paper's
+(xLSTM 7B, arXiv 2503.13427, appendix B) wherever it gives a number.
 
 Nothing is ignored or guessed: an unknown setting, a wrong type or a value out of range is a
 `ValueError` of one sentence that names the setting.
@@ -31,7 +31,16 @@ from typing import (
     get_type_hints,
 )
 
-from pydantic import ConfigDict, Field, PlainValidator, StrictBool, StrictInt, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StrictBool,
+    StrictInt,
+    ValidationError,
+)
 from pydantic.dataclasses import dataclass
 
 from xlstm7b.config import ModelConfig
@@ -49,8 +58,12 @@ Below1 = Annotated[float, Field(strict=True, ge=0, lt=1)]
 
 @dataclass_transform(frozen_default=True)
 def section(cls: type[T]) -> type[T]:
-    """A frozen dataclass whose instances have passed all checks, or raised a one-line error."""
-    checked: Any = dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls)
+    """A frozen dataclass whose instances have passed all checks, or raised a one-line error.
+
+    The string below a field is its description in the recipe reference, `docs/recipes.md`.
+    """
+    config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    checked: Any = dataclass(frozen=True, config=config)(cls)
     init = checked.__init__
 
     @wraps(init)
@@ -66,10 +79,21 @@ def section(cls: type[T]) -> type[T]:
 
 @section
 class Source:
-    """One source of the mixture."""
+    """One source of the mixture: `NAME = { path = "FOLDER", weight = 1.0 }`."""
 
-    path: str  # a folder that `xlstm7b prepare` wrote
-    weight: Positive = 1.0  # weights need not sum to 1
+    path: str
+    """Folder that `xlstm7b prepare` wrote. A relative path starts where the command runs."""
+    weight: Positive = 1.0
+    """Share of the tokens, relative to the other sources. Weights need not sum to 1."""
+
+
+def _check_validation(value: Any) -> Any:
+    sets = value if isinstance(value, Mapping) else {"one": value or " "}
+    if all(isinstance(word, str) and word for word in (*sets, *sets.values())):
+        return value
+    raise ValueError(
+        f'data.validation must be a folder, or a table of NAME = "FOLDER", not {value!r}'
+    )
 
 
 @section
@@ -77,14 +101,27 @@ class Data:
     """The training data. The state is reset at every document: documents are independent."""
 
     context_length: AtLeast1
+    """Length of a sequence, in tokens."""
     sources: dict[str, Source]
-    validation: str = ""  # a prepared folder of held-out text
-    validation_sequences: AtLeast0 = 0  # sequences of it to read at each validation; 0: all
+    """The mixture: a table of names, each with a path and a weight."""
+    validation: Annotated[str | dict[str, str], BeforeValidator(_check_validation)] = ""
+    """Prepared folder of held-out text, or a table of several: `NAME = "FOLDER"`. The loss of each
+    is measured, and the first one decides which checkpoint is the best. Empty: none."""
+    validation_sequences: AtLeast0 = 0
+    """Sequences to read of each set of held-out text at each validation. 0: all."""
     packing: Packing = "windows"
+    """How documents become sequences. `windows` joins all documents and cuts them at the context
+    length. `best-fit` keeps documents whole where they fit, and pads."""
 
     def __post_init__(self) -> None:
         if not self.sources:
             raise ValueError("data.sources names no source; give at least one with a path")
+
+    def validation_sets(self) -> dict[str, str]:
+        """The folder of each set of held-out text, by name. A single one has the name ""."""
+        if isinstance(self.validation, dict):
+            return self.validation
+        return {"": self.validation} if self.validation else {}
 
     def shares(self) -> dict[str, float]:
         """Each source's share of the tokens. Shares sum to 1, whatever the weights sum to."""
@@ -97,8 +134,12 @@ class Batch:
     """The global batch, in sequences of the context length. There is one update per batch."""
 
     sequences: AtLeast1
-    ramp: tuple[tuple[AtLeast0, AtLeast1], ...] = ()  # (from step, sequences), first from step 0
-    micro_batch: AtLeast1 = 1  # at most this many sequences at once in one process
+    """Sequences in a step, over all processes."""
+    ramp: tuple[tuple[AtLeast0, AtLeast1], ...] = ()
+    """Smaller batches at first, as [first step, sequences] pairs: `[[0, 128], [2000, 256]]`. The
+    first pair starts at step 0, the last one has `batch.sequences`. Empty: no ramp."""
+    micro_batch: AtLeast1 = 1
+    """Largest number of sequences that one process computes at once. More need more memory."""
 
     def __post_init__(self) -> None:
         if not self.ramp:
@@ -117,23 +158,37 @@ class Batch:
 class Optimizer:
     """AdamW. The authors' released code has lr 4e-4 and β1 0.9 instead."""
 
-    lr: Positive = 5e-4  # at the peak of the schedule
+    lr: Positive = 5e-4
+    """Learning rate at the peak of the schedule."""
     betas: tuple[Below1, Below1] = (0.99, 0.95)
+    """AdamW's β1 and β2: how much of their averages of the gradient and its square is kept in a
+    step."""
     eps: Positive = 1e-8
-    weight_decay: NonNegative = 0.1  # for matrices, except the embedding
-    clip: PositiveOrInf = 0.5  # largest global gradient norm; inf: no clipping
+    """AdamW's ε, added to the root of the average square."""
+    weight_decay: NonNegative = 0.1
+    """AdamW's weight decay, for all matrices except the embedding. It is multiplied by the
+    learning rate."""
+    clip: PositiveOrInf = 0.5
+    """Largest global gradient norm; a larger gradient is scaled down to it. inf: no clipping."""
 
 
 @section
 class Schedule:
-    """The learning rate by step. `train/schedule.py` has the formulas."""
+    """The learning rate by step; `train/schedule.py` has the formulas."""
 
     kind: Decay = "cosine"
+    """Form of the decay."""
     warmup: AtLeast0 = 3000
-    decay: AtLeast0 = 0  # in steps; 0: all steps between warm-up and cool-down
+    """Steps of linear warm-up from 0 to `optimizer.lr`."""
+    decay: AtLeast0 = 0
+    """Steps of the decay. 0: all steps between warm-up and cool-down."""
     cooldown: AtLeast0 = 0
-    factor: Positive = 0.1  # learning rate at the end of the decay, relative to the peak
-    reference: AtLeast0 = 0  # exponential only: `factor` is reached after this many steps instead
+    """Steps of linear cool-down to 0, after the decay."""
+    factor: Positive = 0.1
+    """Learning rate at the end of the decay, relative to the peak."""
+    reference: AtLeast0 = 0
+    """For the exponential decay only: `factor` is reached after this many steps of the decay. 0:
+    at its end."""
 
     def __post_init__(self) -> None:
         if self.reference and self.kind != "exponential":
@@ -142,24 +197,55 @@ class Schedule:
             )
 
 
+def _check_hook(name: str) -> str:
+    place, _, attribute = name.rpartition(":")
+    if place and attribute.isidentifier():
+        return name
+    raise ValueError(
+        f'run.hooks has "file.py:Class" or "package.module:Class" in its list, not {name!r}'
+    )
+
+
 @section
 class Run:
-    """Length, precision, checkpoints and logs. Intervals are in steps; 0 means never."""
+    """Length, precision, checkpoints and logs."""
 
     steps: AtLeast1
+    """Step at which the run ends. With `start_step`, the steps before it count too."""
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**64)] = 0
-    precision: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 on GPUs only
+    """Seed of the first weights and of the order of the data."""
+    precision: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Dtype of the computation; weights and averages are float32. auto: bfloat16 on GPUs, float32
+    on CPUs."""
     activation_checkpointing: Literal["none", "block", "selective"] = "none"
-    compile: StrictBool = True  # on GPUs, block by block
+    """What the forward pass keeps for the backward pass: everything (`none`), the outputs of
+    matrix products and of the cell (`selective`), or each block's input (`block`). Less memory
+    takes more time."""
+    compile: StrictBool = True
+    """Compile each block with `torch.compile`, on GPUs."""
     nan_policy: Literal["skip", "stop"] = "skip"
+    """If loss or gradient are not finite: skip the step, or stop the run. 20 skipped steps in a row
+    also stop it."""
     save_every: AtLeast0 = 1000
+    """Steps between checkpoints. 0: only at the end."""
     keep_last: AtLeast1 = 2
+    """Number of latest checkpoints to keep."""
     keep_every: AtLeast0 = 0
+    """Also keep the checkpoints of steps that this number divides. 0: none."""
     validate_every: AtLeast0 = 0
-    keep_best: StrictBool = True  # also keep the checkpoint with the lowest validation loss
-    log_every: AtLeast1 = 50  # mean and max over 50 steps, as in the paper's figure 2
-    time_limit: NonNegative = 0.0  # hours after which to save and stop; 0: no limit
+    """Steps between validations. 0: never."""
+    keep_best: StrictBool = True
+    """Also keep the checkpoint with the lowest validation loss."""
+    log_every: AtLeast1 = 50
+    """Steps between lines of the log, which have mean and max over these steps, and between gate
+    statistics."""
+    time_limit: NonNegative = 0.0
+    """Hours after which to save and stop. 0: no limit."""
     tensorboard: StrictBool = False
+    """Also write the metrics for TensorBoard."""
+    hooks: tuple[Annotated[str, AfterValidator(_check_hook)], ...] = ()
+    """Code of your own to call, as `"file.py:Class"` or `"package.module:Class"`. Files are found
+    from where the command runs."""
 
 
 class Layout(NamedTuple):
@@ -180,14 +266,15 @@ class Layout(NamedTuple):
 
 @section
 class Parallel:
-    """The device mesh. FSDP: dp_shard; DDP: dp_replicate; HSDP: both; tp splits heads and FFN.
-
-    One of the two data-parallel sizes may be −1: all processes that the others leave.
-    """
+    """The device mesh, one process per GPU. One of the two data-parallel sizes may be -1."""
 
     dp_shard: StrictInt = -1
+    """FSDP shards of weights and optimizer. -1: all processes that the others leave."""
     dp_replicate: StrictInt = 1
+    """Copies of the shards; with `dp_shard` this is HSDP. -1: all processes that the others
+    leave."""
     tp: AtLeast1 = 1
+    """Tensor-parallel processes, which share heads and feed-forward width. It must divide both."""
 
     def __post_init__(self) -> None:
         for name, size in (("dp_shard", self.dp_shard), ("dp_replicate", self.dp_replicate)):
@@ -214,6 +301,9 @@ class Parallel:
         return Layout(replicate, rest if self.dp_shard == -1 else self.dp_shard, self.tp)
 
 
+_NEEDED = ("embedding_dim", "num_blocks", "num_heads")  # of a model without a size
+
+
 def _read_model(table: Any) -> ModelConfig:
     """`size = "7b"`, the fields of a `ModelConfig`, or a size with some fields changed."""
     if isinstance(table, ModelConfig):
@@ -231,9 +321,9 @@ def _read_model(table: Any) -> ModelConfig:
             return ModelConfig(**asdict(ModelConfig.named(size)) | values)
         if size is not None:
             raise ValueError(f"size must be a string, not {size!r}")
-        for needed in ("embedding_dim", "num_blocks", "num_heads"):
+        for needed in _NEEDED:
             if needed not in values:
-                raise ValueError(f"{needed} is missing; give it, or a size")
+                raise ValueError(f"{needed} is missing; give it, or a size, or init_from")
         return ModelConfig(**values)
     except ValueError as error:
         raise ValueError(f"model: {error}") from error
@@ -257,7 +347,11 @@ class Recipe:
     schedule: Schedule = Schedule()
     parallel: Parallel = Parallel()
     init_from: str = ""
+    """Where the first weights come from: a checkpoint folder or a hub id. With `start_step`, the
+    folder of a run. `[model]` may then be left out. Empty: new weights."""
     start_step: AtLeast0 = 0
+    """Step at which this recipe continues the run in `init_from`, optimizer included. 0: start at
+    step 0, with the weights alone."""
 
     def __post_init__(self) -> None:
         steps, warmup, cooldown = self.run.steps, self.schedule.warmup, self.schedule.cooldown
@@ -340,7 +434,7 @@ def _sentence(error: ValidationError, cls: Any) -> str:
     name = name.removeprefix(".")
     match first["type"]:
         case "missing":
-            return f"{name} is missing"
+            return f"{name} is missing" + ("; give it, or init_from" if name == "model" else "")
         case "value_error":
             return str(first["ctx"]["error"])
         case "unexpected_keyword_argument":
@@ -376,9 +470,33 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
             table = table[key]
         table[last] = value
     try:
-        return Recipe.from_dict({"name": name, **tables})
+        return Recipe.from_dict({"name": name, **tables, **_model_of_init_from(tables)})
     except ValueError as error:
         raise ValueError(f"recipe {name_or_path}: {error}") from error
+
+
+def _model_of_init_from(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """`[model]`, completed from the model that `init_from` names if its shape is not given."""
+    model, init_from = tables.get("model", {}), tables.get("init_from")
+    if not (isinstance(model, Mapping) and isinstance(init_from, str) and init_from):
+        return {}
+    if "size" in model or all(name in model for name in _NEEDED):
+        return {}
+    return {"model": asdict(model_of(init_from, tables.get("start_step", 0))) | dict(model)}
+
+
+def model_of(init_from: str, start_step: int) -> ModelConfig:
+    """The config of the model that `init_from` names. Of a hub id, only that file is downloaded."""
+    if start_step:
+        from xlstm7b.train.run_checkpoints import read_run, saved_steps
+
+        folder = Path(init_from) / "checkpoints"
+        if start_step not in saved_steps(folder):
+            raise ValueError(f"{folder} has no checkpoint of step {start_step}")
+        return ModelConfig(**read_run(folder / f"step-{start_step:08}")["recipe"]["model"])
+    from xlstm7b.checkpoint import read_config, resolve
+
+    return read_config(resolve(init_from, ["config.json", "config.yaml"]))
 
 
 def recipe_names() -> list[str]:
@@ -429,8 +547,9 @@ def _read_tables(name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
         if not isinstance(wanted, str):
             raise ValueError(f"recipe {label}: extends must be a string, not {wanted!r}")
         data, base_data = tables.get("data"), base.get("data")
-        if isinstance(data, dict) and isinstance(base_data, dict) and "sources" in data:
-            base_data.pop("sources", None)  # a mixture is replaced, not merged
+        if isinstance(data, dict) and isinstance(base_data, dict):
+            for name in {"sources", "validation"} & data.keys():
+                base_data.pop(name, None)  # a mixture is replaced, not merged
         tables = _merge(base, tables)
     return Path(seen[0]).name.removesuffix(".toml"), tables
 

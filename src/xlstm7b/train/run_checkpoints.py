@@ -1,19 +1,26 @@
 """The checkpoints of a run: saved in the background, loaded on any layout, exported as weights.
 
 A folder `step-00001000` holds a PyTorch distributed checkpoint, which any number of processes can
-load on any layout, and `run.json`. A folder with that name is complete: a run that dies while it
-saves leaves a folder `writing-…`. The format's metadata is a pickle, so load only checkpoints that
-you trust. To share weights, export them.
+load on any layout, `run.json`, and `SHA256SUMS` of all files. A folder with that name is complete:
+a run that dies while it saves leaves a folder `writing-…`.
+
+The distributed checkpoint contains pickles. They are opened only after every file has passed its
+checksum, so damage is never unpickled. Checksums do not stop an attacker, who can change them too:
+load only checkpoints that you trust. To share weights, export them.
 
 Every `run.json` names the step with the lowest validation loss. So the latest checkpoint knows the
 best one, and the best one is deleted only after a better one is complete.
 """
 
+import hashlib
+import io
 import json
+import os
 import re
 import shutil
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,17 +28,40 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
+from xlstm7b.chat_format import template_source
 from xlstm7b.checkpoint import resolve, save_checkpoint
 from xlstm7b.config import ModelConfig
-from xlstm7b.data.prepare import open_tokenizer
+from xlstm7b.files import (
+    MANIFEST,
+    check_sha256,
+    json_bytes,
+    manifest_bytes,
+    read_manifest,
+    write_hashed,
+    write_manifest,
+)
 from xlstm7b.model import XLSTM
-from xlstm7b.tokenizer import tokenizer_file, tokenizer_fingerprint
+from xlstm7b.tokenizer import (
+    load_tokenizer,
+    open_tokenizer,
+    tokenizer_file,
+    tokenizer_fingerprint,
+    write_fingerprint,
+    write_tokenizer,
+)
 from xlstm7b.train.processes import any_process, in_first_process
 from xlstm7b.train.recipe import Recipe
 
@@ -53,20 +83,38 @@ class CheckpointManager:
     def start_save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, run: dict[str, Any]
     ) -> None:
-        """Copies the state, then writes it in the background until `finish_save`."""
+        """Copies the state, then writes it in the background until `finish_save`.
+
+        Weights or averages that are not finite are a `FloatingPointError`: they are never saved, so
+        they never replace a good checkpoint.
+        """
         self.finish_save()
+        if any_process(not _all_finite(_tensors(model, optimizer))):
+            raise FloatingPointError(
+                f"the weights or AdamW's averages are not finite after step {step}, and are not "
+                "saved"
+            )
         aside = self._aside(step)
 
-        def prepare() -> None:
+        def prepare() -> str:
             self._remove_unfinished()
             aside.mkdir(parents=True)
-            (aside / "run.json").write_text(json.dumps({"step": step, **run}), encoding="utf-8")
+            content = {"step": step, "has_checksums": True, **run}
+            return write_hashed(aside / "run.json", [json_bytes(content)])
 
         with self._explain_failure(step):
-            in_first_process(prepare)
+            run_sum = in_first_process(prepare)
         weights, averages = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": averages}
-        saving = async_save(state, checkpoint_id=aside, process_group=self._group)
+        # The stager that `async_save` makes itself when it is given no writer.
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        saving: Any = async_save(
+            state,
+            storage_writer=_HashingWriter(aside, {"run.json": run_sum or ""}),
+            process_group=self._group,
+            async_stager=stager,
+        )
+        saving.add_done_callback(lambda _: stager.close())
         self._pending = saving, step
 
     def finish_save(self, *, wait: bool = True) -> None:
@@ -102,9 +150,16 @@ class CheckpointManager:
                 self._remove_unfinished()
 
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Loads a checkpoint into model and optimizer. Returns its `run.json`."""
+        """Checks a checkpoint, loads it into model and optimizer, and returns its `run.json`."""
         path = self.folder / f"step-{step:08}"
-        run = read_run(path)
+        # Every process checks some of the files. None loads before all have been checked.
+        run, failure = {}, None
+        try:
+            run = verify_checkpoint(path, slice(dist.get_rank(), None, dist.get_world_size()))
+        except ValueError as error:
+            failure = error
+        if any_process(failure is not None):
+            raise failure or ValueError(f"{path} is damaged; another process says why")
         settings = [
             {name: value for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups
@@ -115,6 +170,8 @@ class CheckpointManager:
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=averages)
         for group, values in zip(optimizer.param_groups, settings, strict=True):
             group.update(values)  # the recipe's settings, not those of the checkpoint
+        if any_process(not _all_finite(_tensors(model, optimizer))):
+            raise ValueError(_not_finite(path))
         return run
 
     def describe_last(self) -> str:
@@ -164,11 +221,45 @@ def best_step(folder: Path) -> int | None:
     return best["step"] if best else None
 
 
-def read_run(checkpoint: Path) -> dict[str, Any]:
-    """The `run.json` of a checkpoint."""
+def verify_checkpoint(checkpoint: Path, part: slice = slice(None)) -> dict[str, Any]:
+    """Checks the files of a checkpoint, or a part of them, and returns its `run.json`.
+
+    Damage is a `ValueError`. Earlier versions wrote no checksums: then stderr says so.
+    """
+    run = read_run(checkpoint)
     with _name_damage(checkpoint):
-        run: dict[str, Any] = json.loads((checkpoint / "run.json").read_text(encoding="utf-8"))
+        sums = _read_sums(checkpoint)
+        for name in sorted(sums)[part]:
+            check_sha256(checkpoint / name, sums[name])
+    if not sums and part.start in (None, 0):
+        print(
+            f"{checkpoint} was saved by an earlier version, without checksums: it is not verified",
+            file=sys.stderr,
+        )
     return run
+
+
+def read_run(checkpoint: Path) -> dict[str, Any]:
+    """The `run.json` of a checkpoint, checked against its checksum."""
+    with _name_damage(checkpoint):
+        sums = _read_sums(checkpoint)
+        if sums:
+            check_sha256(checkpoint / "run.json", sums["run.json"])
+        run: dict[str, Any] = json.loads((checkpoint / "run.json").read_text(encoding="utf-8"))
+        if not sums and "has_checksums" in run:
+            raise ValueError(f"{MANIFEST} is missing")
+    return run
+
+
+def _read_sums(checkpoint: Path) -> dict[str, str]:
+    """The sha256 of every file. Empty if there is no manifest, as in earlier versions."""
+    if not (checkpoint / MANIFEST).exists():
+        return {}
+    parts = [path.name for path in checkpoint.glob("*.distcp")]
+    sums = read_manifest(checkpoint, ["run.json", ".metadata", *parts])
+    if (checkpoint / MANIFEST).read_bytes() != manifest_bytes(sums):
+        raise ValueError(f"{MANIFEST} is not as it was written")
+    return sums
 
 
 def read_model(checkpoint: Path, config: ModelConfig) -> XLSTM:
@@ -190,8 +281,9 @@ def export_run(
 ) -> int:
     """Writes a checkpoint, by default the last, as a Hugging Face folder. Returns its step.
 
-    "best" is the step with the lowest validation loss. `tokenizer` is copied into the folder: a
-    tokenizer.json, its folder, or "bytes", which needs no file; by default that of `init_from`.
+    "best" is the step with the lowest validation loss. `tokenizer` is a tokenizer.json, its folder,
+    a hub id or "bytes"; by default that of `init_from` or of the data. The folder gets the
+    tokenizer with the model's first token, a chat template, and the tokenizer's fingerprint.
     """
     folder = run / "checkpoints"
     found = saved_steps(folder)
@@ -209,32 +301,137 @@ def export_run(
     checkpoint = folder / f"step-{step:08}"
     saved = read_run(checkpoint)
     recipe = Recipe.from_dict(saved["recipe"])
-    # Earlier versions did not save the tokenizer's fingerprint.
-    file = _find_tokenizer(recipe, tokenizer, saved.get("tokenizer"))
-    parameters = read_model(checkpoint, recipe.model).named_parameters()
+    fingerprint = saved.get("tokenizer")  # earlier versions did not save it
+    found_tokenizer = _find_tokenizer(recipe, tokenizer, fingerprint)
+    verify_checkpoint(checkpoint)
+    model = read_model(checkpoint, recipe.model)
+    if not _all_finite(model.parameters()):
+        raise ValueError(_not_finite(checkpoint))
     with TemporaryDirectory() as aside:
-        companions = []
-        if file is not None:  # it may have another name
-            companions.append(shutil.copyfile(file, Path(aside) / "tokenizer.json"))
+        if found_tokenizer is not None:
+            file = tokenizer_file(found_tokenizer)
+            template = template_source(Path(aside) if file is None else file.parent)
+            opened = open_tokenizer(found_tokenizer)
+            companions = write_tokenizer(Path(aside), opened, recipe.model, template)
+        else:
+            companions = [write_fingerprint(Path(aside), fingerprint)] if fingerprint else []
+        parameters = model.named_parameters()
         save_checkpoint(target, recipe.model, parameters, dtype=dtype, companions=companions)
     return step
 
 
 def _find_tokenizer(
     recipe: Recipe, chosen: str | Path | None, fingerprint: str | None
-) -> Path | None:
-    """The chosen tokenizer, if it is the run's; otherwise that of `init_from`, if it has one."""
+) -> str | Path | None:
+    """The chosen tokenizer, if it is the run's; otherwise that of `init_from` or of the data."""
     if chosen is not None:
-        fits = open_tokenizer(chosen).vocab_size <= recipe.model.vocab_size
-        if not fits or fingerprint not in (None, tokenizer_fingerprint(chosen)):
-            raise ValueError(f"the run was trained with another tokenizer than {chosen}")
-        return tokenizer_file(chosen)
+        opened = open_tokenizer(chosen)
+        if fingerprint not in (None, opened.fingerprint):
+            raise ValueError(
+                f"the run was trained with the tokenizer {str(fingerprint)[:12]}, but {chosen} is "
+                f"the tokenizer {opened.fingerprint[:12]}"
+            )
+        load_tokenizer(chosen, recipe.model.vocab_size)
+        return chosen
+    # The folders may not exist any more, or hold another tokenizer.
+    places = [Path(source.path) for source in recipe.data.sources.values()]
     if recipe.init_from and not recipe.start_step:
-        with suppress(ValueError, OSError):  # the folder may not exist any more
-            file = tokenizer_file(resolve(recipe.init_from))
-            if file is not None and fingerprint in (None, tokenizer_fingerprint(file)):
-                return file
-    return None
+        with suppress(ValueError, OSError):
+            places.insert(0, resolve(recipe.init_from))
+    for place in places:
+        if (place / "tokenizer.json").is_file():
+            with suppress(ValueError, OSError):
+                if fingerprint in (None, tokenizer_fingerprint(place)):
+                    return place
+    return "bytes" if fingerprint == "bytes" else None
+
+
+# Weights that are not finite
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """The weights and AdamW's averages."""
+    yield from model.parameters()
+    for averages in optimizer.state.values():
+        yield from averages.values()
+
+
+@torch.no_grad()
+def _all_finite(tensors: Iterable[Tensor]) -> bool:
+    """True if this process's parts of the tensors hold no NaN and no infinity."""
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        # `aminmax` passes NaN on and, unlike `isfinite`, needs no memory.
+        if local.numel() and not torch.stack(local.aminmax()).isfinite().all():
+            return False
+    return True
+
+
+def _not_finite(checkpoint: Path) -> str:
+    return (
+        f"{checkpoint} holds weights that are not finite: remove it to continue from an earlier one"
+    )
+
+
+# Checksums
+
+
+class _HashingWriter(FileSystemWriter):
+    """Writes a distributed checkpoint and, as its last file, the checksums of all files.
+
+    Every process hashes the bytes that it writes. The first process receives the sums together with
+    the results of the save, so no file is read again.
+    """
+
+    def __init__(self, path: Path, sums: Mapping[str, str]) -> None:
+        """`sums` are those of files that the folder holds already."""
+        super().__init__(path)
+        self.fs: _HashingFiles = _HashingFiles()
+        self._folder, self._sums = path, dict(sums)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = super().write_data(plan, planner).wait()
+        results.append(WriteResult(MetadataIndex(MANIFEST), 0, dict(self.fs.sums)))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        for of_process in results:
+            self._sums |= of_process.pop().storage_data
+        super().finish(metadata, results)
+        write_manifest(self._folder, self._sums | self.fs.sums)
+
+
+class _HashingFiles(FileSystem):
+    """The file system, with the sha256 of each file that was written, by name."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, str] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        assert mode == "wb"
+        with _HashingFile(path) as file:
+            yield file
+        self.sums[Path(path).name] = file.digest.hexdigest()
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+
+
+class _HashingFile(io.BufferedWriter):
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self.digest = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        return super().write(data)
+
+
+# Error messages
 
 
 @contextmanager

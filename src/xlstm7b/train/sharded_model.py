@@ -42,13 +42,19 @@ from torch.utils.checkpoint import (
 )
 
 from xlstm7b.checkpoint import open_checkpoint
+from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
-from xlstm7b.model.lm import init_parameter
+from xlstm7b.model.init import drawn_parameters
 from xlstm7b.train.recipe import Layout, Recipe
 
 REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
 UNIT_PARAMETERS = 30_000_000  # of blocks that are gathered together
-_CONSTANTS = ("norm_eps", "cell_norm_eps", "eps", "gate_soft_cap", "output_logit_soft_cap")
+# Fields in which the model of `init_from` may differ: the recipe chooses the special tokens, and
+# the first value of a bias is not needed. The factors count if a width differs.
+_FREE = {f"{kind}_token_id" for kind in ("bos", "eos", "pad")}
+_FREE |= {"force_bos_token_insert", "igate_bias_init_range"}
+_FACTORS = {"qk_dim_factor", "v_dim_factor", "ffn_proj_factor"}
+_FACTORS |= {"mlstm_round_up_to_multiple_of", "ffn_round_up_to_multiple_of"}
 
 
 def build_model(
@@ -58,6 +64,7 @@ def build_model(
 
     On one kind of device every layout starts from the same numbers.
     """
+    weights = first_weights(recipe, init_from, device)
     auto = "bfloat16" if device.type == "cuda" else "float32"
     precision = auto if recipe.run.precision == "auto" else recipe.run.precision
     # 1. The model without memory; the recipe says whether blocks recompute and are compiled.
@@ -79,7 +86,7 @@ def build_model(
     model.to_empty(device=device)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, whole in first_weights(recipe, init_from, device):
+        for name, whole in weights:
             _fill(parameters.pop(name), whole)
     assert not parameters, "every parameter has a first value"
     return model
@@ -89,28 +96,30 @@ def first_weights(
     recipe: Recipe, init_from: str, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
     """Names and whole tensors, one by one: a process never holds the whole model."""
-    if init_from:
-        opened = open_checkpoint(init_from)
-        theirs, ours = opened.config, recipe.model
-        if theirs.parameter_shapes() != ours.parameter_shapes():
-            name = next(n for n in vars(ours) if getattr(theirs, n) != getattr(ours, n))
-            raise ValueError(
-                f"the model in {init_from} does not have the shape of the recipe's: its {name} is "
-                f"{getattr(theirs, name)}, not {getattr(ours, name)}"
-            )
-        for name in _CONSTANTS:  # special tokens may differ: the recipe chooses them
-            if getattr(theirs, name) != getattr(ours, name):
-                raise ValueError(
-                    f"the model in {init_from} has {name} {getattr(theirs, name)}, "
-                    f"the recipe {getattr(ours, name)}"
-                )
-        yield from opened.tensors()
-        return
+    if not init_from:
+        return _drawn_weights(recipe, device)
+    opened = open_checkpoint(init_from)
+    check_same_model(init_from, opened.config, recipe.model)
+    return opened.tensors()
+
+
+def check_same_model(place: str, theirs: ModelConfig, ours: ModelConfig) -> None:
+    """Raises a `ValueError` that names every field that differs and changes the model."""
+    free = _FREE if theirs.parameter_shapes() != ours.parameter_shapes() else _FREE | _FACTORS
+    differing = [
+        f"has {name} {getattr(theirs, name)}, the recipe {getattr(ours, name)}"
+        for name in vars(ours)
+        if name not in free and getattr(theirs, name) != getattr(ours, name)
+    ]
+    if differing:
+        raise ValueError(f"the model in {place} {'; it '.join(differing)}: change [model]")
+
+
+def _drawn_weights(recipe: Recipe, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    with torch.device("meta"):
+        model = XLSTM(recipe.model)
     torch.manual_seed(recipe.run.seed)
-    for name, shape in recipe.model.parameter_shapes().items():
-        drawn = torch.empty(shape, device=device)
-        init_parameter(name, drawn, recipe.model)
-        yield name, drawn
+    yield from drawn_parameters(model, device)
 
 
 def _fill(parameter: Tensor, whole: Tensor) -> None:
@@ -174,6 +183,10 @@ def parallelize(
     gathered weights of the forward pass for the backward pass.
     """
     blocks: Any = model.backbone.blocks
+    if mesh[TENSOR].size() > 1 and not model.config.is_standard:
+        raise ValueError(
+            "tensor parallelism can split the released model's layers only: set parallel.tp = 1"
+        )
     if mesh[TENSOR].size() > 1:
         for block in blocks:
             parallelize_module(block, mesh[TENSOR], _tensor_parallel_plan())
@@ -228,8 +241,7 @@ def _tensor_parallel_plan() -> dict[str, ParallelStyle]:
     columns += ["ffn.proj_up_gate", "ffn.proj_up"]
     return {
         "mlstm_layer": PrepareModuleInput(
-            input_layouts=(Replicate(), None, None, None),
-            desired_input_layouts=(Replicate(), None, None, None),
+            input_layouts=(Replicate(), None), desired_input_layouts=(Replicate(), None)
         ),
         "ffn": PrepareModuleInput(
             input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)

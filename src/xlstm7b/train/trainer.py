@@ -7,9 +7,10 @@ so there is one code path: FSDP2 keeps float32 weights and computes in bfloat16.
 import math
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -20,15 +21,18 @@ from torch import Tensor
 
 from xlstm7b.checkpoint import resolve
 from xlstm7b.data.loader import Batch, Loader, check_tokenizers
-from xlstm7b.data.shards import ShardFolder, open_folder
+from xlstm7b.data.shards import open_folder
+from xlstm7b.files import write_json
 from xlstm7b.tokenizer import tokenizer_fingerprint
+from xlstm7b.train.hooks import Hook, HookError, Hooks, LossBatch
 from xlstm7b.train.metrics_log import MetricsLog
 from xlstm7b.train.monitor import gate_statistics, validation_loss
 from xlstm7b.train.optimizer import build_optimizer, clipped_step, gradient_norm, set_learning_rate
-from xlstm7b.train.processes import in_first_process
-from xlstm7b.train.recipe import Recipe
-from xlstm7b.train.run_checkpoints import CheckpointManager, saved_steps
-from xlstm7b.train.sharded_model import build_model, reshard
+from xlstm7b.train.processes import in_first_process, process_group, run_folder
+from xlstm7b.train.recipe import Recipe, model_of
+from xlstm7b.train.run_checkpoints import CheckpointManager, read_run, saved_steps
+from xlstm7b.train.run_settings import changed_settings, may_differ, raised_rate
+from xlstm7b.train.sharded_model import build_model, check_same_model, reshard
 
 _MAX_SKIPPED = 20  # consecutive non-finite steps before the run aborts
 Report = Callable[[dict[str, Any]], None]
@@ -40,27 +44,56 @@ class Update(NamedTuple):
     loss: float
     gradient_norm: float
     tokens: int  # targets that count in the loss
+    positions: int  # tokens read, without padding
     applied: bool  # False if loss or gradient were not finite; then no weight was changed
     stop: bool  # True if any process received a signal to stop
 
 
 class Trainer:
-    """One run in its folder: `checkpoints/`, `metrics.jsonl`, `recipe.json`."""
+    """One run in its folder: `checkpoints/`, `metrics.jsonl`, `recipe.json`.
 
-    def __init__(self, recipe: Recipe, folder: Path, device_type: str) -> None:
-        self.recipe, self.folder = recipe, folder
+        Trainer(load_recipe("160m"), "runs/mine", hooks=[MyHook()]).train()
+
+    The folder is by default that of the recipe's name in `runs/`, the device a GPU if there is one.
+    If there is no process group, the trainer makes one, as `torchrun` describes it or of this
+    process alone, and ends it after `train`.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: str | Path | None = None,
+        device: str | None = None,
+        *,
+        hooks: Sequence[Hook] = (),
+    ) -> None:
+        self.recipe, self.folder = recipe, Path(folder or Path("runs") / recipe.name)
+        self.hooks = Hooks(recipe.run.hooks, hooks)
+        if device not in (None, "cuda", "cpu"):
+            raise ValueError(f"the device must be cuda or cpu, not {device!r}")
+        device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.device = torch.device(device_type)
+        with ExitStack() as stack:
+            if not dist.is_initialized():
+                stack.enter_context(process_group(device_type))
+            self._build()
+            self._process_group = stack.pop_all()
+
+    def _build(self) -> None:
+        recipe = self.recipe
         self.layout = recipe.layout(dist.get_world_size())
         # 1. The data. All folders must have one tokenizer.
         sources = {
             name: (open_folder(source.path), source.weight)
             for name, source in recipe.data.sources.items()
         }
-        self._validation: ShardFolder | None = None
+        self._validation = {
+            name: open_folder(path) for name, path in recipe.data.validation_sets().items()
+        }
         folders = {name: folder for name, (folder, _) in sources.items()}
-        if recipe.data.validation:
-            self._validation = folders["data.validation"] = open_folder(recipe.data.validation)
-        check_tokenizers(folders, recipe.model.vocab_size)
+        for name, held_out in self._validation.items():
+            folders[f"data.validation.{name}" if name else "data.validation"] = held_out
+        check_tokenizers(folders, recipe.model)
         self._tokenizer = next(iter(folders.values())).tokenizer_fingerprint
         self.loader = Loader(
             sources,
@@ -71,27 +104,34 @@ class Trainer:
             seed=recipe.run.seed,
             stage=recipe.start_step,
             packing=recipe.data.packing,
-            vocab_size=recipe.model.vocab_size,
-            pin_memory=device_type == "cuda",
+            model=recipe.model,
+            pin_memory=self.device.type == "cuda",
         )
         # The same sample during the whole run, so that gate statistics can be compared.
         self._gate_sample = self.loader.first_sample()
         # 2. The model. `init_from` is not read if a checkpoint of a run will be loaded.
-        is_new = not recipe.start_step and not saved_steps(folder / "checkpoints")
-        init_from = recipe.init_from if is_new else ""
+        is_new = not saved_steps(self.folder / "checkpoints")
+        init_from = recipe.init_from if is_new and not recipe.start_step else ""
         if init_from:
             _check_tokenizer(init_from, self._tokenizer)
+        if is_new and recipe.start_step:
+            earlier = model_of(recipe.init_from, recipe.start_step)
+            check_same_model(recipe.init_from, earlier, recipe.model)
         self.model = build_model(recipe, self.layout, self.device, init_from=init_from)
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
         # 3. The state of the run.
         self.checkpoints = CheckpointManager(
-            folder / "checkpoints",
+            self.folder / "checkpoints",
             keep_last=recipe.run.keep_last,
             keep_every=recipe.run.keep_every,
         )
         self.step = recipe.start_step
         self.best: dict[str, Any] | None = None  # step and validation loss of the best checkpoint
-        self._stop_requested = False
+        # What a resume changes: settings, with both values, and a learning rate that rises again.
+        self.changed: dict[str, tuple[Any, Any]] = {}
+        self.raised_rate: tuple[float, float] | None = None
+        self._changes: list[dict[str, Any]] = []  # the settings changed so far, with their steps
+        self._is_resumed = self._stop_requested = False
         self.skipped = self._skipped_in_a_row = 0  # non-finite steps
 
     def resume(self) -> bool:
@@ -99,6 +139,7 @@ class Trainer:
 
         Returns True if this run had a checkpoint.
         """
+        self._is_resumed = True
         found = saved_steps(self.checkpoints.folder)
         if found and found[-1] > self.recipe.run.steps:
             raise ValueError(
@@ -106,14 +147,28 @@ class Trainer:
                 f"({self.recipe.run.steps})"
             )
         if found:
+            saved = read_run(self.checkpoints.folder / f"step-{found[-1]:08}")
+            before = Recipe.from_dict(saved["recipe"])
+            check_same_model(str(self.folder), before.model, self.recipe.model)
+            if before.ramp != self.recipe.ramp:
+                raise ValueError(
+                    f"the run in {self.folder} has batches of {before.ramp.stages} (first step, "
+                    f"sequences), not {self.recipe.ramp.stages}: choose another folder"
+                )
             run = self.checkpoints.load(found[-1], self.model, self.optimizer)
             self.loader.load_state_dict(run["loader"])
             self.step, self.best = run["step"], run["best"] if self.recipe.run.keep_best else None
+            self._forget_best_of_another_set(before)
+            if changed := self.hooks.changed_loss(run.get("hooks", [])):
+                _note(f"{self.folder}, from step {self.step} on: {changed}")
+            self.changed = changed_settings(before, self.recipe)
+            self.raised_rate = raised_rate(before, self.recipe, self.step)
+            self._changes = run.get("changes", [])  # earlier versions did not save them
+            if self.changed:
+                self._changes.append({"step": self.step, "settings": self.changed})
         elif self.recipe.start_step:
-            before = Path(self.recipe.init_from) / "checkpoints"
-            if self.recipe.start_step not in saved_steps(before):
-                raise ValueError(f"{before} has no checkpoint of step {self.recipe.start_step}")
-            earlier = CheckpointManager(before, keep_last=1, keep_every=0)
+            folder = Path(self.recipe.init_from) / "checkpoints"
+            earlier = CheckpointManager(folder, keep_last=1, keep_every=0)
             run = earlier.load(self.recipe.start_step, self.model, self.optimizer)
             if run.get("tokenizer", self._tokenizer) != self._tokenizer:
                 raise ValueError(
@@ -122,8 +177,60 @@ class Trainer:
                 )
         return bool(found)
 
-    def train(self, report: Report) -> None:
-        """Runs to the last step, the time limit, SIGTERM or Ctrl-C. Saves at the end."""
+    def _forget_best_of_another_set(self, before: Recipe) -> None:
+        """Losses on another text cannot be compared. A new name or path alone is no change."""
+        (old_name, old), (name, new) = (
+            next(iter(recipe.data.validation_sets().items()), ("", ""))
+            for recipe in (before, self.recipe)
+        )
+        if self.best and new and old_name != name and old != new:
+            _note(
+                f"the best checkpoint, of step {self.best['step']}, was chosen on {old}; from now "
+                f"on {new} decides, and that checkpoint is kept no longer"
+            )
+            self.best = None
+
+    def train(self, report: Report = lambda line: None) -> None:
+        """Trains or continues the run, to its last step, the time limit, SIGTERM or Ctrl-C.
+
+        Saves at the end. In the first process, `report` is called with the metrics of each step.
+        """
+        if not dist.is_initialized():
+            raise ValueError("this trainer has ended: make a new one to continue the run")
+        with self._process_group, run_folder(self.folder):
+            if not self._is_resumed:
+                if not self.resume():
+                    record = self.folder / "recipe.json"
+                    in_first_process(write_json, record, self.recipe.to_dict())
+                self.print_remarks()
+                if self.step == self.recipe.run.steps:
+                    _note(f"{self.folder}: already finished, nothing trained (step {self.step})")
+            if self.step < self.recipe.run.steps:
+                self._train(report)
+            else:
+                self.loader.close()
+
+    def print_remarks(self) -> None:
+        """Says on stderr what may not be meant, such as a setting that a resume changes."""
+        recipe, step = self.recipe, self.step
+        is_finished = step == recipe.run.steps
+        for name, (before, now) in self.changed.items():
+            if not may_differ(name):
+                _note(f"{self.folder} was trained with {name} {before!r}; this recipe has {now!r}")
+        if self.raised_rate and not is_finished:
+            last, following = self.raised_rate
+            _note(
+                f"the learning rate rises again: {last:.3g} at step {step - 1}, {following:.3g} at "
+                f"step {step}; schedule.decay sets the length of the decay"
+            )
+        if recipe.data.validation and not recipe.run.validate_every and not is_finished:
+            _note("data.validation is never read: run.validate_every is 0")
+
+    def stop(self) -> None:
+        """Asks for the end of the run, for example from a hook: after the next step it saves."""
+        self._stop_requested = True
+
+    def _train(self, report: Report) -> None:
         run = self.recipe.run
         deadline = time.monotonic() + 3600 * run.time_limit if run.time_limit else math.inf
         metrics = in_first_process(
@@ -140,12 +247,14 @@ class Trainer:
                 self.checkpoints.finish_save()
         except BaseException as error:
             self.checkpoints.finish_save_after_failure()
-            if isinstance(error, OSError | FloatingPointError):
-                raise type(error)(f"{error}; {self.checkpoints.describe_last()}") from error
+            if isinstance(error, OSError | FloatingPointError | HookError):
+                cause = error.__cause__ if isinstance(error, HookError) else error
+                raise type(error)(f"{error}; {self.checkpoints.describe_last()}") from cause
             raise
-        self.loader.close()
-        if metrics is not None:
-            metrics.close()
+        finally:
+            self.loader.close()
+            if metrics is not None:
+                metrics.close()
 
     def _take_step(self, deadline: float, metrics: MetricsLog | None, report: Report) -> bool:
         """One update, then metrics and checkpoints. Returns True if the run should stop."""
@@ -165,7 +274,7 @@ class Trainer:
             "gradient_norm": update.gradient_norm,
             "learning_rate": self.recipe.learning_rate(self.step - 1),
             "tokens": update.tokens,
-            "tokens_per_second": update.tokens / (time.perf_counter() - began),
+            "tokens_per_second": update.positions / (time.perf_counter() - began),
             "applied": update.applied,
         }
         if self.device.type == "cuda":
@@ -173,9 +282,11 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats()
         if run.validate_every and self.step % run.validate_every == 0:
             line |= self.validate()
+            line |= self._call_hooks("on_validation", line)
         if self.step % run.log_every == 0:
             line |= gate_statistics(self.model, self._gate_sample, self.device)
             reshard(self.model)
+        line |= self._call_hooks("on_step", line)
         in_first_process(self._log, line, metrics, report)
         # 3. Checkpoints. After a skipped step none is due: it would replace a good one.
         self.checkpoints.finish_save(wait=False)
@@ -187,10 +298,21 @@ class Trainer:
                 "loader": self.loader.state_dict(),
                 "recipe": self.recipe.to_dict(),
                 "best": self.best,
+                "changes": self._changes,
                 "tokenizer": self._tokenizer,
+                "hooks": self.hooks.record,
             }
             self.checkpoints.start_save(self.step, self.model, self.optimizer, state)
         return update.stop
+
+    def _call_hooks(self, event: str, line: dict[str, Any]) -> dict[str, Any]:
+        if not self.hooks:
+            return {}
+        added = self.hooks.call(event, self, line)
+        # A hook may have run the model: nothing of that may stay.
+        self.optimizer.zero_grad(set_to_none=True)
+        reshard(self.model)
+        return added
 
     def _count_skip(self, update: Update) -> None:
         self.skipped += 1
@@ -207,16 +329,17 @@ class Trainer:
     def update(self) -> Update:
         """One step. Every target of the global batch has the same weight in the loss."""
         recipe, step = self.recipe, self.step
-        # 1. The batch. All processes add up their targets and requests to stop.
+        # 1. The batch. All processes add up their targets, positions and requests to stop.
         sequences = recipe.ramp.sequences(step)
         if sequences != self.loader.global_batch:
             self.loader.set_global_batch(sequences)
         batch = next(self.loader)
         size, count = recipe.micro_batches(step, self.layout)
         stop = float(self._stop_requested)
-        counts = torch.tensor([float(batch.mask.sum()), stop], dtype=torch.float64)
+        counted = float(batch.mask.sum()), float(_unpadded(batch)), stop
+        counts = torch.tensor(counted, dtype=torch.float64)
         dist.all_reduce(counts)
-        targets = counts[0].item() / self.layout.tp
+        targets, positions = (counts[:2] / self.layout.tp).tolist()
         # 2. Forward and backward. FSDP averages over data-parallel processes; this scale makes
         # the result the mean over targets. Replicas are summed with the last micro-batch.
         scale = self.layout.data_parallel / max(targets, 1.0)
@@ -238,18 +361,32 @@ class Trainer:
         self.step += 1
         # 4. The only wait for the device in a step, after everything has been launched.
         mean_loss, whole_norm, skipped = torch.stack([loss, norm, is_bad]).tolist()
-        return Update(mean_loss, whole_norm, round(targets), not skipped, counts[1].item() > 0)
+        return Update(
+            mean_loss,
+            whole_norm,
+            round(targets),
+            round(positions),
+            applied=not skipped,
+            stop=counts[2].item() > 0,
+        )
 
     def _loss(self, batch: Batch, rows: slice, scale: float) -> Tensor:
         tokens, targets, resets, mask = (
             part[rows].to(self.device, non_blocking=True) for part in batch
         )
-        return self.model.loss(tokens, targets, mask * scale, resets=resets)
+        part = LossBatch(tokens, targets, mask * scale, resets)
+        return self.hooks.loss(self.model, part, self.step + 1)
 
     def validate(self) -> dict[str, Any]:
-        """The loss on held-out text. If it is the lowest so far, this step becomes the best."""
-        assert self._validation is not None
-        found = validation_loss(self.model, self._validation, self.recipe, self.layout, self.device)
+        """The loss on each set of held-out text.
+
+        If that of the first set is the lowest so far, this step becomes the best.
+        """
+        found: dict[str, Any] = {}
+        for name, folder in self._validation.items():
+            measured = validation_loss(self.model, folder, self.recipe, self.layout, self.device)
+            found.setdefault("validation_loss", measured["validation_loss"])
+            found |= {f"{key}/{name}" if name else key: loss for key, loss in measured.items()}
         reshard(self.model)
         loss = found["validation_loss"]
         if self.recipe.run.keep_best and loss < (self.best or {}).get("validation_loss", math.inf):
@@ -281,11 +418,32 @@ class Trainer:
                 signal.signal(number, handler)
 
 
+def _note(text: str) -> None:
+    """Prints a line to stderr, once for all processes."""
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr)
+
+
+def _unpadded(batch: Batch) -> int:
+    """The positions of a batch without the padding at the ends of rows.
+
+    Padding begins with a reset, its tokens are their own targets, and none of them counts. The
+    padding's token alone does not tell it from text.
+    """
+    tail = batch.resets.flip(1).cumsum(1).eq(0).sum(1) + 1  # from the last reset to the end
+    is_same = (batch.tokens == batch.targets) & ~batch.mask
+    same = is_same.flip(1).cumprod(1).sum(1)  # the row's last positions that look like padding
+    return batch.tokens.numel() - int(tail[same >= tail].sum())
+
+
 def _check_tokenizer(init_from: str, fingerprint: str | None) -> None:
     """Raises a `ValueError` if the weights come with another tokenizer than that of the data."""
     folder = resolve(init_from)
-    if (folder / "tokenizer.json").is_file() and tokenizer_fingerprint(folder) != fingerprint:
+    if not (folder / "tokenizer.json").is_file():
+        return
+    theirs = tokenizer_fingerprint(folder)
+    if theirs != fingerprint:
         raise ValueError(
-            f"the data was prepared with another tokenizer than that of {init_from}: prepare it "
-            f"with --tokenizer {folder}"
+            f"the data was prepared with the tokenizer {str(fingerprint)[:12]}, but {init_from} "
+            f"holds the tokenizer {theirs[:12]}: prepare it with --tokenizer {folder}"
         )

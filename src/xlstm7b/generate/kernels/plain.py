@@ -79,7 +79,7 @@ def head(x: Tensor, norm: Tensor, eps: float, W: Tensor, cap: float) -> Tensor:
 
 def gather_states(states: MLSTMState, slots: Tensor) -> MLSTMState:
     """The states of these slots [R], as a new batch."""
-    return MLSTMState(*(x.index_select(0, slots) for x in states))
+    return type(states)(*(x.index_select(0, slots) for x in states))
 
 
 def scatter_states(batch: MLSTMState, states: MLSTMState, slots: Tensor) -> None:

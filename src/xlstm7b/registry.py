@@ -1,0 +1,87 @@
+"""Classes that a config chooses by name: blocks, layers, norms and gates.
+
+    from xlstm7b.registry import register
+
+    @register("norm", "my_norm")
+    class MyNorm(nn.Module): ...
+
+A config with `norm = "my_norm"` then has this norm in training, generation, accounting and
+checkpoints. docs/extending.md says what a class of each kind must have.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any, TypeVar
+
+# The kinds of classes, which are fields of `ModelConfig`, and the names of the released model's.
+STANDARD = {"block": "mlstm", "layer": "mlstm", "norm": "rms_norm", "gate": "linear"}
+PLUGINS = "XLSTM7B_PLUGINS"  # an environment variable: files or modules that register classes
+
+_Class = TypeVar("_Class", bound=type)
+_classes: dict[tuple[str, str], Any] = {}
+_loaded: set[str] = set()
+
+
+def register(kind: str, name: str) -> Callable[[_Class], _Class]:
+    """A decorator that makes a class the one that `kind = name` in a config chooses.
+
+    A class may be defined again under its own name, as notebooks do. Another class under a name
+    that is taken is a `ValueError`.
+    """
+    if kind not in STANDARD:
+        raise ValueError(f"there is no kind {kind!r}; choose from {', '.join(STANDARD)}")
+
+    def add(cls: _Class) -> _Class:
+        taken = _classes.get((kind, name))
+        if taken is not None and (taken.__qualname__ != cls.__qualname__ or name == STANDARD[kind]):
+            raise ValueError(
+                f"{kind} {name!r} is {taken.__module__}.{taken.__qualname__} already: "
+                f"give {cls.__qualname__} another name"
+            )
+        _classes[kind, name] = cls
+        return cls
+
+    return add
+
+
+def find(kind: str, name: str) -> Any:
+    """The class of this name. If it is not known yet, plugins are loaded first."""
+    import_module("xlstm7b.model")  # registers the standard classes
+    if (kind, name) not in _classes:
+        for plugin in filter(None, os.environ.get(PLUGINS, "").split(",")):
+            _load(plugin.strip())
+    if (kind, name) not in _classes:
+        known = ", ".join(sorted(own for of, own in _classes if of == kind))
+        raise ValueError(
+            f"there is no {kind} {name!r}, only {known}: set {PLUGINS} to the Python file that "
+            f"registers it"
+        )
+    return _classes[kind, name]
+
+
+def _load(plugin: str) -> None:
+    """Imports a file, if the name ends in .py, or a module; once."""
+    if plugin in _loaded:
+        return
+    _loaded.add(plugin)
+    try:
+        if not plugin.endswith(".py"):
+            import_module(plugin)
+            return
+        path = Path(plugin).resolve(strict=True)
+        files = (getattr(module, "__file__", None) for module in [*sys.modules.values()])
+        if str(path) in files:  # the caller's own program, or imported by it
+            return
+        spec = spec_from_file_location(f"xlstm7b_plugin_{path.stem}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules[spec.name] = module
+    except Exception as error:
+        _loaded.discard(plugin)
+        raise ValueError(f"{PLUGINS}: {plugin} cannot be loaded: {error!r}") from error

@@ -1,0 +1,69 @@
+"""The settings of a run: its default folder, and what changes when the run is continued."""
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from xlstm7b.train.recipe import Recipe, parse_overrides
+
+_LONGEST_NAME = 100  # of the settings in a folder's name
+# Settings, or tables of them, that may differ each time that a run is continued.
+_MAY_DIFFER = re.compile(
+    r"(run|parallel|data\.validation|data\.validation_sequences|batch\.micro_batch|init_from"
+    r"|data\.sources\..+\.path)(\..*)?"
+)
+
+
+def default_folder(name: str, overrides: Sequence[str]) -> Path:
+    """`runs/NAME`, or `runs/NAME-optimizer.lr=0.001` with overrides, so that sweeps are told apart.
+
+    Settings of `run`, the layout and paths are left out, so that a run can be continued with others
+    in the same folder. Long names become a hash.
+    """
+    given: dict[str, Any] = {}
+    for keys, value in parse_overrides(overrides):
+        given |= _flatten(value, ".".join(keys))
+    words = ",".join(
+        f"{setting}={given[setting]}"
+        for setting in sorted(given)
+        if not _MAY_DIFFER.fullmatch(setting)
+    )
+    if len(words) > _LONGEST_NAME:
+        words = hashlib.sha256(words.encode()).hexdigest()[:12]
+    words = re.sub(r"[^\w.,=+-]", "", words)
+    return Path("runs") / (f"{name}-{words}" if words else name)
+
+
+def may_differ(setting: str) -> bool:
+    """True for settings that a run may change without a word: `run`, layout, paths of data."""
+    return setting != "init_from" and _MAY_DIFFER.fullmatch(setting) is not None
+
+
+def changed_settings(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ, by name, with both values. None stands for a missing one."""
+    old, new = _flatten(before.to_dict()), _flatten(now.to_dict())
+    return {
+        name: (old.get(name), new.get(name))
+        for name in sorted(old.keys() | new.keys())
+        if name != "name" and old.get(name) != new.get(name)
+    }
+
+
+def raised_rate(before: Recipe, now: Recipe, step: int) -> tuple[float, float] | None:
+    """The learning rates of the last step and the next, if a change raises it after the warm-up."""
+    last, planned = before.learning_rate(step - 1), before.learning_rate(step)
+    following = now.learning_rate(step)
+    is_raised = step > now.schedule.warmup and following > max(last, planned)
+    return (last, following) if is_raised else None
+
+
+def _flatten(value: Any, name: str = "") -> dict[str, Any]:
+    """A table of tables as one: {"optimizer.lr": 0.001}."""
+    if not isinstance(value, Mapping):
+        return {name: value}
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= _flatten(inner, f"{name}.{key}" if name else str(key))
+    return flat
