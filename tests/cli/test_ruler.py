@@ -25,19 +25,19 @@ def test_a_run_writes_answers_and_is_not_repeated(
         ["niah_single_1", "0.0", "0.0"],
         ["average", "0.0", "0.0"],
     ]
-    assert names_in(folder) == {
-        "scores.json",
-        *(f"{task}-{n}.jsonl" for task in ("fwe", "niah_single_1") for n in (1536, 2048)),
-    }
+    assert names_in(folder) == {"scores.json", "1536", "2048"}
+    for length in ("1536", "2048"):
+        assert names_in(folder / length) == {"fwe.jsonl", "niah_single_1.jsonl"}
     generator = Generator.from_pretrained(speller)
-    for line in map(json.loads, (folder / "niah_single_1-1536.jsonl").open()):
-        (wanted,) = generator.generate([line["prompt"]], max_new_tokens=128, temperature=0)
-        assert line["answer"] == wanted.text
-        assert line["length"] == wanted.prompt_tokens + 128
-        assert 0.95 * 1536 <= line["length"] <= 1536
+    for line in map(json.loads, (folder / "1536" / "niah_single_1.jsonl").open()):
+        (wanted,) = generator.generate([line["input"]], max_new_tokens=128, temperature=0)
+        assert line["pred"] == wanted.text
+        assert line["length"] == wanted.prompt_tokens - 1 + 128  # without the first token
+        assert line["length"] <= 1536
     scores = json.loads((folder / "scores.json").read_text())
     assert (scores["seed"], scores["samples"], scores["lengths"]) == (42, 2, [1536, 2048])
     assert (scores["model"], scores["tokenizer"]) == (str(speller), "bytes")
+    assert scores["version"] == "2025-01"
     assert scores["xlstm7b"]["model"]["fingerprint"] == scores["model_fingerprint"]
     assert "torch" in scores["xlstm7b"]["versions"]
     assert "ruler" in scores["xlstm7b"]["command"]
@@ -49,13 +49,15 @@ def test_a_run_writes_answers_and_is_not_repeated(
     assert succeeded(cli(*called)) == table
     message = refused(cli(*called, "--seed", 1))
     assert message == f"{folder} holds a run with seed 42, not 1; choose another --output"
+    message = refused(cli(*called, "--version", "2026-07"))
+    assert message.startswith(f"{folder} holds a run with version 2025-01, not 2026-07; ")
 
 
 def test_tasks_without_data_are_left_out_and_named(cli: Cli, speller: Path, tmp_path: Path) -> None:
     paths = write_datasets(tmp_path)
     options = {
         "--output": tmp_path / "run",
-        "--lengths": 2048,
+        "--lengths": 4096,
         "--samples": 1,
         "--haystack": paths["haystack"],
         "--hotpotqa": paths["hotpotqa"],
@@ -64,7 +66,9 @@ def test_tasks_without_data_are_left_out_and_named(cli: Cli, speller: Path, tmp_
     called = ("eval", "ruler", speller, *(part for option in options.items() for part in option))
     code, out, err = cli(*called)
     assert code == 0
-    assert err == "qa_1 is left out: no --squad is given\n"
+    assert err.endswith("qa_1 is left out: no --squad is given\n")
+    splitter = json.loads((tmp_path / "run" / "scores.json").read_text())["sentences"]
+    assert ("python -m nltk.downloader punkt_tab\n" in err) == (splitter == "simple")
     lines = [line.split() for line in out.splitlines()]
     assert lines[1:5] == [
         ["niah_single_2", "0.0"],
@@ -73,8 +77,8 @@ def test_tasks_without_data_are_left_out_and_named(cli: Cli, speller: Path, tmp_
         ["average", "0.0"],
     ]
     assert out.splitlines()[5] == "– qa_1 is not in the average: no --squad is given"
-    table = succeeded(cli(*called, "--squad", paths["squad"]))
-    assert "–" not in table
+    code, table, _ = cli(*called, "--squad", paths["squad"])
+    assert (code, "–" in table) == (0, False)
 
 
 def test_scores_are_drawn(cli: Cli, speller: Path, tmp_path: Path) -> None:
@@ -111,12 +115,16 @@ def test_wrong_arguments_are_refused_before_a_download(
     ("options", "message"),
     [
         (("--tasks", "niah"), "RULER has no task 'niah'; its tasks: niah_single_1, niah_single_2"),
+        (("--version", "2024"), "RULER's version must be 2025-01 or 2026-07, not '2024'"),
+        (("--peer", "HERE"), "give either a model or --peer FOLDER"),
+        (("--english-words", "HERE/list"), "HERE/list is not a JSON object of words, like RULER's"),
         (("--lengths", "4k"), "--lengths must be numbers such as 4096,8192, not '4k'"),
         (
             ("--lengths", "256"),
-            "a length of 256 tokens is too short for fwe: the shortest prompt has 786 tokens, and "
-            "206 are left for it",
+            "a length of 256 tokens is too short for fwe: the shortest prompt has 469 tokens, and "
+            "256 are left for it",
         ),
+        (("--seed", -1), "the seed must be from 0 to 4294967295, not -1"),
         (("--samples", 0), "the number of samples must be at least 1, not 0"),
         (("--batch-size", 0), "batch_size must be at least 1, not 0"),
         (("--tasks", "qa_1"), "none of these tasks can be run: no --squad is given"),

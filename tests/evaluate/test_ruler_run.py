@@ -1,12 +1,13 @@
 """RULER runs: scores, interruptions, and folders of other runs."""
 
+import csv
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,15 @@ from xlstm7b.evaluate.ruler.run import (
 )
 from xlstm7b.evaluate.ruler.tasks import TASKS
 
+SOURCE = os.environ.get("XLSTM7B_RULER")
+READER = """
+import json
+
+def read_manifest(path):
+    return [json.loads(line) for line in open(path, encoding="utf-8")]
+
+write_manifest = None
+"""
 IDENTITY = {"model_fingerprint": "abc", "seed": 42, "haystack": None}
 SMALL = Plan(("niah_single_1", "fwe"), (1024, 2048), 5, 42)
 SLOW = """
@@ -50,6 +60,7 @@ def run(
     plan: Plan = SMALL,
     identity: Any = IDENTITY,
     data: Datasets | None = None,
+    count: Callable[[str], int] | None = None,
 ) -> dict[str, Any]:
     """Runs a plan. With no model, every sample must be answered already."""
 
@@ -57,14 +68,16 @@ def run(
         assert model is not None, "no model should be loaded"
         return model
 
+    counted = count or count_bpe()
     started = Run(
-        folder, plan, data or datasets(), count_bpe(), identity=identity, about={"model": "me"}
+        folder, plan, data or datasets(), counted, identity=identity, about={"model": "me"}
     )
     return started.answer(load, batch_size=2)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.mark.parametrize(("model", "score"), [(PerfectModel(), 100.0), (EmptyModel(), 0.0)])
@@ -74,7 +87,8 @@ def test_a_perfect_and_an_empty_model(tmp_path: Path, model: Answer, score: floa
     assert list(document["results"]) == [*TASKS, "average"]
     for row in document["results"].values():
         assert row == {"6144,none": score, "8192,none": score}
-    assert len(names_in(tmp_path)) == 2 * 13 + 1
+    assert names_in(tmp_path) == {"6144", "8192", "scores.json"}
+    assert names_in(tmp_path / "6144") == {f"{name}.jsonl" for name in TASKS}
 
 
 def test_answers_and_scores_are_written(tmp_path: Path) -> None:
@@ -86,12 +100,12 @@ def test_answers_and_scores_are_written(tmp_path: Path) -> None:
 
     plan = Plan(("niah_multiquery", "qa_1"), (4096,), 3, 42)
     document = run(tmp_path, OneValueModel(), plan, data=Datasets(datasets().haystack))
-    lines = [json.loads(line) for line in (tmp_path / "niah_multiquery-4096.jsonl").open()]
+    lines = [json.loads(line) for line in (tmp_path / "4096" / "niah_multiquery.jsonl").open()]
     assert [line["index"] for line in lines] == [0, 1, 2]
     for line in lines:
-        assert line["answer"] == line["references"][0] + " ü"
-        assert line["score"] == 25
-        assert line["length"] == count_bpe()(line["prompt"]) + 128
+        assert line["pred"] == line["outputs"][0] + " ü"
+        assert line["others"] == {"score": 0.25}
+        assert line["length"] == count_bpe()(line["input"]) + 128
     stored = json.loads((tmp_path / "scores.json").read_text())
     assert stored == {**document, "lengths": [4096]}
     assert stored["results"]["niah_multiquery"] == stored["results"]["average"]
@@ -119,8 +133,8 @@ def test_the_harness_reads_the_scores(tmp_path: Path) -> None:
 
 def test_a_question_too_long_is_found_at_the_start(tmp_path: Path) -> None:
     """One of the questions needs a document that is longer than the prompt may be."""
-    documents = ["A short one.", "Another.", "word " * 2000]
-    questions = [Question(f"What is {n}?", ("x",), (n,), ()) for n in (0, 1, 2)]
+    documents = [*map(str, range(12)), "word " * 2000]
+    questions = [Question(f"Is it {n}?", ("x",), (n,), tuple(range(2, 12))) for n in (0, 1, 12)]
     data = Datasets(squad=Questions(questions, documents))
     with pytest.raises(ValueError, match="a length of 1024 tokens is too short for qa_1: "):
         run(tmp_path / "run", None, Plan(("qa_1",), (1024,), 3, 42), data=data)
@@ -143,7 +157,7 @@ def test_only_missing_samples_are_answered(tmp_path: Path) -> None:
     assert contents(parts) == contents(whole)
     fewer = run(parts, None, Plan(("fwe",), (2048,), 1, 42))
     assert fewer["results"]["average"] == {"2048,none": 100}
-    assert len(read_scores(parts / "fwe-2048.jsonl")) == 5
+    assert len(read_scores(parts / "2048" / "fwe.jsonl")) == 5
 
 
 @pytest.mark.parametrize("cut", [1, 40, 1000])
@@ -151,7 +165,7 @@ def test_an_incomplete_line_is_answered_again(tmp_path: Path, cut: int) -> None:
     whole, model = tmp_path / "whole", PerfectModel()
     run(whole, PerfectModel())
     run(tmp_path / "cut", PerfectModel())
-    path = tmp_path / "cut" / "fwe-1024.jsonl"
+    path = tmp_path / "cut" / "1024" / "fwe.jsonl"
     os.truncate(path, path.stat().st_size - cut)
     run(tmp_path / "cut", model)
     assert model.prompts == 1
@@ -165,7 +179,7 @@ def test_a_killed_run_continues(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", SLOW, killed], env=environment)
     try:
         deadline = time.monotonic() + 60
-        while not (killed / "fwe-1024.jsonl").exists():
+        while not (killed / "1024" / "fwe.jsonl").exists():
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -177,6 +191,55 @@ def test_a_killed_run_continues(tmp_path: Path) -> None:
     assert 10 <= model.prompts <= 15
     run(tmp_path / "whole", PerfectModel())
     assert contents(killed) == contents(tmp_path / "whole")
+
+
+def test_a_length_without_enough_words_is_left_out(tmp_path: Path) -> None:
+    """2026-07 takes cwe's words from another list once it needs more than 8,169."""
+    plan = Plan(("vt", "cwe"), (8192, 1 << 17), 1, 42, "2026-07")
+    document = run(tmp_path, PerfectModel(), plan, count=lambda text: len(text) // 4)
+    reason = "more than the 8,169 words of wonderwords are needed, and no --english-words is given"
+    assert document["left_out"] == {"cwe at 131072": reason}
+    assert document["results"] == {
+        "vt": {"8192,none": 100, "131072,none": 100},
+        "cwe": {"8192,none": 100},
+        "average": {"8192,none": 100, "131072,none": 100},
+    }
+    assert document["versions"]["cwe"] == "2026-07"
+    assert score_table(document).splitlines()[2:] == [
+        "cwe      100.0       –",
+        "average  100.0   100.0",
+        f"– cwe at 131072 is not in the average: {reason}",
+    ]
+
+
+@pytest.mark.skipif(SOURCE is None, reason="XLSTM7B_RULER names no checkout of NVIDIA/RULER")
+def test_the_official_evaluation_reads_the_answers(tmp_path: Path) -> None:
+    """Its evaluate.py gives the scores that we give. It only needs a stand-in for NeMo's reader."""
+
+    class ForgetfulModel(PerfectModel):
+        def __call__(self, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
+            right = super().__call__(prompts, max_new_tokens)
+            return [f"\x02 {text[: 3 + 5 * n]}\n" for n, text in enumerate(right)]
+
+    document = run(tmp_path / "run", ForgetfulModel(), Plan(tuple(TASKS), (8192,), 3, 42))
+    stand_in = tmp_path / "nemo" / "collections" / "asr" / "parts" / "utils"
+    stand_in.mkdir(parents=True)
+    (stand_in / "manifest_utils.py").write_text(READER)
+    script = Path(str(SOURCE)).absolute() / "scripts" / "eval" / "evaluate.py"
+    command = [sys.executable, str(script), "--data_dir", str(tmp_path / "run" / "8192")]
+    subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
+    _, tasks, scores, _ = csv.reader((tmp_path / "run" / "8192" / "summary.csv").open())
+    theirs = dict(zip(tasks[1:], map(float, scores[1:]), strict=True))
+    ours = {name: row["8192,none"] for name, row in document["results"].items()}
+    assert len({*theirs.values()}) > 3
+    assert {**theirs, "average": ours["average"]} == ours
+    run(tmp_path / "run", None, Plan(tuple(TASKS), (8192,), 3, 42))  # its files do no harm
 
 
 def test_folders_of_other_runs_are_refused(tmp_path: Path) -> None:
@@ -196,8 +259,8 @@ def test_folders_of_other_runs_are_refused(tmp_path: Path) -> None:
         run(tmp_path, None)
         with pytest.raises(ValueError, match="haystack h, not i; choose another --output"):
             run(tmp_path, None, identity={**IDENTITY, "haystack": "i"})
-    (tmp_path / "fwe-1024.jsonl").write_text("{}\n")
-    with pytest.raises(ValueError, match=r"fwe-1024\.jsonl is damaged in line 1; delete the file"):
+    (tmp_path / "1024" / "fwe.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match=r"fwe\.jsonl is damaged in line 1; delete the file"):
         run(tmp_path, None)
     (tmp_path / "scores.json").write_text("[]")
     with pytest.raises(ValueError, match=r"scores\.json is damaged; choose another --output"):
@@ -222,6 +285,7 @@ def test_folders_of_other_runs_are_refused(tmp_path: Path) -> None:
             "none of these tasks can be run: no --squad is given, no --hotpotqa is given",
         ),
         ((("vt",), (600,), 1, 42), "a length of 600 tokens is too short for vt: "),
+        ((("vt",), (4096,), 1, 42, "2024-04"), "RULER's version must be 2025-01 or 2026-07, not"),
     ],
 )
 def test_wrong_plans_are_refused(tmp_path: Path, settings: Any, message: str) -> None:

@@ -56,12 +56,12 @@ def datasets() -> Datasets:
 
 
 def count_bytes(text: str) -> int:
-    return 1 + len(ByteTokenizer().encode(text))
+    return len(ByteTokenizer().encode(text))
 
 
 @cache
 def count_bpe() -> Callable[[str], int]:
-    """Counts tokens of a small byte-level BPE vocabulary, plus the first token."""
+    """Counts tokens of a small byte-level BPE vocabulary."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -76,7 +76,7 @@ def count_bpe() -> Callable[[str], int]:
     with TemporaryDirectory() as folder:
         backend.save(f"{folder}/tokenizer.json")
         tokenizer = FileTokenizer(Path(folder) / "tokenizer.json")
-    return lambda text: 1 + len(tokenizer.encode(text))
+    return lambda text: len(tokenizer.encode(text))
 
 
 def solve(prompt: str) -> str:
@@ -88,10 +88,10 @@ def solve(prompt: str) -> str:
     if "chain(s)" in prompt:
         question = prompt[prompt.rindex("Memorize and track") :]
         value = re.findall(r"assigned the value (\d+)", question)[0]
-        assigned = dict(re.findall(r"^VAR (\w+) = (?:VAR )?(\w+)$", question, re.M))
+        assigned = assignments(question)
         return " ".join(name for name in assigned if resolved(assigned, name) == value)
     if "numbered list" in prompt:
-        return " ".join(word for word, _ in listed_words(prompt).most_common(10))
+        return ", ".join(word for word, _ in listed_words(prompt).most_common(10))
     if "coded text" in prompt:
         return " ".join(word for word, _ in coded_words(prompt).most_common(4)[1:])
     town = re.findall(r"in town (\d+)\? Answer:$", prompt)
@@ -104,9 +104,13 @@ def solve(prompt: str) -> str:
 
 def needles_of(prompt: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for key, value in re.findall(r"special magic \w+s for (\S+) is: (\S+)\.", prompt):
+    for key, value in re.findall(r"One of the special magic \w+s for (.+?) is: (\S+)\.", prompt):
         found.setdefault(key, []).append(value)
     return found
+
+
+def assignments(text: str) -> dict[str, str]:
+    return dict(re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", text))
 
 
 def resolved(assigned: dict[str, str], name: str) -> str:
@@ -117,7 +121,7 @@ def resolved(assigned: dict[str, str], name: str) -> str:
 
 def listed_words(prompt: str) -> Counter[str]:
     question = prompt[prompt.rindex("Below is") :].split("\n")[1]
-    return Counter(re.findall(r"\d+\. (\w+)", question))
+    return Counter(re.split(r" ?\d+\. ", question)[1:])
 
 
 def coded_words(prompt: str) -> Counter[str]:

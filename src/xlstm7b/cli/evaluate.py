@@ -39,6 +39,13 @@ _BatchSize = Annotated[
         help="Sequences in a batch. auto chooses by free memory.", rich_help_panel="Model"
     ),
 ]
+_Peer = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder of any causal language model of transformers, measured in place of MODEL.",
+        rich_help_panel="Model",
+    ),
+]
 _Output = Annotated[
     Path | None, typer.Option(help="JSON file for the results, in the harness's layout.")
 ]
@@ -164,14 +171,21 @@ def run(
 
 @app.command()
 def ppl(
-    model: options.Model,
-    texts: Annotated[
-        list[Path],
+    model: Annotated[
+        str,
         typer.Argument(
-            help="Files: .txt, .md, .jsonl, .ndjson, .json (also .gz, .zst), .parquet; or folders "
-            "of them."
+            help="Checkpoint folder, or Hugging Face hub id. With --peer, only texts are given.",
         ),
     ],
+    texts: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Files: .txt, .md, .jsonl, .ndjson, .json (also .gz, .zst), .parquet; or folders "
+            "of them.",
+            show_default=False,
+        ),
+    ] = None,
+    peer: _Peer = None,
     column: Annotated[
         str, typer.Option(help="Field with the text, in JSON and parquet files.")
     ] = "text",
@@ -189,6 +203,10 @@ def ppl(
     Every document is read from its beginning to its end, whatever its length.
     """
     rows = _to_rows(batch_size)
+    texts = ([] if peer is None else [Path(model)]) + (texts or [])
+    if not texts:
+        raise ValueError("no text is given; name files or folders after the model")
+    _check_peer(peer, tokenizer)
     target = None if output is None else to_target(output)
     picture = None if plot is None else to_target(plot)
     from xlstm7b.data.input_files import Columns, check_input_file, find_input_files
@@ -203,21 +221,27 @@ def ppl(
         check_input_file(source, Columns(text=column))
     if not any(read_documents(texts, column)):
         raise ValueError("there is no text to measure")
-    opened = open_model(
-        model, tokenizer=tokenizer, dtype=dtype, device=device, state_dtype="float32"
-    )
+    from xlstm7b.evaluate.peer import Peer
     from xlstm7b.evaluate.scoring import Scorer
-    from xlstm7b.model import XLSTM
 
     if found.left_out:
         print(found, file=sys.stderr)
-    loaded = XLSTM.from_pretrained(opened.folder, dtype=opened.dtype, device=str(opened.device))
-    scorer = Scorer(loaded, batch_size=rows)
+    opened: Any
+    scorer: Any
+    if peer is None:
+        opened = open_model(
+            model, tokenizer=tokenizer, dtype=dtype, device=device, state_dtype="float32"
+        )
+        info = run_info(opened.folder, tokenizer=_fingerprint(opened.folder, tokenizer))
+        scorer, encoder = Scorer(opened.load_model(), batch_size=rows), opened.tokenizer
+    else:
+        opened = Peer(peer, dtype, device)
+        info = run_info(opened.fingerprint, tokenizer=opened.tokenizer_fingerprint)
+        scorer = encoder = opened.load()
     with count_progress("reading", None, shown=True) as progress:
         documents = read_documents(texts, column)
-        measured = perplexity(scorer, opened.tokenizer, documents, progress)
+        measured = perplexity(scorer, encoder, documents, progress)
     name = ", ".join(path.resolve().name for path in texts)
-    info = run_info(opened.folder, tokenizer=_fingerprint(opened.folder, tokenizer))
     with _printing(str(measured)):
         if target is not None:
             _write_results(target, measured.to_results(name), info)
@@ -243,13 +267,27 @@ def compare(
 
 @app.command()
 def ruler(
-    model: options.Model,
     output: Annotated[
         Path,
         typer.Option(
             help="Folder for answers and scores. If it holds a run, that run is continued."
         ),
     ],
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Checkpoint folder, or Hugging Face hub id. With --peer, leave it out.",
+            show_default=False,
+        ),
+    ] = None,
+    peer: _Peer = None,
+    version: Annotated[
+        str,
+        typer.Option(
+            help="RULER's code of January 2025 (2025-01), used around the paper, or of July 2026 "
+            "(2026-07): their prompts differ."
+        ),
+    ] = "2025-01",
     lengths: Annotated[
         str, typer.Option(help="Lengths in tokens, with the answer, separated by commas.")
     ] = "4096,8192,16384,32768,65536,131072",
@@ -267,10 +305,15 @@ def ruler(
         bool,
         typer.Option("--plot", help="Draw the average score: ruler.png in --output."),
     ] = False,
-    haystack: Annotated[Path | None, _data("Text file to hide needles in.")] = None,
+    haystack: Annotated[
+        Path | None, _data("Text file to hide needles in, or RULER's PaulGrahamEssays.json.")
+    ] = None,
     squad: Annotated[Path | None, _data("SQuAD v2's dev-v2.0.json, for qa_1.")] = None,
     hotpotqa: Annotated[
         Path | None, _data("HotpotQA's hotpot_dev_distractor_v1.json, for qa_2.")
+    ] = None,
+    english_words: Annotated[
+        Path | None, _data("RULER's english_words.json, for cwe of 2026-07 at 131072 tokens.")
     ] = None,
     tokenizer: options.TokenizerPath = None,
     dtype: options.DType = None,
@@ -283,56 +326,84 @@ def ruler(
     The same command continues a run that was stopped. Tasks whose data is not given with
     --haystack, --squad or --hotpotqa are left out.
     """
+    from xlstm7b.evaluate.peer import Peer
     from xlstm7b.evaluate.results import run_info
     from xlstm7b.evaluate.ruler.datasets import Datasets
     from xlstm7b.evaluate.ruler.run import (
         SCORES,
+        Answer,
         Plan,
         Run,
         greedy_answers,
         plot_scores,
         score_table,
     )
+    from xlstm7b.evaluate.ruler.sentences import splitter
     from xlstm7b.evaluate.ruler.tasks import TASKS
     from xlstm7b.report import check_matplotlib
-    from xlstm7b.tokenizer import with_first_token
 
+    if (model is None) == (peer is None):
+        raise ValueError("give either a model or --peer FOLDER")
+    _check_peer(peer, tokenizer)
     if plot:
         check_matplotlib()
     chosen = tuple(TASKS) if tasks is None else tuple(listed(tasks))
-    plan = Plan(chosen, _to_lengths(lengths), samples, seed)
-    files = {"haystack": haystack, "squad": squad, "hotpotqa": hotpotqa}
+    plan = Plan(chosen, _to_lengths(lengths), samples, seed, version)
+    files = {
+        "haystack": haystack,
+        "squad": squad,
+        "hotpotqa": hotpotqa,
+        "english_words": english_words,
+    }
     datasets = Datasets.read(**files)
-    opened = open_model(
-        model,
-        tokenizer=tokenizer,
-        dtype=dtype,
-        device=device,
-        state_dtype=state_dtype,
-        batch_size=batch_size,
-    )
-    info = run_info(opened.folder)
+    opened: Any
+    state = None
+    if peer is not None:
+        opened = Peer(peer, dtype, device)
+        encode = opened.encode
+        info, vocabulary = run_info(opened.fingerprint), opened.tokenizer_fingerprint
+    else:
+        opened = open_model(
+            str(model),
+            tokenizer=tokenizer,
+            dtype=dtype,
+            device=device,
+            state_dtype=state_dtype,
+            batch_size=batch_size,
+        )
+        encode, state = opened.tokenizer.encode, state_dtype
+        info, vocabulary = run_info(opened.folder), _fingerprint(opened.folder, tokenizer)
     identity = {
+        "version": version,
         "model_fingerprint": info["model"]["fingerprint"],
-        "tokenizer": _fingerprint(opened.folder, tokenizer),
+        "tokenizer": vocabulary,
         "seed": seed,
         "dtype": _dtype_name(opened.dtype),
-        "state_dtype": state_dtype,
+        "state_dtype": state,
+        "sentences": None if haystack is None else splitter()[0],
     }
     for name, path in files.items():
         identity[name] = None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
 
-    def count_tokens(text: str) -> int:
-        return len(with_first_token(opened.config, opened.tokenizer.encode(text)))
-
-    about = {"model": model, "xlstm7b": info}
-    started = Run(output, plan, datasets, count_tokens, identity=identity, about=about)
+    about = {"model": model or str(peer), "xlstm7b": info}
+    started = Run(
+        output, plan, datasets, lambda text: len(encode(text)), identity=identity, about=about
+    )
+    if identity["sentences"] == "simple":
+        print(
+            "sentences of the haystack end at . ! ?; to split them as the benchmark does, run "
+            "python -m nltk.downloader punkt_tab",
+            file=sys.stderr,
+        )
     for name, reason in started.left_out.items():
         print(f"{name} is left out: {reason}", file=sys.stderr)
+
+    def load() -> Answer:
+        loaded = opened.load()
+        return greedy_answers(loaded) if peer is None else loaded.answer
+
     with count_progress("answering", started.total, shown=True) as progress:
-        document = started.answer(
-            lambda: greedy_answers(opened.load()), batch_size=batch_size, progress=progress
-        )
+        document = started.answer(load, batch_size=batch_size, progress=progress)
     with _printing(score_table(document)):
         if plot:
             plot_scores([output / SCORES], output / "ruler.png")
@@ -363,6 +434,11 @@ def _to_lengths(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in listed(text))
     except ValueError:
         raise ValueError(f"--lengths must be numbers such as 4096,8192, not {text!r}") from None
+
+
+def _check_peer(peer: Path | None, tokenizer: Path | None) -> None:
+    if peer is not None and tokenizer is not None:
+        raise ValueError("--tokenizer is for our model; a peer has its tokenizer in its folder")
 
 
 def _fingerprint(folder: Path, tokenizer: Path | None) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from xlstm7b.data.input_files import Columns, find_input_files, read_batches
+from xlstm7b.evaluate.peer import Peer
 from xlstm7b.evaluate.scoring import Progress, Scorer
 from xlstm7b.report import figure, table
 from xlstm7b.tokenizer import Tokenizer
@@ -86,14 +87,20 @@ def read_documents(inputs: Iterable[str | Path], column: str = "text") -> Iterat
 
 
 def perplexity(
-    scorer: Scorer, tokenizer: Tokenizer, documents: Iterable[str], progress: Progress | None = None
+    scorer: Scorer | Peer,
+    tokenizer: Tokenizer | Peer,
+    documents: Iterable[str],
+    progress: Progress | None = None,
 ) -> Perplexity:
     """Scores every document from its beginning to its end, each one from a fresh state.
 
     For a model without a first token, a document's first token is given: it has no loss, and its
     bytes do not count.
     """
-    first_is_given = not scorer.config.force_bos_token_insert
+    if isinstance(scorer, Peer):
+        first_is_given = not scorer.has_first_token
+    else:
+        first_is_given = not scorer.config.force_bos_token_insert
     count = size = held = 0
     text = hashlib.sha256()
     sums = torch.zeros(64, dtype=torch.float64)
@@ -113,8 +120,7 @@ def perplexity(
         text.update(hashlib.sha256(content).digest())
         waiting.append(tokenizer.encode(document))
         if first_is_given and waiting[-1]:
-            given = tokenizer.token_bytes(waiting[-1][0])
-            size -= len(given.removeprefix(tokenizer.prefix))
+            size -= _first_bytes(tokenizer, document, waiting[-1][0])
         held += len(waiting[-1])
         if held >= MAX_HELD_TOKENS:
             score_waiting()
@@ -134,6 +140,13 @@ def perplexity(
     return Perplexity(
         count, tokens, size, loss, math.exp(loss), bits / size, buckets, text.hexdigest()
     )
+
+
+def _first_bytes(tokenizer: Tokenizer | Peer, document: str, token: int) -> int:
+    """The number of bytes of a document's first token."""
+    if isinstance(tokenizer, Peer):
+        return tokenizer.first_bytes(document)
+    return len(tokenizer.token_bytes(token).removeprefix(tokenizer.prefix))
 
 
 def _bucket_of_positions(length: int) -> Tensor:

@@ -19,11 +19,11 @@ _PACKAGES = ("xlstm7b", "torch", "triton", "tokenizers", "lm_eval", "datasets", 
 _BLOCKS, _BLOCK_BYTES = 64, 4096
 
 
-def run_info(model: str | Path, **settings: Any) -> dict[str, Any]:
+def run_info(model: str | Path | Mapping[str, Any], **settings: Any) -> dict[str, Any]:
     """The origin of results: the model's fingerprint, package versions, the command line.
 
-    Goes into a results file under "xlstm7b". `settings` are those that `compare` compares, besides
-    what the harness stores itself.
+    Goes into a results file under "xlstm7b". `model` is a folder, a hub id or a fingerprint.
+    `settings` are those that `compare` compares, besides what the harness stores itself.
     """
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
@@ -32,19 +32,28 @@ def run_info(model: str | Path, **settings: Any) -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    about = {"model": fingerprint(model), "versions": versions, "command": command}
+    described = model if isinstance(model, Mapping) else fingerprint(model)
+    about = {"model": described, "versions": versions, "command": command}
     return about | ({"settings": settings} if settings else {})
 
 
 def fingerprint(folder_or_hub_id: str | Path) -> dict[str, Any]:
-    """A model's folder, number of parameters, and a hash that differs between models.
-
-    The hash covers the config and, of each weights file, its size and 64 blocks of 4 KiB. The first
-    block is the header. Training changes all the others, so the rest need not be read.
-    """
+    """A model's folder, number of parameters, and a hash that differs between models."""
     folder = resolve(folder_or_hub_id)
     config = read_config(folder)
-    digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode())
+    return {
+        "folder": str(folder),
+        "fingerprint": hash_model(folder, config.to_dict()),
+        "parameters": parameter_counts(config)["total"],
+    }
+
+
+def hash_model(folder: Path, config: Mapping[str, Any]) -> str:
+    """A hash of the config and, of each weights file, its size and 64 blocks of 4 KiB.
+
+    The first block is the header. Training changes all the others, so the rest need not be read.
+    """
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for path in sorted(folder.glob("model*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
@@ -52,8 +61,7 @@ def fingerprint(folder_or_hub_id: str | Path) -> dict[str, Any]:
             for block in range(_BLOCKS):
                 file.seek(block * max(0, size - _BLOCK_BYTES) // (_BLOCKS - 1))
                 digest.update(file.read(_BLOCK_BYTES))
-    parameters = parameter_counts(config)["total"]
-    return {"folder": str(folder), "fingerprint": digest.hexdigest(), "parameters": parameters}
+    return digest.hexdigest()
 
 
 class Metric(NamedTuple):
@@ -186,7 +194,7 @@ def _settings(content: Mapping[str, Any]) -> dict[str, Any]:
         "chat template": (ours, "chat_template")
         if "chat_template" in ours
         else (content, "chat_template_sha"),
-        **{name: (ruler, name) for name in ("seed", "samples", "haystack", "squad", "hotpotqa")},
+        **{name.replace("_", " "): (ruler, name) for name in _RULER},
         **{name.replace("_", " "): (config, name) for name in _SEEDS},
         "few-shot examples": (content, "n-shot"),
         "version": (content, "versions"),
@@ -195,6 +203,7 @@ def _settings(content: Mapping[str, Any]) -> dict[str, Any]:
     return {name: where[key] for name, (where, key) in places.items() if key in where}
 
 
+_RULER = ("seed", "samples", "haystack", "sentences", "squad", "hotpotqa", "english_words")
 _SEEDS = ("random_seed", "numpy_seed", "torch_seed", "fewshot_seed")
 
 

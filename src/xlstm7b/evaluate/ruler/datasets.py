@@ -1,7 +1,8 @@
-"""The data for RULER's prompts: a text to hide needles in, and datasets of questions."""
+"""The data for RULER's prompts: a text to hide needles in, datasets of questions, a word list."""
 
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,13 @@ class Question:
 
     text: str
     answers: tuple[str, ...]  # any of them is right
-    needed: tuple[int, ...]  # documents that answer it
-    related: tuple[int, ...]  # documents of the same article, or chosen to mislead
+    shown: tuple[int, ...]  # documents that are in every prompt: the answer is in them
+    related: tuple[int, ...] = ()  # documents that are added first
 
 
 @dataclass(frozen=True)
 class Questions:
-    """A dataset's questions, in its order, and all its documents."""
+    """A dataset's questions, in its order, and all its documents, sorted."""
 
     questions: list[Question]
     documents: list[str]
@@ -27,74 +28,97 @@ class Questions:
 
 @dataclass(frozen=True)
 class Datasets:
-    """The words of the haystack, and two datasets. None: not given, so its tasks cannot run."""
+    """None: not given, so the tasks that need it cannot run."""
 
-    haystack: list[str] | None = None
+    haystack: list[str] | None = None  # words
     squad: Questions | None = None
     hotpotqa: Questions | None = None
+    english_words: list[str] | None = None
 
     @classmethod
     def read(
-        cls, haystack: Path | None = None, squad: Path | None = None, hotpotqa: Path | None = None
+        cls,
+        haystack: Path | None = None,
+        squad: Path | None = None,
+        hotpotqa: Path | None = None,
+        english_words: Path | None = None,
     ) -> "Datasets":
         return cls(
-            None if haystack is None else _read_words(haystack),
+            None if haystack is None else _read_haystack(haystack),
             None if squad is None else _read_questions(squad, "SQuAD v2", _squad),
             None if hotpotqa is None else _read_questions(hotpotqa, "HotpotQA", _hotpotqa),
+            None if english_words is None else _read_words(english_words),
         )
 
 
-def _read_words(path: Path) -> list[str]:
+def _read_haystack(path: Path) -> list[str]:
+    """The words of a text file, or of the benchmark's PaulGrahamEssays.json."""
     try:
-        words = path.read_text(encoding="utf-8").split()
+        text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
-    if not words:
+    if path.suffix == ".json":
+        text = _parsed(path, 'a JSON file with a "text"', lambda content: str(content["text"]))
+    if not text.split():
         raise ValueError(f"{path} contains no words")
+    return re.sub(r"\s+", " ", text).split(" ")
+
+
+def _read_words(path: Path) -> list[str]:
+    """RULER's english_words.json: an object whose values are words."""
+
+    def parse(content: Any) -> list[str]:
+        return [str(word) for word in content.values()]
+
+    words: list[str] = _parsed(path, "a JSON object of words, like RULER's", parse)
     return words
 
 
-def _read_questions(path: Path, dataset: str, parse: "_Parse") -> Questions:
-    documents: dict[str, int] = {}
-    try:
-        questions = list(parse(json.loads(path.read_text(encoding="utf-8")), documents))
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is not a JSON file of {dataset}: {error!r}") from error
-    if not questions:
+def _read_questions(path: Path, dataset: str, parse: Callable[[Any], Questions]) -> Questions:
+    parsed: Questions = _parsed(path, f"a JSON file of {dataset}", parse)
+    if not parsed.questions:
         raise ValueError(f"{path} contains no question with an answer")
-    for question in questions:
+    for question in parsed.questions:
         if not all(question.answers):
             raise ValueError(f"{path}: the question {question.text!r} has an empty answer")
-        if len(question.needed) == len(documents):
-            raise ValueError(f"{path}: the question {question.text!r} needs all documents")
-    return Questions(questions, list(documents))
+    return parsed
 
 
-# Parsers yield questions, and add documents with their numbers.
-_Parse = Callable[[Any, dict[str, int]], Iterator[Question]]
+def _parsed(path: Path, what: str, parse: Callable[[Any], Any]) -> Any:
+    try:
+        return parse(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is not {what}: {error!r}") from error
 
 
-def _squad(content: Any, documents: dict[str, int]) -> Iterator[Question]:
+def _squad(content: Any) -> Questions:
     """SQuAD v2's dev-v2.0.json: the questions that have an answer."""
-    for article in content["data"]:
-        paragraphs = article["paragraphs"]
-        numbers = [documents.setdefault(p["context"], len(documents)) for p in paragraphs]
-        for paragraph, number in zip(paragraphs, numbers, strict=True):
-            related = tuple(n for n in dict.fromkeys(numbers) if n != number)
+    articles = [article["paragraphs"] for article in content["data"]]
+    documents = sorted({paragraph["context"] for article in articles for paragraph in article})
+    numbers = {text: number for number, text in enumerate(documents)}
+    questions = []
+    for article in articles:
+        for paragraph in article:
+            gold = numbers[paragraph["context"]]
+            others = [numbers[other["context"]] for other in article]
+            related = tuple(number for number in others if number != gold)
             for entry in paragraph["qas"]:
-                answers = dict.fromkeys(answer["text"] for answer in entry["answers"])
+                answers = tuple(answer["text"] for answer in entry["answers"])
                 if answers:
-                    yield Question(entry["question"], (*answers,), (number,), related)
+                    questions.append(Question(entry["question"], answers, (gold,), related))
+    return Questions(questions, documents)
 
 
-def _hotpotqa(content: Any, documents: dict[str, int]) -> Iterator[Question]:
-    """HotpotQA's hotpot_dev_distractor_v1.json."""
-    for entry in content:
-        numbers = {
-            title: documents.setdefault(f"{title}\n{''.join(sentences)}", len(documents))
-            for title, sentences in entry["context"]
-        }
-        titles = {title for title, _ in entry["supporting_facts"]}
-        needed = tuple(n for title, n in numbers.items() if title in titles)
-        related = tuple(n for title, n in numbers.items() if title not in titles)
-        yield Question(entry["question"], (entry["answer"],), needed, related)
+def _hotpotqa(content: Any) -> Questions:
+    """HotpotQA's hotpot_dev_distractor_v1.json: ten paragraphs for each question."""
+    paragraphs = [
+        [f"{title}\n{''.join(sentences)}" for title, sentences in entry["context"]]
+        for entry in content
+    ]
+    documents = sorted({text for texts in paragraphs for text in texts})
+    numbers = {text: number for number, text in enumerate(documents)}
+    questions = [
+        Question(entry["question"], (entry["answer"],), tuple(numbers[text] for text in texts))
+        for entry, texts in zip(content, paragraphs, strict=True)
+    ]
+    return Questions(questions, documents)

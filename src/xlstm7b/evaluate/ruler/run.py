@@ -3,14 +3,14 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xlstm7b.evaluate.results import MISSING, read_results
 from xlstm7b.evaluate.ruler.datasets import Datasets
-from xlstm7b.evaluate.ruler.samples import Samples
-from xlstm7b.evaluate.ruler.tasks import TASKS, Task
+from xlstm7b.evaluate.ruler.samples import VERSIONS, Sample, Setting
+from xlstm7b.evaluate.ruler.tasks import TASKS, LackOfWordsError, Task
 from xlstm7b.files import write_json
 from xlstm7b.report import figure, table, token_ticks
 
@@ -42,9 +42,14 @@ class Plan:
     lengths: tuple[int, ...]
     samples: int
     seed: int
+    version: str = VERSIONS[0]
 
     def __post_init__(self) -> None:
         """`ValueError` for the first mistake."""
+        if self.version not in VERSIONS:
+            raise ValueError(
+                f"RULER's version must be {' or '.join(VERSIONS)}, not {self.version!r}"
+            )
         for name in self.tasks:
             if name not in TASKS:
                 raise ValueError(f"RULER has no task {name!r}; its tasks: {', '.join(TASKS)}")
@@ -53,6 +58,8 @@ class Plan:
                 raise ValueError(f"a length must be at least 1, not {length}")
         if self.samples < 1:
             raise ValueError(f"the number of samples must be at least 1, not {self.samples}")
+        if not 0 <= self.seed < 1 << 32:
+            raise ValueError(f"the seed must be from 0 to {(1 << 32) - 1}, not {self.seed}")
         for what, values in (("task", self.tasks), ("length", self.lengths)):
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"give at least one {what}, and each {what} only once")
@@ -77,21 +84,25 @@ class Run:
     ) -> None:
         self._folder, self._plan, self._about = folder, plan, about
         self._identity = _checked_identity(folder, identity)
-        self.left_out: dict[str, str] = {}  # task -> why
+        self.left_out: dict[str, str] = {}  # a task, or a task at a length -> why
         for name in plan.tasks:
             dataset = TASKS[name].dataset
             if dataset is not None and getattr(datasets, dataset) is None:
                 self.left_out[name] = f"no --{dataset} is given"
-        self._cells = {
-            (TASKS[name], length): Samples(TASKS[name], length, count_tokens, datasets, plan.seed)
-            for length, name in product(plan.lengths, plan.tasks)
-            if name not in self.left_out
-        }
+        self._cells: dict[tuple[Task, int], Setting] = {}
+        for length, name in product(plan.lengths, plan.tasks):
+            if name in self.left_out:
+                continue
+            setting = Setting(name, plan.version, length, plan.seed, datasets, count_tokens)
+            try:
+                TASKS[name].build(setting).check(plan.samples)
+            except LackOfWordsError as error:
+                self.left_out[f"{name} at {length}"] = str(error)
+                continue
+            self._cells[TASKS[name], length] = setting
         if not self._cells:
             reasons = dict.fromkeys(self.left_out.values())
             raise ValueError(f"none of these tasks can be run: {', '.join(reasons)}")
-        for samples in self._cells.values():
-            samples.check(plan.samples)
 
     @property
     def total(self) -> int:
@@ -114,33 +125,37 @@ class Run:
         results: dict[str, dict[str, float]] = {name: {} for name in self._plan.tasks}
         document = self._write_scores(results)
         answer = None
-        for (task, length), samples in self._cells.items():
-            path = self._folder / f"{task.name}-{length}.jsonl"
+        for (task, length), setting in self._cells.items():
+            path = self._folder / str(length) / f"{task.name}.jsonl"
             scores = read_scores(path)[: self._plan.samples]
             progress(len(scores))
-            rows = max(1, min(batch_size, _MAX_BATCH_TOKENS // length))
-            while len(scores) < self._plan.samples:
+            if len(scores) < self._plan.samples:
                 answer = answer or load()
-                indices = range(len(scores), min(len(scores) + rows, self._plan.samples))
-                scores += _answer_samples(path, answer, task, samples, indices)
-                progress(len(indices))
-            results[task.name][_metric(length)] = sum(scores) / len(scores)
+                path.parent.mkdir(exist_ok=True)
+                rows = max(1, min(batch_size, _MAX_BATCH_TOKENS // length))
+                # Each sample depends on those before it, so also answered ones are built again.
+                samples = islice(task.build(setting).samples(), len(scores), self._plan.samples)
+                while batch := [*islice(samples, rows)]:
+                    scores += _answer_samples(path, answer, task, batch, len(scores))
+                    progress(len(batch))
+            # In percent, rounded like the benchmark's own.
+            results[task.name][_metric(length)] = round(sum(scores) / len(scores) * 100, 2)
             document = self._write_scores(results)
         return document
 
     def _write_scores(self, results: dict[str, dict[str, float]]) -> dict[str, Any]:
         """Writes the scores so far; the average of a length only if all its tasks are done."""
-        rows = [row for name, row in results.items() if name not in self.left_out]
-        average = {
-            metric: sum(row[metric] for row in rows) / len(rows)
-            for metric in map(_metric, self._plan.lengths)
-            if all(metric in row for row in rows)
-        }
+        average = {}
+        for length in self._plan.lengths:
+            metric = _metric(length)
+            rows = [results[task.name] for task, other in self._cells if other == length]
+            if rows and all(metric in row for row in rows):
+                average[metric] = sum(row[metric] for row in rows) / len(rows)
         lengths = [str(length) for length in self._plan.lengths]
         with_average = {**results, AVERAGE: average}
         document = {
             "results": with_average,
-            "versions": dict.fromkeys(with_average, 1),
+            "versions": dict.fromkeys(with_average, self._plan.version),
             "higher_is_better": {name: dict.fromkeys(lengths, True) for name in with_average},
             "left_out": self.left_out,
             "lengths": self._plan.lengths,
@@ -158,22 +173,25 @@ def _metric(length: int) -> str:
 
 
 def _answer_samples(
-    path: Path, answer: Answer, task: Task, samples: Samples, indices: Sequence[int]
+    path: Path, answer: Answer, task: Task, samples: Sequence[Sample], first: int
 ) -> list[float]:
-    """Answers samples, appends them to a file, and returns their scores."""
-    chosen = [samples[index] for index in indices]
-    answers = answer([sample.prompt for sample in chosen], task.answer_tokens)
+    """Answers samples, appends them to a file, and returns their scores.
+
+    The benchmark's own evaluate.py reads such a file. `first` is the number of the first sample.
+    """
+    answers = answer([sample.prompt for sample in samples], task.answer_tokens)
     scores = []
     with path.open("a", encoding="utf-8") as file:
-        for index, sample, text in zip(indices, chosen, answers, strict=True):
+        for index, (sample, text) in enumerate(zip(samples, answers, strict=True), first):
             scores.append(task.score(text, sample.references))
             line = {
                 "index": index,
-                "prompt": sample.prompt,
-                "references": sample.references,
+                "pred": text,
+                "input": sample.prompt,
+                "outputs": sample.references,
+                "others": {"score": scores[-1]},
+                "truncation": -1,
                 "length": sample.length,
-                "answer": text,
-                "score": scores[-1],
             }
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
             file.flush()
@@ -193,7 +211,7 @@ def read_scores(path: Path) -> list[float]:
             try:
                 answered = json.loads(line)
                 assert answered["index"] == len(scores)
-                scores.append(float(answered["score"]))
+                scores.append(float(answered["others"]["score"]))
             except (ValueError, LookupError, TypeError, AssertionError) as error:
                 raise ValueError(
                     f"{path} is damaged in line {len(scores) + 1}; delete the file to answer its "

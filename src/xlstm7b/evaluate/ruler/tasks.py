@@ -1,313 +1,441 @@
-"""RULER's 13 tasks: how each prompt is built, and how answers are scored.
-
-Each `build` function takes a random generator, a size (how much text to fill in: lines, words or
-documents' words) and a `Spec`. The same arguments always give the same prompt.
-"""
+"""RULER's 13 tasks: what each draws at random, in the benchmark's order, and how it is scored."""
 
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache, partial
+from itertools import count, pairwise
 from random import Random
 from string import ascii_lowercase, ascii_uppercase
-from typing import Any
 from uuid import UUID
 
-from xlstm7b.evaluate.ruler.datasets import Datasets, Question, Questions
-from xlstm7b.evaluate.ruler.words import draw_key, draw_words
+import numpy as np
 
+from xlstm7b.evaluate.ruler.datasets import Questions
+from xlstm7b.evaluate.ruler.samples import Builder, Draft, Numbers, Sample, Setting
+from xlstm7b.evaluate.ruler.sentences import splitter
+from xlstm7b.evaluate.ruler.templates import (
+    COMMON,
+    DOCUMENT,
+    FREQUENT,
+    NEEDLE,
+    NOISE,
+    ONE_VALUE,
+    QUESTION,
+    SEVERAL_VALUES,
+    VT,
+)
+from xlstm7b.evaluate.ruler.words import keys, shuffled_words
 
-@dataclass(frozen=True)
-class Draft:
-    """A prompt, and the strings that its answer must contain."""
-
-    prompt: str
-    references: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Spec:
-    """The inputs of a prompt: a length in tokens, the sample's number, the datasets."""
-
-    length: int
-    index: int
-    datasets: Datasets
-
-
-Build = Callable[[Random, int, Spec], Draft]
+_SHORT = 4096  # below this length, some tasks take smaller steps
 
 
 @dataclass(frozen=True)
 class Task:
     name: str
     answer_tokens: int  # maximum tokens of an answer
-    build: Build
-    min_size: int = 1
+    builder: Callable[[Setting, int], Builder]
     dataset: str | None = None  # field of `Datasets` that the task needs
     any_reference: bool = False  # one of the references is enough
 
+    def build(self, setting: Setting) -> Builder:
+        """A builder of samples, at the first one."""
+        return self.builder(setting, self.answer_tokens)
+
     def score(self, answer: str, references: Sequence[str]) -> float:
-        """The percentage of the references that the answer contains, ignoring case."""
-        found = [reference.lower() in answer.lower() for reference in references]
-        return 100.0 * (any(found) if self.any_reference else sum(found) / len(found))
+        """The share of the references that the answer contains, ignoring case."""
+        cleaned = re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()
+        found = [reference.lower() in cleaned for reference in references]
+        return float(any(found)) if self.any_reference else sum(found) / len(found)
 
 
 # Needle in a haystack: sentences that give a key a value, hidden in other text.
 
-_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-_NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
-_ONE_VALUE = (
-    "A special magic {kind} is hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the {kind} afterwards.\n{context}\n"
-    "What is the special magic {kind} for {query} mentioned in the provided text? "
-    "The special magic {kind} for {query} mentioned in the provided text is"
-)
-_SEVERAL_VALUES = (
-    "Some special magic {kind}s are hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the {kind}s afterwards.\n{context}\n"
-    "What are all the special magic {kind}s for {query} mentioned in the provided text? "
-    "The special magic {kind}s for {query} mentioned in the provided text are"
-)
-_DEPTHS = [step / 39 for step in range(40)]
+_DEPTHS = [round(100 * step / 39) for step in range(40)]  # percent
 _DRAW: dict[str, Callable[[Random], str]] = {
-    "word": draw_key,
-    "number": lambda rng: str(rng.randrange(10**6, 10**7)),
-    "uuid": lambda rng: str(UUID(int=rng.getrandbits(128), version=4)),
+    "words": lambda rng: rng.choice(keys()),
+    "numbers": lambda rng: str(rng.randint(10**6, 10**7 - 1)),
+    "uuids": lambda rng: str(UUID(int=rng.getrandbits(128), version=4)),
 }
 
 
 @dataclass(frozen=True)
-class _Needles:
-    """A needle task. The size is in words of the essay, or in lines of another haystack."""
+class Needles:
+    """A needle task."""
 
     haystack: str  # noise, essay, or needle (other needles)
-    key: str = "word"
-    value: str = "number"
+    key: str = "words"
+    value: str = "numbers"
     keys: int = 1
     values: int = 1  # for each key
     queries: int = 1
 
-    def build(self, rng: Random, size: int, spec: Spec) -> Draft:
-        used: set[str] = set()
-        keys = [_draw_unique(rng, self.key, used) for _ in range(self.keys)]
-        values = {
-            key: [_draw_unique(rng, self.value, used) for _ in range(self.values)] for key in keys
-        }
-        needles = [self._needle(key, value) for key in keys for value in values[key]]
-        rng.shuffle(needles)
-        queried = rng.sample(keys, self.queries)
-        if self.haystack == "essay":
-            context = _hide_in_essay(rng, needles, spec.datasets.haystack or [], size)
-        else:
-            lines = [_NOISE] * size
-            if self.haystack == "needle":
-                # Their keys may occur twice, but never equal the key of a real needle.
-                lines = [
-                    self._needle(_draw(rng, self.key, used), _draw(rng, self.value, used))
-                    for _ in range(size)
-                ]
-            context = "\n".join(_scatter(rng, needles, lines))
-        template = _ONE_VALUE if self.queries * self.values == 1 else _SEVERAL_VALUES
-        query = queried[0] if len(queried) == 1 else f"{', '.join(queried[:-1])}, and {queried[-1]}"
-        prompt = template.format(kind=self.value, context=context, query=query)
-        return Draft(prompt, tuple(value for key in queried for value in values[key]))
 
-    def _needle(self, key: str, value: str) -> str:
-        return _NEEDLE.format(kind=self.value, key=key, value=value)
+class _NeedleBuilder(Builder):
+    """The size is in words of the essay, or in lines of another haystack."""
 
+    def __init__(self, needles: Needles, setting: Setting, answer_tokens: int) -> None:
+        super().__init__(setting, setting.length, answer_tokens, Numbers(setting.seed))
+        self._needles = needles
+        self.step = 5 if setting.length < _SHORT else 25
+        if needles.haystack == "essay":
+            self.step = 500
+            self.largest = len(setting.datasets.haystack or [])
+            self.last_drawn = self.largest + self.step
+        self._sentences = lru_cache(8)(self._split_essay)
+        if "words" in (needles.key, needles.value):
+            keys()  # an error if they are missing
 
-def _draw(rng: Random, kind: str, used: set[str]) -> str:
-    while (drawn := _DRAW[kind](rng)) in used:
-        pass
-    return drawn
+    def draw(self, size: int, index: int) -> Draft:
+        drawn, needles, settings = [], [], self._needles
+        for _ in range(settings.keys):
+            key = _DRAW[settings.key](self.rng)
+            values = [_DRAW[settings.value](self.rng) for _ in range(settings.values)]
+            drawn.append((key, values))
+            needles += [self._sentence(key, value) for value in values]
+        Random(self.setting.seed).shuffle(needles)
+        hide = self._in_essay if settings.haystack == "essay" else self._in_lines
+        context = hide(needles, size)
+        queried = [drawn[number] for number in self.rng.sample(range(len(drawn)), settings.queries)]
+        *before, last = [key for key, _ in queried]
+        several = settings.queries * settings.values > 1
 
+        def render() -> str:
+            return (SEVERAL_VALUES if several else ONE_VALUE).format(
+                kind=settings.value if several else settings.value[:-1],
+                context=context(),
+                query=f"{', '.join(before)}, and {last}" if before else last,
+            )
 
-def _draw_unique(rng: Random, kind: str, used: set[str]) -> str:
-    drawn = _draw(rng, kind, used)
-    used.add(drawn)
-    return drawn
+        references = [value for _, values in queried for value in values]
+        return Draft(render, references, " ".join(references))
 
+    def _sentence(self, key: str, value: str) -> str:
+        return NEEDLE.format(kind=self._needles.value, key=key, value=value)
 
-def _scatter(rng: Random, needles: Sequence[str], lines: Sequence[str]) -> list[str]:
-    """Inserts the needles, in their order, at random positions between the lines."""
-    positions = sorted(rng.sample(range(len(lines) + len(needles)), len(needles)))
-    mixed = list(lines)
-    for position, needle in zip(positions, needles, strict=True):
-        mixed.insert(position, needle)
-    return mixed
+    def _in_lines(self, needles: Sequence[str], size: int) -> Callable[[], str]:
+        """The needles at random places between lines; the first needle comes last."""
+        draw_key, draw_value = _DRAW[self._needles.key], _DRAW[self._needles.value]
+        others = [
+            (draw_key(self.rng), draw_value(self.rng))
+            for _ in range(size if self._needles.haystack == "needle" else 0)
+        ]
+        places = sorted(self.rng.sample(range(size), len(needles)), reverse=True)
 
+        def render() -> str:
+            lines = [self._sentence(*other) for other in others] or [NOISE] * size
+            for place, needle in zip(places, needles, strict=True):
+                lines.insert(place, needle)
+            return "\n".join(lines)
 
-def _hide_in_essay(rng: Random, needles: Sequence[str], essay: Sequence[str], size: int) -> str:
-    """The essay's first `size` words, repeated if it is too short, with needles between sentences.
+        return render
 
-    Each needle has one of 40 depths, which are evenly spaced from the beginning to the end.
-    """
-    words = [*essay] * (size // len(essay)) + [*essay[: size % len(essay)]]
-    sentences = re.split(r"(?<=[.!?]) ", " ".join(words))
-    depths = sorted(rng.sample(_DEPTHS, len(needles)), reverse=True)
-    positions = [round(depth * len(sentences)) for depth in depths]
-    for position, needle in zip(positions, needles, strict=True):
-        sentences.insert(position, needle)
-    return " ".join(sentences)
+    def _in_essay(self, needles: Sequence[str], size: int) -> Callable[[], str]:
+        """The needles between sentences, each at one of 40 depths."""
+        depths = sorted(self.rng.sample(_DEPTHS, len(needles)))
+
+        def render() -> str:
+            sentences = self._sentences(size)
+            places = [int(len(sentences) * (depth / 100)) for depth in depths]
+            parts = []
+            for needle, (start, end) in zip(needles, pairwise([0, *places]), strict=True):
+                parts += [" ".join(sentences[start:end]), needle]
+            return " ".join([*parts, " ".join(sentences[places[-1] :])])
+
+        return render
+
+    def _split_essay(self, size: int) -> list[str]:
+        words = self.setting.datasets.haystack or []
+        if self.setting.version == "2026-07":
+            words = words * math.ceil(size / len(words))
+        _, split = splitter()
+        return split(" ".join(words[:size]).strip())
 
 
 # Variable tracking: a chain of assignments, hidden in noise.
 
-_TRACKING = (
-    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
-    "{context}\n"
-    "Question: Find all variables that are assigned the value {value} in the text above. "
-    "Answer: According to the chain(s) of variable assignment in the text above, {count} variables "
-    "are assigned the value {value}, they are:"
-)
 _HOPS = 4
-_EXAMPLE_LINES = 10  # about 500 tokens, as in the benchmark
+_EXAMPLE_LENGTH = 500
 
 
-def _build_vt(rng: Random, size: int, spec: Spec) -> Draft:
-    """A solved example with names of 3 letters, then names of 5 letters in `size` noise lines."""
-    example = _chain(rng, 3, _EXAMPLE_LINES)
-    question = _chain(rng, 5, size)
-    solved = f"{example.prompt} {' '.join(example.references)}"
-    return Draft(f"{solved}\n\n{question.prompt}", question.references)
+class _Chains(Builder):
+    """A chain of assignments in `size` lines of noise."""
+
+    least = _HOPS + 1
+    letters = 5  # of a variable's name
+
+    def draw(self, size: int, index: int) -> Draft:
+        unique: dict[str, None] = {}
+        while len(unique) < _HOPS + 1:
+            unique["".join(self.rng.choices(ascii_uppercase, k=self.letters))] = None
+        names = list(unique)
+        value = self._draw_value()
+        chain = [f"VAR {names[0]} = {value}"]
+        chain += [f"VAR {name} = VAR {before} " for before, name in pairwise(names)]
+        inline = self.setting.version == "2025-01"  # links stand before a line, not on their own
+        lines = [f"{NOISE}\n" if inline else NOISE] * size
+        if inline and size <= len(chain):
+            parts = [part for line in lines for part in line.split(".")]
+            lines = [f"{part}." if part.strip() else part for part in parts]
+        places = sorted(self.rng.sample(range(len(lines)), len(chain)))
+
+        def render() -> str:
+            mixed = list(lines)
+            for before, (place, link) in enumerate(zip(places, chain, strict=True)):
+                mixed.insert(place + before, link)
+            context = (" " if inline else "\n").join(mixed).replace(". \n", ".\n")
+            template = VT[self.setting.version]
+            return template.format(context=context, value=value, count=len(names))
+
+        return Draft(render, names, f" {names}")
+
+    def _draw_value(self) -> int:
+        return int(self.numbers.numpy.randint(10_000, 99_999))
 
 
-def _chain(rng: Random, letters: int, lines: int) -> Draft:
-    names: dict[str, None] = {}
-    while len(names) < _HOPS + 1:
-        names["".join(rng.choices(ascii_uppercase, k=letters))] = None
-    first, *_ = names
-    value = rng.randrange(10_000, 100_000)
-    chain = [f"VAR {first} = {value}"]
-    chain += [f"VAR {name} = VAR {before}" for before, name in pairwise(names)]
-    context = "\n".join(_scatter(rng, chain, [_NOISE] * lines))
-    prompt = _TRACKING.format(context=context, value=value, count=len(names))
-    return Draft(prompt, tuple(names))
+class _ExampleChains(_Chains):
+    """The solved example that is in every prompt of vt, with short names."""
+
+    step = 5
+    letters = 3
+    stand_in = 12345  # 2026-07: the value, until each sample gets its own
+
+    def _draw_value(self) -> int:
+        return super()._draw_value() if self.setting.version == "2025-01" else self.stand_in
+
+
+class _TrackingBuilder(_Chains):
+    def __init__(self, setting: Setting, answer_tokens: int) -> None:
+        super().__init__(setting, setting.length, answer_tokens, Numbers(setting.seed))
+        late = setting.version == "2026-07"
+        self.step = 5 if late and setting.length < _SHORT else 10
+        budget = 0 if late else answer_tokens
+        example = _ExampleChains(setting, _EXAMPLE_LENGTH, budget, self.numbers)
+        size = example.find_size()
+        try:
+            solved = example.fit(size, 0)
+        except ValueError:  # with a tokenizer of bytes, no example has 500 tokens
+            draft = example.draw(example.step, 0)
+            solved = Sample(draft.render(), draft.references, 0)
+        self._end = "\n" if late else "\n\n"
+        self._names = solved.references
+        self._example = f"{solved.prompt} {' '.join(solved.references)}{self._end}"
+        self.example_tokens = setting.count_tokens(self._example)
+
+    def complete(self, draft: Draft) -> Draft:
+        """Puts the example in front, with new names."""
+        example = self._example
+        for name in self._names:
+            new = "".join(self.rng.choices(ascii_uppercase, k=len(name)))
+            example = example.replace(name, new)
+        if self.setting.version == "2026-07":
+            example = example.replace(str(_ExampleChains.stand_in), str(self._draw_value()))
+        return Draft(lambda: f"{example}{self._end}{draft.render()}", draft.references)
 
 
 # Aggregation: the words that occur most often.
 
-_COMMON = (
-    "Below is a numbered list of words. In these words, some appear more often than others. "
-    "Memorize the ones that appear most often.\n{context}\nQuestion: What are the 10 most common "
-    "words in the above list? Answer: The top 10 words that appear most often in the list are:"
-)
-_FREQUENT = (
-    "Read the following coded text and track the frequency of each coded word. Find the three most "
-    "frequently appeared coded words. {context}\nQuestion: Do not provide any explanation. Please "
-    "ignore the dots '....'. What are the three most frequently appeared words in the above coded "
-    "text? Answer: According to the coded text above, the three most frequently appeared words are:"
-)
 _COMMON_WORDS = 10
-_SHORT = 4096  # below this length, cwe repeats words less often
 _ZETA_2 = math.pi**2 / 6
 
 
-def _build_cwe(rng: Random, size: int, spec: Spec) -> Draft:
+class _CommonWordsBuilder(Builder):
     """A solved example, then a list of `size` words: 10 occur 30 times, the others 3 times.
 
-    In a short list they occur 6 times and once.
+    In a prompt of less than 4096 tokens they occur 6 times and once.
     """
-    short = spec.length < _SHORT
-    example = _word_list(rng, *((20, 3, 1) if short else (40, 10, 3)))
-    question = _word_list(rng, size, *((6, 1) if short else (30, 3)))
-    solved = f"{example.prompt} {_numbered(example.references)}"
-    return Draft(f"{solved}\n{question.prompt}", question.references)
+
+    step = 10
+
+    def __init__(self, setting: Setting, answer_tokens: int) -> None:
+        super().__init__(setting, setting.length, answer_tokens, Numbers(setting.seed))
+        self._words = shuffled_words(setting.seed)
+        self.largest = self.last_drawn = len(self._words)
+
+    def check(self, samples: int) -> None:
+        super().check(samples)
+        if self.setting.version == "2026-07":
+            self.find_size()  # an error if there are not enough words
+
+    def draw(self, size: int, index: int) -> Draft:
+        short = self.setting.length < _SHORT
+        example, common = self._draw_list(*((20, 3, 1) if short else (40, 10, 3)))
+        question, references = self._draw_list(size, *((6, 1) if short else (30, 3)))
+        space = "" if self.setting.version == "2025-01" else " "
+
+        def render() -> str:
+            solved = f"{COMMON.format(context=example())}{space}{_numbered(common)}"
+            return f"{solved}\n{COMMON.format(context=question())}"
+
+        return Draft(render, references, f" {_numbered(references)}")
+
+    def _draw_list(self, size: int, often: int, seldom: int) -> tuple[Callable[[], str], list[str]]:
+        words = self.rng.sample(self._words if size <= len(self._words) else self._more(), size)
+        common, others = words[:_COMMON_WORDS], words[_COMMON_WORDS:]
+
+        def render() -> str:
+            listed = common * often + others * seldom
+            Random(self.setting.seed).shuffle(listed)
+            return _numbered(listed)
+
+        return render, common
+
+    def _more(self) -> list[str]:
+        if self.setting.datasets.english_words is None:
+            raise LackOfWordsError(
+                f"more than the {len(self._words):,} words of wonderwords are needed, and no "
+                f"--english-words is given"
+            )
+        return self.setting.datasets.english_words
+
+    def estimate_most(self) -> int:
+        probe = 4096  # words
+        per_word = self.count(self.draw(probe, 0)) / probe
+        return int(self.limit // per_word) * 2
 
 
-def _word_list(rng: Random, size: int, often: int, seldom: int) -> Draft:
-    words = draw_words(rng, size)
-    common, others = words[:_COMMON_WORDS], words[_COMMON_WORDS:]
-    listed = common * often + others * seldom
-    rng.shuffle(listed)
-    return Draft(_COMMON.format(context=_numbered(listed)), tuple(common))
+class LackOfWordsError(ValueError):
+    """The task cannot run at this length without another word list."""
 
 
 def _numbered(words: Sequence[str]) -> str:
     return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
 
 
-def _build_fwe(rng: Random, size: int, spec: Spec) -> Draft:
+class _FrequentWordsBuilder(Builder):
     """About `size` coded words: the word of rank r occurs size / (ζ(2) r²) times.
 
-    The most frequent one is "...", which is noise; the answer is the next three.
+    The most frequent one is "...", which is noise; the answer is the next three. Unlike in other
+    tasks, a prompt that is too long keeps its words.
     """
-    coded: dict[str, None] = {"...": None}
-    while len(coded) < spec.length // 50:
-        coded["".join(rng.choices(ascii_lowercase, k=6))] = None
-    ranked = list(coded)
-    text = [
-        word for rank, word in enumerate(ranked, 1) for _ in range(int(size / (_ZETA_2 * rank**2)))
-    ]
-    rng.shuffle(text)
-    return Draft(_FREQUENT.format(context=" ".join(text)), tuple(ranked[1:4]))
+
+    def __init__(self, setting: Setting, answer_tokens: int) -> None:
+        # 2025-01 does not count the answer.
+        limit = setting.length - (0 if setting.version == "2025-01" else answer_tokens)
+        super().__init__(setting, limit, 0, Numbers(setting.seed))
+        self._max_answer_tokens = answer_tokens
+        self._ranks = np.arange(1, limit // 50 + 1)
+        self.step = limit // 32
+
+    def draw(self, size: int, index: int) -> Draft:
+        return self._draft(self._draw_words(), size)
+
+    def check(self, samples: int) -> None:
+        if len(self._ranks) < 4:
+            raise ValueError(
+                f"a length of {self.setting.length} tokens is too short for {self.setting.task}: "
+                f"there is one coded word for 50 tokens, and 4 are needed"
+            )
+        self.check_tokens(self.count(self.draw(self._fewest(), 0)))
+
+    def samples(self) -> Iterator[Sample]:
+        words, size = self._draw_words(), self.limit // 6
+        while self.count(self._draft(words, size)) < self.limit:
+            size += self.step
+        size -= self.step
+        for _ in count():
+            yield self._shrink(self._draw_words(), size)
+
+    def _shrink(self, words: list[str], size: int) -> Sample:
+        while (tokens := self.count(draft := self._draft(words, size))) > self.limit:
+            size -= self.step
+            if size < self._fewest():
+                self.check_tokens(tokens)
+        return Sample(draft.render(), draft.references, tokens + self._max_answer_tokens)
+
+    def _fewest(self) -> int:
+        """A size with which the last of the references occurs once."""
+        return math.ceil(4**2 * _ZETA_2)
+
+    def _draw_words(self) -> list[str]:
+        unique: set[str] = set()
+        while len(unique) < len(self._ranks):
+            unique.add("".join(self.rng.choices(ascii_lowercase, k=6)))
+        words = sorted(unique)
+        Random(self.setting.seed).shuffle(words)
+        return ["...", *words[1:]]
+
+    def _draft(self, words: list[str], size: int) -> Draft:
+        def render() -> str:
+            repeats = (size * self._ranks**-2.0 / _ZETA_2).astype(int).tolist()
+            text = [word for word, times in zip(words, repeats, strict=True) for _ in range(times)]
+            Random(self.setting.seed).shuffle(text)
+            return FREQUENT.format(context=" ".join(text))
+
+        return Draft(render, words[1:4])
 
 
 # Question answering: the documents that answer a question, among many others.
 
-_QUESTION = (
-    "Answer the question based on the given documents. Only give me the answer and do not output "
-    "any other words.\n\nThe following are given documents.\n\n{context}\n\nAnswer the question "
-    "based on the given documents. Only give me the answer and do not output any other words.\n\n"
-    "Question: {question} Answer:"
-)
+
+class _QuestionBuilder(Builder):
+    """A question and `size` documents. None is cut.
+
+    They are shuffled alike in all prompts, so the documents of the question, which come first, are
+    at the same places in all prompts with the same number of documents.
+    """
+
+    step = 10
+    margin = 0.08  # documents differ in length
+
+    def __init__(self, dataset: str, setting: Setting, answer_tokens: int) -> None:
+        super().__init__(setting, setting.length, answer_tokens, Numbers(setting.seed))
+        self._data: Questions = getattr(setting.datasets, dataset)
+        self.largest = self.last_drawn = len(self._data.documents)
+
+    def check(self, samples: int) -> None:
+        for index in range(min(samples, len(self._data.questions))):
+            self.check_tokens(self.count(self.draw(self.step, index)))
+
+    def draw(self, size: int, index: int) -> Draft:
+        question = self._data.questions[index % len(self._data.questions)]
+        documents = self._data.documents
+        missing = max(0, size - len(question.shown))
+        if size >= len(documents):
+            again = size if self.setting.version == "2026-07" else len(documents)
+            chosen = [number % len(documents) for number in range(again)]
+        elif missing > len(question.related):
+            known = {*question.shown, *question.related}
+            others = [number for number in range(len(documents)) if number not in known]
+            more = self.rng.sample(others, missing - len(question.related))
+            chosen = [*question.shown, *question.related, *more]
+        else:
+            chosen = [*question.shown, *self.rng.sample(question.related, missing)]
+        references = list(question.answers)
+
+        def render() -> str:
+            shown = [documents[number] for number in chosen]
+            Random(self.setting.seed).shuffle(shown)
+            texts = [DOCUMENT.format(number=n, text=text) for n, text in enumerate(shown, 1)]
+            return QUESTION.format(context="\n\n".join(texts), question=question.text)
+
+        return Draft(render, references, f" {references}")
 
 
-def _build_qa(rng: Random, size: int, index: int, data: Questions) -> Draft:
-    """The index-th question, with `size` words of other documents; the last document is cut."""
-    question = data.questions[index % len(data.questions)]
-    shown = [data.documents[number] for number in question.needed]
-    others = _other_documents(rng, question, data.documents)
-    while size > 0:
-        words = next(others).split(" ")[:size]
-        shown.append(" ".join(words))
-        size -= len(words)
-    rng.shuffle(shown)
-    context = "\n\n".join(f"Document {n}:\n{text}" for n, text in enumerate(shown, 1))
-    return Draft(_QUESTION.format(context=context, question=question.text), question.answers)
-
-
-def _other_documents(rng: Random, question: Question, documents: Sequence[str]) -> Iterator[str]:
-    """The related documents, then all others, then all of them again, without end."""
-    for number in rng.sample(question.related, len(question.related)):
-        yield documents[number]
-    seen = {*question.needed, *question.related}
-    while True:
-        if len(seen) == len(documents):
-            seen = {*question.needed}
-        number = rng.randrange(len(documents))
-        if number not in seen:
-            seen.add(number)
-            yield documents[number]
-
-
-def _needle_task(name: str, haystack: str, **settings: Any) -> Task:
-    dataset = "haystack" if haystack == "essay" else None
-    return Task(name, 128, _Needles(haystack, **settings).build, dataset=dataset)
+def _needle_task(name: str, needles: Needles) -> Task:
+    dataset = "haystack" if needles.haystack == "essay" else None
+    return Task(name, 128, partial(_NeedleBuilder, needles), dataset)
 
 
 def _question_task(name: str, dataset: str) -> Task:
-    def build(rng: Random, size: int, spec: Spec) -> Draft:
-        return _build_qa(rng, size, spec.index, getattr(spec.datasets, dataset))
-
-    return Task(name, 32, build, min_size=0, dataset=dataset, any_reference=True)
+    return Task(name, 32, partial(_QuestionBuilder, dataset), dataset, any_reference=True)
 
 
 TASKS = {
     task.name: task
     for task in (
-        _needle_task("niah_single_1", "noise"),
-        _needle_task("niah_single_2", "essay"),
-        _needle_task("niah_single_3", "essay", value="uuid"),
-        _needle_task("niah_multikey_1", "essay", keys=4),
-        _needle_task("niah_multikey_2", "needle"),
-        _needle_task("niah_multikey_3", "needle", key="uuid", value="uuid"),
-        _needle_task("niah_multivalue", "essay", values=4),
-        _needle_task("niah_multiquery", "essay", keys=4, queries=4),
-        Task("vt", 30, _build_vt),
-        Task("cwe", 120, _build_cwe, min_size=_COMMON_WORDS + 1),
-        Task("fwe", 50, _build_fwe, min_size=100),  # ranks 3 and 4 then occur 3 and 2 times
+        _needle_task("niah_single_1", Needles("noise")),
+        _needle_task("niah_single_2", Needles("essay")),
+        _needle_task("niah_single_3", Needles("essay", value="uuids")),
+        _needle_task("niah_multikey_1", Needles("essay", keys=4)),
+        _needle_task("niah_multikey_2", Needles("needle")),
+        _needle_task("niah_multikey_3", Needles("needle", key="uuids", value="uuids")),
+        _needle_task("niah_multivalue", Needles("essay", values=4)),
+        _needle_task("niah_multiquery", Needles("essay", keys=4, queries=4)),
+        Task("vt", 30, _TrackingBuilder),
+        Task("cwe", 120, _CommonWordsBuilder),
+        Task("fwe", 50, _FrequentWordsBuilder),
         _question_task("qa_1", "squad"),
         _question_task("qa_2", "hotpotqa"),
     )

@@ -1,44 +1,87 @@
-"""Random words for keys and word lists: everyday words, then invented, pronounceable ones.
+"""The benchmark's random words: the lists of the package wonderwords, version 2.2.0.
 
-The benchmark takes its words from a package. The lists here are our own, so nothing is needed.
+Other versions have other lists, and so give other prompts.
 """
 
-from importlib.resources import files
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
+from itertools import accumulate
+from pathlib import Path
 from random import Random
+from typing import overload
+
+_VERSION = "2.2.0"
+
+
+@cache
+def keys() -> "Keys":
+    """The keys of needles: 910 adjectives with 6,786 nouns (two adjectives are listed twice)."""
+    return Keys(_read_list("adjectivelist.txt"), _read_list("nounlist.txt"))
+
+
+def shuffled_words(seed: int) -> list[str]:
+    """The 8,169 words of cwe's lists: nouns, adjectives and verbs."""
+    names = ("nounlist.txt", "adjectivelist.txt", "verblist.txt")
+    words = sorted({word for name in names for word in _read_list(name)})
+    Random(seed).shuffle(words)
+    return words
+
+
+class Keys(Sequence[str]):
+    """Every "adjective-noun" once, sorted, without building the list: it has 6 million entries.
+
+    All keys with one adjective are neighbours, except where "old-" is the beginning of
+    "old-fashioned-": such adjectives form a block, whose keys are sorted together.
+    """
+
+    def __init__(self, adjectives: Sequence[str], nouns: Sequence[str]) -> None:
+        self._nouns = sorted({*nouns})
+        self._blocks: list[list[str]] = []  # the beginnings "adjective-" of a block
+        for beginning in sorted({f"{adjective}-" for adjective in adjectives}):
+            if self._blocks and beginning.startswith(self._blocks[-1][0]):
+                self._blocks[-1].append(beginning)
+            else:
+                self._blocks.append([beginning])
+        self._mixed = {
+            number: sorted({beginning + noun for beginning in block for noun in self._nouns})
+            for number, block in enumerate(self._blocks)
+            if len(block) > 1
+        }
+        sizes = [len(self._mixed.get(number, self._nouns)) for number, _ in enumerate(self._blocks)]
+        self._starts = [0, *accumulate(sizes)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = bisect_right(self._starts, index) - 1
+        place = index - self._starts[number]
+        if number in self._mixed:
+            return self._mixed[number][place]
+        return self._blocks[number][0] + self._nouns[place]
 
 
 def _read_list(name: str) -> list[str]:
-    return (files(__package__) / name).read_text(encoding="utf-8").split()
-
-
-_ADJECTIVES, _NOUNS = _read_list("adjectives.txt"), _read_list("nouns.txt")
-_EVERYDAY = sorted({*_ADJECTIVES, *_NOUNS})
-_SYLLABLES = [consonant + vowel for consonant in "bdfghjklmnprstvz" for vowel in "aeiou"]
-_INVENTED = len(_SYLLABLES) ** 3
-_STRIDE = 104_729  # a prime that does not divide _INVENTED: neighbours look different
-
-
-def draw_key(rng: Random) -> str:
-    """A key like the benchmark's: an adjective and a noun."""
-    return f"{rng.choice(_ADJECTIVES)}-{rng.choice(_NOUNS)}"
-
-
-def draw_words(rng: Random, count: int) -> list[str]:
-    """`count` distinct words: everyday words, and invented ones if there are not enough."""
-    available = len(_EVERYDAY) + _INVENTED
-    if count > available:
-        raise ValueError(f"{count:,} words are needed, but only {available:,} are available")
-    pool = range(max(len(_EVERYDAY), count))
-    return [_word(number) for number in rng.sample(pool, count)]
-
-
-def _word(number: int) -> str:
-    """The everyday words first, then words of three open syllables. No everyday word is one."""
-    if number < len(_EVERYDAY):
-        return _EVERYDAY[number]
-    spelling = (number - len(_EVERYDAY)) * _STRIDE % _INVENTED
-    letters = ""
-    for _ in range(3):
-        spelling, syllable = divmod(spelling, len(_SYLLABLES))
-        letters += _SYLLABLES[syllable]
-    return letters
+    """Reads one of the package's files, without running its code."""
+    try:
+        package = distribution("wonderwords")
+    except PackageNotFoundError:
+        package = None
+    installed = "none" if package is None else package.version
+    if package is None or installed != _VERSION:
+        raise ValueError(
+            f"RULER's niah and cwe tasks use the words of wonderwords {_VERSION}, installed is "
+            f"{installed}: pip install wonderwords=={_VERSION}"
+        )
+    path = Path(str(package.locate_file(f"wonderwords/assets/{name}")))
+    return [line.rstrip() for line in path.read_text(encoding="utf-8").splitlines()]
