@@ -191,7 +191,7 @@ def state_normaliser_kernel(
     """The part of n·q that comes from the state before the chunk, [B, NH, T].
 
     It is a separate launch because of a compiler error: with q used both in a pipelined product and
-    in registers, Triton 3.6 on Hopper gave a few wrong rows in a thousand, different in every run.
+    in registers, Triton 3.6 on Hopper gives some wrong rows, others in every run (docs/kernels.md).
     """
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row // NH, row % NH

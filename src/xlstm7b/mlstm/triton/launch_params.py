@@ -105,8 +105,8 @@ def state_dtype(dtype: torch.dtype, d_qk: int, d_hv: int) -> torch.dtype:
 def _is_fast(dtype: torch.dtype, d_qk: int, d_hv: int) -> bool:
     """True if the products take bfloat16 tiles as they are in memory.
 
-    On Hopper with Triton 3.6, heads of 16, of odd sizes and of 24/40 gave wrong results that way;
-    the cause was not found. With operands widened to float32 they are right. Tested: heads of at
-    least 64 whose size is a multiple of 32.
+    With Triton 3.6 on Hopper, dq and dk are wrong that way if their tiles have fewer than 64
+    columns, a compiler error (docs/kernels.md). With operands widened to float32 they are right.
+    Tested: heads of at least 64 whose size is a multiple of 32.
     """
     return dtype == torch.bfloat16 and all(d >= 64 and d % 32 == 0 for d in (d_qk, d_hv))
