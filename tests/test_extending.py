@@ -156,11 +156,56 @@ class AveragesBlock(nn.Module):
         return {"averages": tokens * 6 * config.embedding_dim}
 
 
+class Last(NamedTuple):
+    """A state of one part: the last input."""
+
+    x: Tensor  # [B, d]
+
+
+@register("block", "shift")
+class ShiftBlock(nn.Module):
+    """Adds a function of the input before."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = find("norm", config.norm)(config.embedding_dim, config.norm_eps)
+
+    @classmethod
+    def from_config(cls, config: ModelConfig) -> "ShiftBlock":
+        return cls(config)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Last | None = None,
+        *,
+        resets: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, Last]:
+        last = torch.zeros_like(x[:, 0]) if state is None else state.x
+        inputs = torch.cat([last[:, None].to(x.dtype), x], 1)
+        before = inputs[:, :-1]
+        if resets is not None:
+            before = before.masked_fill(resets[..., None], 0)
+        rows = torch.arange(len(x), device=x.device)
+        ends = torch.full_like(rows, x.shape[1]) if lengths is None else lengths
+        return x + self.norm(before), Last(inputs[rows, ends])
+
+    @staticmethod
+    def zero_state(config, batch, *, dtype=torch.float32, device=None):
+        return Last(torch.zeros(batch, config.embedding_dim, dtype=dtype, device=device))
+
+    @staticmethod
+    def flops(config: ModelConfig, tokens: int, cell: int) -> dict[str, int]:
+        return {"shift": tokens * 4 * config.embedding_dim}
+
+
 CHOICES = [
     {},
     {"norm": "layer_norm"},
     {"gate": "fixed"},
     {"block": "averages", "norm": "layer_norm"},
+    {"block": "shift"},
     {"layer": "qk_norm"},
     {"block": "no_ffn", "gate": "fixed"},
 ]
