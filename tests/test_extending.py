@@ -307,6 +307,34 @@ def test_plugins_are_files_or_modules_and_run_once(tmp_path, monkeypatch):
     assert find("norm", "as_module") is norm
 
 
+def test_a_plugin_may_define_dataclasses(tmp_path, monkeypatch):
+    lines = [
+        "from __future__ import annotations",
+        "import dataclasses",
+        "from xlstm7b.model.layers import RMSNorm",
+        "from xlstm7b.registry import register",
+        "@dataclasses.dataclass",
+        "class Options:",
+        "    width: int",
+        "@register('norm', 'of_dataclasses')",
+        "class Plugged(RMSNorm): pass",
+    ]
+    (tmp_path / "with_options.py").write_text("\n".join(lines))
+    monkeypatch.setenv(PLUGINS, str(tmp_path / "with_options.py"))
+    assert find("norm", "of_dataclasses").__name__ == "Plugged"
+
+
+def test_two_plugins_cannot_register_one_name(tmp_path, monkeypatch):
+    line = "from xlstm7b.model.layers import RMSNorm\nfrom xlstm7b.registry import register\n"
+    line += "@register('norm', 'twice')\nclass Plugged(RMSNorm):\n    pass\n"
+    files = [tmp_path / "first_file.py", tmp_path / "second_file.py"]
+    for file in files:
+        file.write_text(line)
+    monkeypatch.setenv(PLUGINS, ",".join(map(str, files)))
+    with pytest.raises(ValueError, match=r"second_file.py cannot be .*first_file\.Plugged already"):
+        find("norm", "twice")
+
+
 @pytest.mark.parametrize(
     ("plugin", "reason"),
     [
