@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -469,9 +470,24 @@ def test_a_class_that_does_not_say_its_flops():
     assert accounting.parameter_counts(config) == accounting.parameter_counts(SMALL)
 
 
+def test_a_buffer_is_refused():
+    @register("norm", "with_buffer")
+    class WithBuffer(nn.Module):
+        def __init__(self, width: int, eps: float) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(width), persistent=False)
+
+    with pytest.raises(TypeError, match=r"^backbone\.blocks\.0\.norm_mlstm\.scale is a buffer"):
+        XLSTM(replace(SMALL, norm="with_buffer"))
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
+        ("tuple", "zero_state returns a NamedTuple of floating-point tensors with the batch first"),
+        ("int", "zero_state returns a NamedTuple of floating-point tensors with the batch first"),
+        ("batch", "zero_state returns a NamedTuple of floating-point tensors with the batch first"),
+        ("logits", "no part of a state is called logits"),
         ("padding", "padding does not change the state"),
         ("reset", "a reset gives the same as a new text"),
         ("state", "reading in two parts gives the same as at once"),
@@ -489,6 +505,18 @@ def test_rules_that_a_class_may_break(fault, words):
             state = None if fault == "state" else state
             y, new = super().forward(x, state, resets=resets, lengths=lengths)
             return y, (new._replace(m=new.m[:, :1]) if fault == "shape" else new)
+
+        @staticmethod
+        def zero_state(config, batch, *, dtype=torch.float32, device=None):
+            state = MLSTMBlock.zero_state(config, batch, dtype=dtype, device=device)
+            if fault == "logits":
+                return namedtuple("State", ["C", "n", "logits"])(*state)
+            broken = {
+                "tuple": lambda: tuple(state),
+                "int": lambda: state._replace(m=state.m.long()),
+                "batch": lambda: state._replace(m=state.m.mT),
+            }
+            return broken.get(fault, lambda: state)()
 
         flops = staticmethod(lambda config, tokens, cell: {})
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from xlstm7b.checkpoint import open_checkpoint, save_checkpoint
 from xlstm7b.config import ModelConfig
 from xlstm7b.model.head import head_logprobs, head_loss
-from xlstm7b.model.init import check_initialised, small_std
+from xlstm7b.model.init import check_initialised, check_no_buffers, small_std
 from xlstm7b.model.layers import Embedding, Float32Linear, MLSTMStack, padding, soft_cap
 from xlstm7b.model.model_state import ModelState
 
@@ -34,6 +34,7 @@ class XLSTM(nn.Module):
         std = small_std(config.embedding_dim)
         self.lm_head = Float32Linear(config.embedding_dim, config.vocab_size, std=std)
         check_initialised(self)
+        check_no_buffers(self)
 
     def forward(
         self,
