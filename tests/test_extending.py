@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -156,11 +157,56 @@ class AveragesBlock(nn.Module):
         return {"averages": tokens * 6 * config.embedding_dim}
 
 
+class Last(NamedTuple):
+    """A state of one part: the last input."""
+
+    x: Tensor  # [B, d]
+
+
+@register("block", "shift")
+class ShiftBlock(nn.Module):
+    """Adds a function of the input before."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = find("norm", config.norm)(config.embedding_dim, config.norm_eps)
+
+    @classmethod
+    def from_config(cls, config: ModelConfig) -> "ShiftBlock":
+        return cls(config)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Last | None = None,
+        *,
+        resets: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, Last]:
+        last = torch.zeros_like(x[:, 0]) if state is None else state.x
+        inputs = torch.cat([last[:, None].to(x.dtype), x], 1)
+        before = inputs[:, :-1]
+        if resets is not None:
+            before = before.masked_fill(resets[..., None], 0)
+        rows = torch.arange(len(x), device=x.device)
+        ends = torch.full_like(rows, x.shape[1]) if lengths is None else lengths
+        return x + self.norm(before), Last(inputs[rows, ends])
+
+    @staticmethod
+    def zero_state(config, batch, *, dtype=torch.float32, device=None):
+        return Last(torch.zeros(batch, config.embedding_dim, dtype=dtype, device=device))
+
+    @staticmethod
+    def flops(config: ModelConfig, tokens: int, cell: int) -> dict[str, int]:
+        return {"shift": tokens * 4 * config.embedding_dim}
+
+
 CHOICES = [
     {},
     {"norm": "layer_norm"},
     {"gate": "fixed"},
     {"block": "averages", "norm": "layer_norm"},
+    {"block": "shift"},
     {"layer": "qk_norm"},
     {"block": "no_ffn", "gate": "fixed"},
 ]
@@ -260,6 +306,34 @@ def test_plugins_are_files_or_modules_and_run_once(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"^there is no norm 'other', only as_module, "):
         find("norm", "other")
     assert find("norm", "as_module") is norm
+
+
+def test_a_plugin_may_define_dataclasses(tmp_path, monkeypatch):
+    lines = [
+        "from __future__ import annotations",
+        "import dataclasses",
+        "from xlstm7b.model.layers import RMSNorm",
+        "from xlstm7b.registry import register",
+        "@dataclasses.dataclass",
+        "class Options:",
+        "    width: int",
+        "@register('norm', 'of_dataclasses')",
+        "class Plugged(RMSNorm): pass",
+    ]
+    (tmp_path / "with_options.py").write_text("\n".join(lines))
+    monkeypatch.setenv(PLUGINS, str(tmp_path / "with_options.py"))
+    assert find("norm", "of_dataclasses").__name__ == "Plugged"
+
+
+def test_two_plugins_cannot_register_one_name(tmp_path, monkeypatch):
+    line = "from xlstm7b.model.layers import RMSNorm\nfrom xlstm7b.registry import register\n"
+    line += "@register('norm', 'twice')\nclass Plugged(RMSNorm):\n    pass\n"
+    files = [tmp_path / "first_file.py", tmp_path / "second_file.py"]
+    for file in files:
+        file.write_text(line)
+    monkeypatch.setenv(PLUGINS, ",".join(map(str, files)))
+    with pytest.raises(ValueError, match=r"second_file.py cannot be .*first_file\.Plugged already"):
+        find("norm", "twice")
 
 
 @pytest.mark.parametrize(
@@ -396,9 +470,24 @@ def test_a_class_that_does_not_say_its_flops():
     assert accounting.parameter_counts(config) == accounting.parameter_counts(SMALL)
 
 
+def test_a_buffer_is_refused():
+    @register("norm", "with_buffer")
+    class WithBuffer(nn.Module):
+        def __init__(self, width: int, eps: float) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(width), persistent=False)
+
+    with pytest.raises(TypeError, match=r"^backbone\.blocks\.0\.norm_mlstm\.scale is a buffer"):
+        XLSTM(replace(SMALL, norm="with_buffer"))
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
+        ("tuple", "zero_state returns a NamedTuple of floating-point tensors with the batch first"),
+        ("int", "zero_state returns a NamedTuple of floating-point tensors with the batch first"),
+        ("batch", "zero_state returns a NamedTuple of floating-point tensors with the batch first"),
+        ("logits", "no part of a state is called logits"),
         ("padding", "padding does not change the state"),
         ("reset", "a reset gives the same as a new text"),
         ("state", "reading in two parts gives the same as at once"),
@@ -416,6 +505,18 @@ def test_rules_that_a_class_may_break(fault, words):
             state = None if fault == "state" else state
             y, new = super().forward(x, state, resets=resets, lengths=lengths)
             return y, (new._replace(m=new.m[:, :1]) if fault == "shape" else new)
+
+        @staticmethod
+        def zero_state(config, batch, *, dtype=torch.float32, device=None):
+            state = MLSTMBlock.zero_state(config, batch, dtype=dtype, device=device)
+            if fault == "logits":
+                return namedtuple("State", ["C", "n", "logits"])(*state)
+            broken = {
+                "tuple": lambda: tuple(state),
+                "int": lambda: state._replace(m=state.m.long()),
+                "batch": lambda: state._replace(m=state.m.mT),
+            }
+            return broken.get(fault, lambda: state)()
 
         flops = staticmethod(lambda config, tokens, cell: {})
 

@@ -30,22 +30,29 @@ def register(kind: str, name: str) -> Callable[[_Class], _Class]:
     """A decorator that makes a class the one that `kind = name` in a config chooses.
 
     A class may be defined again under its own name, as notebooks do. Another class under a name
-    that is taken is a `ValueError`.
+    that is taken is a `ValueError`, also if it has the same name in another file.
     """
     if kind not in STANDARD:
         raise ValueError(f"there is no kind {kind!r}; choose from {', '.join(STANDARD)}")
 
     def add(cls: _Class) -> _Class:
         taken = _classes.get((kind, name))
-        if taken is not None and (taken.__qualname__ != cls.__qualname__ or name == STANDARD[kind]):
+        if taken is not None and (name == STANDARD[kind] or not _is_defined_again(taken, cls)):
             raise ValueError(
                 f"{kind} {name!r} is {taken.__module__}.{taken.__qualname__} already: "
-                f"give {cls.__qualname__} another name"
+                f"give {cls.__module__}.{cls.__qualname__} another name"
             )
         _classes[kind, name] = cls
         return cls
 
     return add
+
+
+def _is_defined_again(one: type, two: type) -> bool:
+    """True if two classes have one name and one file. Those of a notebook have no file."""
+    modules = (sys.modules.get(cls.__module__) for cls in (one, two))
+    files = {getattr(module, "__file__", None) for module in modules} - {None}
+    return one.__qualname__ == two.__qualname__ and len(files) <= 1
 
 
 def find(kind: str, name: str) -> Any:
@@ -80,8 +87,12 @@ def _load(plugin: str) -> None:
         assert spec is not None
         assert spec.loader is not None
         module = module_from_spec(spec)
-        spec.loader.exec_module(module)
-        sys.modules[spec.name] = module
+        sys.modules[spec.name] = module  # before it runs: dataclasses look for their module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[spec.name]
+            raise
     except Exception as error:
         _loaded.discard(plugin)
         raise ValueError(f"{PLUGINS}: {plugin} cannot be loaded: {error!r}") from error

@@ -231,6 +231,10 @@ def test_bad_input_is_an_error_that_names_it():
             module(x, lengths=torch.tensor([5]))
         with pytest.raises(ValueError, match=r"between 0 and 5, not \[6, 1\]"):
             module(x, lengths=torch.tensor([6, 1]))
+        with pytest.raises(ValueError, match=r"lengths must be integers, not torch\.float32"):
+            module(x, lengths=torch.tensor([2.5, 1]))
+        with pytest.raises(ValueError, match=r"resets must have the shape \[2, 5\], not \[2, 1\]"):
+            module(x, resets=torch.ones(2, 1) > 0, lengths=torch.tensor([2, 1]))
     _, state = MLSTMStack(DIM, HEADS, 1)(x)
     with pytest.raises(ValueError, match="the state has 1 blocks and 2 rows, the model 2 blocks"):
         MLSTMStack(DIM, HEADS, 2)(x, state)

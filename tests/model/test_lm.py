@@ -235,6 +235,7 @@ def test_bad_input_is_a_value_error_that_names_it():
         (lambda: model(tokens.float()), r"tokens must be integers \[B, T\]"),
         (lambda: model(tokens[0]), r"tokens must be integers \[B, T\]"),
         (lambda: model(tokens[:, :0]), r"tokens must be integers \[B, T\]"),
+        (lambda: model(tokens[:0]), r"tokens must be integers \[B, T\] with B and T of at least 1"),
         (
             lambda: model(tokens, state),
             "the state has 2 blocks and 3 rows, the model 2 blocks and the input 2 rows",
@@ -248,6 +249,18 @@ def test_bad_input_is_a_value_error_that_names_it():
         ),
         (lambda: model(tokens, logits="first"), 'logits must be "all" or "last"'),
         (lambda: model.token_logprobs(tokens, tokens[:, 1:]), "differ in shape"),
+        (
+            lambda: model.loss(tokens, tokens.mT, torch.ones(2, 5)),
+            r"targets \[5, 2\] and tokens \[2, 5\] differ in shape",
+        ),
+        (
+            lambda: model.loss(tokens, tokens, torch.tensor(1.0)),
+            r"weights \[\] and tokens \[2, 5\] differ in shape",
+        ),
+        (
+            lambda: model.loss(tokens, tokens, torch.ones(2, 5) > 0),
+            r"weights must be floating-point numbers, not torch\.bool",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             call()

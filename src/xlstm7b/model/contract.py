@@ -4,6 +4,7 @@ Run it after you have written a block, a layer, a norm or a gate (docs/extending
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from xlstm7b import accounting
 from xlstm7b.config import ModelConfig
 from xlstm7b.model.lm import XLSTM
 from xlstm7b.model.model_state import ModelState
+from xlstm7b.registry import find
 
 _LENGTH = 12  # tokens of the sequences that are compared
 _ROUNDING = 1e-5  # relative; float64, but a layer may compute in float32
@@ -40,7 +42,14 @@ def check_model(config: ModelConfig) -> None:
 def _rules(model: XLSTM, tokens: Tensor) -> Iterator[tuple[str, bool]]:
     """Rules in words, and whether each holds. A rule relies on those before it."""
     config, cut = model.config, _LENGTH // 3
-    accounting.forward_flops(config, _LENGTH)  # raises an error of its own
+    block = find("block", config.block)
+    for batch in (2, 3):
+        yield (
+            "zero_state returns a NamedTuple of floating-point tensors with the batch first",
+            _is_block_state(block.zero_state(config, batch, dtype=torch.float64), batch),
+        )
+    fields = block.zero_state(config, 1, dtype=torch.float64)._fields
+    yield "no part of a state is called logits", "logits" not in fields
     with torch.no_grad():
         want, last = model(tokens)
         zeros = ModelState.zeros(config, 2, dtype=torch.float64)
@@ -78,6 +87,14 @@ def _rules(model: XLSTM, tokens: Tensor) -> Iterator[tuple[str, bool]]:
     for name, parameter in model.named_parameters():
         has_gradient = parameter.grad is not None and bool(parameter.grad.isfinite().all())
         yield f"{name} has a finite gradient", has_gradient
+    accounting.forward_flops(config, _LENGTH)  # raises an error of its own
+
+
+def _is_block_state(state: Any, batch: int) -> bool:
+    return hasattr(state, "_fields") and all(
+        isinstance(part, Tensor) and part.is_floating_point() and part.shape[:1] == (batch,)
+        for part in state
+    )
 
 
 def _same(

@@ -61,6 +61,18 @@ def check_initialised(model: nn.Module) -> None:
         _check_written(name, module)
 
 
+def check_no_buffers(model: nn.Module) -> None:
+    """Raises `TypeError` for a buffer: nothing sets its values, and checkpoints have none.
+
+    Training and loading build a model without memory and fill in its parameters only.
+    """
+    for name, _ in model.named_buffers():
+        raise TypeError(
+            f"{name} is a buffer, which is not saved or loaded: make it a parameter, "
+            f"or compute it in forward"
+        )
+
+
 def _owners(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The modules that have parameters of their own, in the order of `named_parameters()`."""
     for name, module in model.named_modules():

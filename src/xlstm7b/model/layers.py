@@ -209,6 +209,10 @@ class MLSTMLayer(nn.Module):
         f = soft_cap(self.fgate_preact(x), self.gate_soft_cap)
         if lengths is not None:
             padded = padding(lengths, *x.shape[:2])
+            if resets is not None and resets.shape != padded.shape:
+                raise ValueError(
+                    f"resets must have the shape {list(padded.shape)}, not {list(resets.shape)}"
+                )
             resets = None if resets is None else resets & ~padded
             i = i.masked_fill(padded[..., None], -torch.inf)
             f = f.masked_fill(padded[..., None], torch.inf)
@@ -245,6 +249,8 @@ def padding(lengths: Tensor, batch: int, length: int) -> Tensor:
     """bool [B, T], True at positions after a row's length. `ValueError` for bad lengths."""
     if lengths.shape != (batch,):
         raise ValueError(f"lengths must have shape {[batch]}, not {list(lengths.shape)}")
+    if lengths.is_floating_point() or lengths.dtype == torch.bool:
+        raise ValueError(f"lengths must be integers, not {lengths.dtype}")
     can_check = lengths.device.type == "cpu" and not torch.compiler.is_compiling()
     if can_check and ((lengths < 0) | (lengths > length)).any():
         raise ValueError(f"lengths must be between 0 and {length}, not {lengths.tolist()}")
@@ -252,9 +258,9 @@ def padding(lengths: Tensor, batch: int, length: int) -> Tensor:
 
 
 def _check_vectors(x: Tensor, dim: int) -> None:
-    if x.dim() != 3 or x.shape[1] < 1 or x.shape[2] != dim or not x.is_floating_point():
+    if x.dim() != 3 or 0 in x.shape or x.shape[2] != dim or not x.is_floating_point():
         kind = f"{x.dtype} {list(x.shape)}".removeprefix("torch.")
-        raise ValueError(f"x must be vectors [B, T, {dim}] with T of at least 1, not {kind}")
+        raise ValueError(f"x must be vectors [B, T, {dim}] with B and T of at least 1, not {kind}")
 
 
 def _arguments(config: ModelConfig) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from xlstm7b.checkpoint import open_checkpoint, save_checkpoint
 from xlstm7b.config import ModelConfig
 from xlstm7b.model.head import head_logprobs, head_loss
-from xlstm7b.model.init import check_initialised, small_std
+from xlstm7b.model.init import check_initialised, check_no_buffers, small_std
 from xlstm7b.model.layers import Embedding, Float32Linear, MLSTMStack, padding, soft_cap
 from xlstm7b.model.model_state import ModelState
 
@@ -34,6 +34,7 @@ class XLSTM(nn.Module):
         std = small_std(config.embedding_dim)
         self.lm_head = Float32Linear(config.embedding_dim, config.vocab_size, std=std)
         check_initialised(self)
+        check_no_buffers(self)
 
     def forward(
         self,
@@ -80,10 +81,7 @@ class XLSTM(nn.Module):
         The head runs on a part of the tokens at a time, forward and backward, so the logits of all
         tokens are never in memory together.
         """
-        if targets.shape != tokens.shape:
-            raise ValueError(
-                f"targets {list(targets.shape)} and tokens {list(tokens.shape)} differ in shape"
-            )
+        _check_shape("targets", targets, tokens)
         x, state = self._hidden(tokens, state, resets, lengths)
         cap = self.config.output_logit_soft_cap
         logprobs = head_logprobs(x, self.lm_head.weight, targets, cap)
@@ -122,6 +120,10 @@ class XLSTM(nn.Module):
         the new state is returned too, for truncated backpropagation through time: start from
         `ModelState.zeros`, and call `state.detach()` before the next part.
         """
+        _check_shape("targets", targets, tokens)
+        _check_shape("weights", weights, tokens)
+        if not weights.is_floating_point():
+            raise ValueError(f"weights must be floating-point numbers, not {weights.dtype}")
         x, after = self._hidden(tokens, state, resets, None)
         cap = self.config.output_logit_soft_cap
         loss = head_loss(x, self.lm_head.weight, targets, weights, cap)
@@ -135,9 +137,11 @@ class XLSTM(nn.Module):
         lengths: Tensor | None,
     ) -> tuple[Tensor, ModelState]:
         """Hidden vectors after the last norm, and the new state."""
-        if tokens.dim() != 2 or tokens.shape[1] < 1 or tokens.is_floating_point():
+        if tokens.dim() != 2 or 0 in tokens.shape or tokens.is_floating_point():
             kind = f"{tokens.dtype} {list(tokens.shape)}".removeprefix("torch.")
-            raise ValueError(f"tokens must be integers [B, T] with T of at least 1, not {kind}")
+            raise ValueError(
+                f"tokens must be integers [B, T] with B and T of at least 1, not {kind}"
+            )
         result: tuple[Tensor, ModelState] = self.backbone(
             tokens, state, resets=resets, lengths=lengths
         )
@@ -186,3 +190,10 @@ class XLSTM(nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes a Hugging Face folder that this package and `transformers` can load."""
         save_checkpoint(folder, self.config, self.named_parameters())
+
+
+def _check_shape(name: str, values: Tensor, tokens: Tensor) -> None:
+    if values.shape != tokens.shape:
+        raise ValueError(
+            f"{name} {list(values.shape)} and tokens {list(tokens.shape)} differ in shape"
+        )

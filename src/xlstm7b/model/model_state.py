@@ -131,13 +131,9 @@ class ModelState(NamedTuple):
             torch._foreach_copy_(ours, theirs)
         self.tokens_seen.copy_(other.tokens_seen)
 
-    def _cell_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """All C, and all n and m: lists of one dtype, which a GPU processes in few launches."""
-        large, small = [], []
-        for C, n, m in self.blocks:
-            large.append(C)
-            small += [n, m]
-        return large, small
+    def _cell_tensors(self) -> list[list[Tensor]]:
+        """A list for each part (all C, all n, all m): of one dtype, for few launches on a GPU."""
+        return [list(part) for part in zip(*self.blocks, strict=True)]
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         return self._replace(
