@@ -166,7 +166,7 @@ def run(
         if target is not None and finished is not None:
             write_samples(target, samples)
             _write_results(target, results, info)
-            finished.path.unlink()
+            finished.remove()
 
 
 @app.command()
