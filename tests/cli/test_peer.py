@@ -152,6 +152,7 @@ def test_wrong_peers_are_refused(cli: Cli, llama: Path, tmp_path: Path) -> None:
         ((*ruler, "--peer", tmp_path / "none"), "--peer must be a folder with a model, not "),
         ((*ruler, "--peer", tmp_path / "empty"), "transformers does not load "),
         ((*ruler, "--peer", llama, *tokenizer), "--tokenizer is for our model; a peer has its "),
+        (("eval", "ppl", "--peer", llama), "give a model, or --peer FOLDER, and the texts to "),
         (ppl, "no text is given; name files or folders after the model"),
         ((*ppl, "--peer", tmp_path / "empty"), "transformers does not load "),
         ((*ppl, "--peer", tmp_path / "silent"), f"{tmp_path / 'silent'} has no tokenizer; save "),
