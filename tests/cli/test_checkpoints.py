@@ -75,6 +75,20 @@ def test_info_of_a_folder_whose_name_looks_like_markup(cli: Cli, tmp_path: Path)
     assert "".join(out.partition("┌")[0].split()) == f"xLSTM{folder}"
 
 
+def test_info_of_a_hub_id_reads_only_the_config(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_config(tmp_path / "local", CONFIG)
+
+    def download(name: str, patterns: list[str]) -> Path:
+        assert (name, patterns) == ("someone/small", ["config.*"])
+        return folder
+
+    monkeypatch.setattr("xlstm7b.hub.download", download)
+    got = json.loads(succeeded(cli("info", "someone/small", "--json")))
+    assert got["parameters"] == json.loads(succeeded(cli("info", folder, "--json")))["parameters"]
+
+
 def test_info_errors(cli: Cli, tmp_path: Path) -> None:
     assert refused(cli("info", "8b")).startswith("'8b' is neither a checkpoint folder nor a size")
     assert refused(cli("info", tmp_path / "none")).endswith(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from commands import Cli, refused, succeeded
-from harness_tasks import add_answered, add_choices
+from harness_tasks import add_answered, add_choices, add_last_words
 from naive_scoring import save_byte_model
 
 from xlstm7b.cli import main
@@ -70,6 +70,8 @@ def test_a_closed_pipe_loses_no_results(
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     (tmp_path / "tasks").mkdir()
     add_choices(tmp_path / "tasks", "choices", questions=2, shots=0, words=3)
+    # The harness prints "bootstrapping …" itself for the error of a perplexity.
+    add_last_words(tmp_path / "tasks", "words", ["so much depends", "upon a red"])
     (tmp_path / "a.txt").write_text("so much depends")
     monkeypatch.setattr(sys, "stderr", io.StringIO())  # `main` closes it
     for arguments, written in (
@@ -139,6 +141,9 @@ def test_a_stopped_run_continues_and_logs_samples(
         code, printed, err = cli(*command, "--output", out, *options)
         assert (code, printed) == (2, "")
         assert message in err.splitlines()[-1]
+    third = ["--tasks", "third"]  # leaves out the first task, which is finished
+    assert cli(*command, *third, "--output", out).code == 0
+    assert kept.read_bytes().startswith(before)
     assert cli(*command, "--output", out).code == 0
     assert ran == [12, 12, 12]  # the second task only
     assert not kept.exists()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from commands import Cli, refused, succeeded
+from models import random_model
 from ruler_cases import ESSAY
 
 from xlstm7b.evaluate.peer import Peer
@@ -141,6 +142,7 @@ def test_bytes_without_a_first_token(cli: Cli, tmp_path: Path) -> None:
 def test_wrong_peers_are_refused(cli: Cli, llama: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "empty").mkdir()
+    random_model(dtype=torch.float32).save_pretrained(tmp_path / "silent")
     ruler = ("eval", "ruler", "--output", tmp_path / "run")
     ppl = ("eval", "ppl", tmp_path / "a.txt")
     tokenizer = ("--tokenizer", tmp_path / "a.txt")
@@ -150,8 +152,10 @@ def test_wrong_peers_are_refused(cli: Cli, llama: Path, tmp_path: Path) -> None:
         ((*ruler, "--peer", tmp_path / "none"), "--peer must be a folder with a model, not "),
         ((*ruler, "--peer", tmp_path / "empty"), "transformers does not load "),
         ((*ruler, "--peer", llama, *tokenizer), "--tokenizer is for our model; a peer has its "),
+        (("eval", "ppl", "--peer", llama), "give a model, or --peer FOLDER, and the texts to "),
         (ppl, "no text is given; name files or folders after the model"),
         ((*ppl, "--peer", tmp_path / "empty"), "transformers does not load "),
+        ((*ppl, "--peer", tmp_path / "silent"), f"{tmp_path / 'silent'} has no tokenizer; save "),
         ((*ppl, "--peer", llama, *tokenizer), "--tokenizer is for our model; a peer has its "),
     ):
         assert refused(cli(*arguments)).startswith(message), arguments

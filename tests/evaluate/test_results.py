@@ -94,7 +94,7 @@ PERPLEXITY = {
     "xlstm7b": {"settings": {"tokenizer": "a" * 64}},
 }
 RULER = {
-    "results": {"vt": {"4096,none": 1.5}},
+    "results": {"vt": {"4096,none": 1.5}, "average": {"4096,none": 1.5}},
     "lengths": [4096],
     "samples": 500,
     "seed": 42,
@@ -139,6 +139,13 @@ def changed(content: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         (RULER, "samples", 50, "samples 500 and 50"),
         (RULER, "haystack", "e" * 64, "haystack dddddddddddd and eeeeeeeeeeee"),
         (RULER, "tokenizer", "a" * 64, "tokenizer bytes and aaaaaaaaaaaa"),
+        (
+            RULER,
+            "results/cwe",
+            {"4096,none": 2.5},
+            "average over other tasks: only one of the files has cwe",
+        ),
+        (RULER, "results/cwe", {"8192,none": 2.5}, None),
         (HARNESS, "config/batch_size", 8, None),
         (HARNESS, "xlstm7b/command", "y", None),
         (HARNESS, "n-shot", {"other": 1}, None),

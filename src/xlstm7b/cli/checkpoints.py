@@ -16,7 +16,9 @@ from xlstm7b.report import table
 def info(
     model: Annotated[
         str,
-        typer.Argument(help="A size (tiny, 160m, 400m, 1.4b, 2.7b, 7b) or a checkpoint folder."),
+        typer.Argument(
+            help="A size (tiny, 160m, 400m, 1.4b, 2.7b, 7b), a checkpoint folder, or a hub id."
+        ),
     ],
     context_length: Annotated[int, typer.Option(help="Tokens per sequence, for FLOPs.")] = 8192,
     chunk_size: Annotated[int, typer.Option(help="Tokens per chunk of the cell, for FLOPs.")] = 64,
@@ -25,13 +27,14 @@ def info(
     """Show a model's shape, parameters, state size, FLOPs and memory."""
     from xlstm7b.accounting import summary
     from xlstm7b.config import SIZES, ModelConfig
+    from xlstm7b.hub import is_hub_id
 
     if model.lower() in SIZES:
         config = ModelConfig.named(model)
-    elif Path(model).is_dir():
-        from xlstm7b.checkpoint import read_config
+    elif Path(model).is_dir() or is_hub_id(model):
+        from xlstm7b.checkpoint import read_config, resolve
 
-        config = read_config(Path(model))
+        config = read_config(resolve(model, ["config.*"]))
     else:
         raise ValueError(
             f"{model!r} is neither a checkpoint folder nor a size; sizes: {', '.join(SIZES)}"

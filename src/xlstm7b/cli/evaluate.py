@@ -166,17 +166,18 @@ def run(
         if target is not None and finished is not None:
             write_samples(target, samples)
             _write_results(target, results, info)
-            finished.path.unlink()
+            finished.remove()
 
 
 @app.command()
 def ppl(
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
             help="Checkpoint folder, or Hugging Face hub id. With --peer, only texts are given.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     texts: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -203,6 +204,8 @@ def ppl(
     Every document is read from its beginning to its end, whatever its length.
     """
     rows = _to_rows(batch_size)
+    if model is None:
+        raise ValueError("give a model, or --peer FOLDER, and the texts to measure")
     texts = ([] if peer is None else [Path(model)]) + (texts or [])
     if not texts:
         raise ValueError("no text is given; name files or folders after the model")

@@ -9,7 +9,9 @@ Later versions read the entry point `lm_eval.models`; there `lm_eval --model xls
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -346,16 +348,18 @@ def run_tasks(
     from lm_eval.evaluator import simple_evaluate
 
     lm.finished = finished
-    found = simple_evaluate(
-        model=lm,
-        tasks=tasks,
-        task_manager=TaskManager(include_defaults=False),  # the tasks are already loaded
-        limit=limit,
-        batch_size=lm.scorer.batch_size,
-        device=str(lm.device),
-        log_samples=log_samples,
-        apply_chat_template=apply_chat_template,
-    )
+    # The harness prints while it computes: on stderr, so that a closed stdout does not end it.
+    with redirect_stdout(sys.stderr):
+        found = simple_evaluate(
+            model=lm,
+            tasks=tasks,
+            task_manager=TaskManager(include_defaults=False),  # the tasks are already loaded
+            limit=limit,
+            batch_size=lm.scorer.batch_size,
+            device=str(lm.device),
+            log_samples=log_samples,
+            apply_chat_template=apply_chat_template,
+        )
     assert found is not None
     results: dict[str, Any] = dict(found)
     results["config"]["model"] = NAME
@@ -372,6 +376,7 @@ class FinishedTasks:
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path = path
         self._tasks: dict[tuple[str, str], dict[str, Any]] = {}
+        self._used = set[tuple[str, str]]()
         lines = self._read() if path.exists() else []
         if len(lines) < 2:  # no task is finished
             path.unlink(missing_ok=True)
@@ -415,6 +420,7 @@ class FinishedTasks:
                 f"the questions of the task {name!r} are not those of the interrupted run: delete "
                 f"{self.path} to start again"
             )
+        self._used.add((name, kind))
         found = line["responses"]
         return [tuple(pair) for pair in found] if kind == "loglikelihood" else list(found)
 
@@ -426,6 +432,11 @@ class FinishedTasks:
             "responses": list(responses),
         }
         self._append(line)
+
+    def remove(self) -> None:
+        """Removes the file when the results are written. It stays if the run left tasks out."""
+        if self._used == self._tasks.keys():
+            self.path.unlink()
 
     def _append(self, line: dict[str, Any]) -> None:
         with self.path.open("ab") as file:

@@ -37,6 +37,8 @@ class Peer:
             self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
         except Exception as error:  # of any type: each architecture has its own reader
             raise ValueError(f"transformers does not load {folder}: {_one_line(error)}") from error
+        if not self.encode("a"):  # transformers makes an empty tokenizer if there is none
+            raise ValueError(f"{folder} has no tokenizer; save the peer's own in its folder")
         self.folder = folder
         self._model: Any = None
         first = self._tokenizer.bos_token_id

@@ -168,7 +168,20 @@ def setting_differences(first: Path, second: Path) -> list[str]:
             both = f"{_shown(value[tasks[0]])} and {_shown(other[name][tasks[0]])}"
             more = f", and of {len(tasks) - 1} more tasks" if len(tasks) > 1 else ""
             found.append(f"{name} of {tasks[0]} {both}{more}")
+    averaged, others = _averaged(first), _averaged(second)
+    for length in averaged.keys() & others.keys():
+        if only := sorted(averaged[length] ^ others[length]):
+            found.append(f"average over other tasks: only one of the files has {', '.join(only)}")
+            break
     return found
+
+
+def _averaged(path: Path) -> dict[str, set[str]]:
+    """The tasks in RULER's average at each length."""
+    tasks: dict[str, set[str]] = {}
+    for task, length in read_results(path):
+        tasks.setdefault(length, set()).add(task)
+    return {length: names for length, names in tasks.items() if "average" in names}
 
 
 def _settings(content: Mapping[str, Any]) -> dict[str, Any]:
