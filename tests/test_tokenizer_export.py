@@ -107,9 +107,12 @@ def test_a_tokenizer_file_is_exported_with_first_token_and_template(tmp_path: Pa
     config = ModelConfig(64, 1, 2, vocab_size=320, bos_token_id=last, eos_token_id=last)
     target = exported(tmp_path / "export", folder, config)
     theirs = transformers.AutoTokenizer.from_pretrained(target)
-    for text in ("The quick brown fox,  Grüße!", "", " 日本"):
+    for text in ("The quick brown fox,  Grüße!", "", " 日本", 'a "word" !'):
         assert theirs(text).input_ids == [last, *tokenizer.encode(text)]
-    assert (theirs.bos_token_id, theirs.eos_token_id) == (last, last)
+        assert theirs.decode(theirs(text).input_ids, skip_special_tokens=True) == text
+    # Id 1, the default padding, is a quotation mark here: padding is then the end of text.
+    assert tokenizer.decode([config.pad_token_id]) == '"'
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (last, last, last)
     assert theirs.chat_template == template_source(target) == CHATML
     assert load_chat_template(target) is not None
     assert tokenizer_fingerprint(target) == tokenizer_fingerprint(folder)

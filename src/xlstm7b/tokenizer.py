@@ -392,6 +392,9 @@ def write_tokenizer(
     parts = parts["processors"] if parts.get("type") == "Sequence" else [parts]
     parts = [part for part in parts if part.get("type") == "ByteLevel"]
     has_first, first = config.force_bos_token_insert, config.bos_token_id
+    # `transformers` removes the padding from decoded text, so it must not be a token of text.
+    added = backend.get_added_tokens_decoder().get(config.pad_token_id)
+    padding = config.pad_token_id if added is not None and added.special else config.eos_token_id
     if has_first:
         parts.append(_first_token_processor(backend, first))
     written["post_processor"] = {"type": "Sequence", "processors": parts} if parts else None
@@ -399,7 +402,7 @@ def write_tokenizer(
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": backend.id_to_token(first) if has_first else None,
         "eos_token": backend.id_to_token(config.eos_token_id),
-        "pad_token": backend.id_to_token(config.pad_token_id),
+        "pad_token": backend.id_to_token(padding),
         "add_bos_token": has_first,
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,

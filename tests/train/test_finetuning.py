@@ -6,10 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizer_kinds import qwen
 from torch import Tensor
 from train_processes import run
 from train_runs import recipe
 
+from xlstm7b.chat_format import PlainFormat, template_source
 from xlstm7b.config import ModelConfig
 from xlstm7b.data.input_files import Columns
 from xlstm7b.data.loader import Loader
@@ -115,6 +117,26 @@ def test_the_speed_counts_all_tokens_that_are_read(chats, tmp_path, monkeypatch)
     for line in read_metrics(tmp_path / "metrics.jsonl"):
         assert line["tokens_per_second"] == chats.tokens
         assert line["tokens"] < chats.tokens < rows * LENGTH
+
+
+@pytest.mark.parametrize("form", ["chat", "text"])
+def test_an_export_has_the_chat_format_of_its_data(form, tmp_path):
+    """Not the template of the tokenizer, which `prepare` does not use for chats."""
+    tokenizer = qwen(tmp_path / "tokenizer")
+    talk = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "So." * 50}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk, "text": "So " * 50}))
+    data = prepare([tmp_path / "a.jsonl"], tmp_path / "data", str(tokenizer), Columns(form))
+    chosen = recipe(
+        data.path,
+        f"model.eos_token_id={data.eos_token_id}",
+        "model.force_bos_token_insert=false",
+        "run.steps=4",
+        "run.validate_every=0",
+    )
+    run(0, chosen, tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "export")
+    template = PlainFormat.template if form == "chat" else template_source(tokenizer)
+    assert template_source(tmp_path / "export") == template
 
 
 def test_fine_tuning_counts_only_answers(chats, pretrained, tmp_path):

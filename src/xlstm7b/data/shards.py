@@ -59,6 +59,7 @@ class ShardFolder:
     has_mask: bool
     eos_token_id: int = 0  # the last token of every document
     bos_token_id: int | None = 0  # the tokenizer's first token, which is not on disk
+    documents_as: str = "text"  # the format that it was prepared with: text, chat or qa
 
     @property
     def documents(self) -> int:
@@ -130,8 +131,12 @@ def open_folder(
             _check_sums(path, entry.sha256, progress)
         shards.append(shard)
     folder = _folder(path, shards, manifest.vocab_size, manifest.tokenizer)
-    eos, bos = manifest.eos_token_id, manifest.bos_token_id
-    return replace(folder, eos_token_id=eos, bos_token_id=bos)
+    return replace(
+        folder,
+        eos_token_id=manifest.eos_token_id,
+        bos_token_id=manifest.bos_token_id,
+        documents_as=manifest.documents_as,
+    )
 
 
 def _open_without_manifest(
@@ -229,6 +234,7 @@ class _Manifest(BaseModel):
     vocab_size: Annotated[int, Field(ge=1)]
     eos_token_id: Annotated[int, Field(ge=0)] = 0  # earlier versions knew no other
     bos_token_id: Annotated[int, Field(ge=0)] | None = 0
+    documents_as: str = "text"
     shards: list[ShardEntry]
 
 

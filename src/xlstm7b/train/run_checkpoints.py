@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from xlstm7b.chat_format import template_source
+from xlstm7b.chat_format import PlainFormat, template_source
 from xlstm7b.checkpoint import resolve, save_checkpoint
 from xlstm7b.config import ModelConfig
 from xlstm7b.files import (
@@ -311,6 +311,9 @@ def export_run(
         if found_tokenizer is not None:
             file = tokenizer_file(found_tokenizer)
             template = template_source(Path(aside) if file is None else file.parent)
+            # `prepare` writes chats in the plain format, whatever template the tokenizer has.
+            if saved.get("has_plain_chats"):
+                template = PlainFormat.template
             opened = open_tokenizer(found_tokenizer)
             companions = write_tokenizer(Path(aside), opened, recipe.model, template)
         else:

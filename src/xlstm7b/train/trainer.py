@@ -95,6 +95,7 @@ class Trainer:
             folders[f"data.validation.{name}" if name else "data.validation"] = held_out
         check_tokenizers(folders, recipe.model)
         self._tokenizer = next(iter(folders.values())).tokenizer_fingerprint
+        self._has_plain_chats = any(data.documents_as != "text" for data, _ in sources.values())
         self.loader = Loader(
             sources,
             context_length=recipe.data.context_length,
@@ -300,6 +301,7 @@ class Trainer:
                 "best": self.best,
                 "changes": self._changes,
                 "tokenizer": self._tokenizer,
+                "has_plain_chats": self._has_plain_chats,
                 "hooks": self.hooks.record,
             }
             self.checkpoints.start_save(self.step, self.model, self.optimizer, state)
