@@ -43,10 +43,10 @@ def main() -> None:
         run_step(dtype, d_qk, d_hv)
     run_sequences(BFLOAT16, 64, 96, batch=16)  # enough rows for one pass over the chunks
     run_sequences(FLOAT32, 48, 80, has_resets=True)
-    for dtype in (FLOAT32, BFLOAT16):
-        run_head(dtype)
-    for rows in (1, 3, 20, 40):
-        run_generation(rows)
+    run_head()
+    for dtype, rows in ((BFLOAT16, 1), (BFLOAT16, 3), (BFLOAT16, 20), (FLOAT32, 40)):
+        run_steps(dtype, rows)
+    run_prompts(rows=3)
     if "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ:  # CUDA graphs need PyTorch's allocator
         run_engine()
     torch.cuda.synchronize()
@@ -91,35 +91,45 @@ def run_step(dtype: torch.dtype, d_qk: int, d_hv: int) -> None:
     mlstm_step(q, k, v, draw(3, 2), draw(3, 2, shift=4), state)
 
 
-def new_model(dtype: torch.dtype, vocab_size: int) -> XLSTM:
+# cuBLAS writes bfloat16 products with the copy engine, which initcheck does not see. So where a
+# kernel reads what cuBLAS wrote, the model is float32.
+
+
+def new_model(dtype: torch.dtype) -> XLSTM:
     with torch.device("cuda"):
-        return XLSTM(ModelConfig(96, 2, 2, vocab_size=vocab_size)).to(dtype)
+        return XLSTM(ModelConfig(96, 2, 2, vocab_size=331)).to(dtype)
 
 
-def run_head(dtype: torch.dtype) -> None:
-    model = new_model(dtype, vocab_size=331)
+def run_head() -> None:
+    model = new_model(FLOAT32)
     tokens = torch.randint(331, (2, 37), device="cuda")
     model.loss(tokens, tokens, draw(2, 37)).backward()
     model.token_logprobs(tokens, tokens)[0].sum().backward()
 
 
 @torch.inference_mode()
-def run_generation(rows: int) -> None:
-    """Single steps and prompts of the model for generation, with states read and written by row."""
-    model = new_model(BFLOAT16, vocab_size=331)
-    fused = FusedModel(model)
-    state = ModelState.zeros(model.config, rows + 1, device=torch.device("cuda"))
+def run_steps(dtype: torch.dtype, rows: int) -> None:
+    """Single tokens; some rows keep their state."""
+    fused = FusedModel(new_model(dtype))
+    state = ModelState.zeros(fused.config, rows, device=torch.device("cuda"))
+    live = torch.rand(rows, device="cuda") < 0.5
+    fused.step(torch.randint(331, (rows,), device="cuda"), state, live)
+
+
+@torch.inference_mode()
+def run_prompts(rows: int) -> None:
+    """Prompts of different lengths, with states that are read and written by slot."""
+    fused = FusedModel(new_model(FLOAT32))
+    state = ModelState.zeros(fused.config, rows + 1, device=torch.device("cuda"))
     order = torch.randperm(rows, device="cuda")
     tokens = torch.randint(331, (rows, 70), device="cuda")
     lengths = torch.randint(71, (rows,), device="cuda")
     fused.logits(fused.read(tokens, state, lengths, Slots(order, order.flip(0))))
-    fused.step(tokens[:, 0], state.rows(0, rows), torch.rand(rows, device="cuda") < 0.5)
 
 
 def run_engine() -> None:
     """Requests through the engine, as users send them."""
-    model = new_model(BFLOAT16, vocab_size=331)
-    engine = Engine(model, ByteTokenizer(), slots=3)
+    engine = Engine(new_model(FLOAT32), ByteTokenizer(), slots=3)
     for length in (1, 5, 70, 130):
         params = SamplingParams(max_new_tokens=4, seed=0, eos_token_id=(), logprobs=2)
         engine.add_request(Request([2] * length, params))

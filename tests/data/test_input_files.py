@@ -152,6 +152,7 @@ def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path):
     ("line", "form", "message"),
     [
         ("{", "text", "Expecting property name enclosed in double quotes"),
+        ('{"text": "open', "text", "Unterminated string starting at"),
         ("[1]", "text", "this is not a JSON object"),
         ("[" * 100_000, "text", "recursion"),
         ('{"txt": "", "id": 5}', "text", "the column 'text' is missing; the columns are txt, id$"),

@@ -327,7 +327,7 @@ class RecordBatch(NamedTuple):
                 if self.kind == "text":
                     record = {columns.text: str(record, "utf-8-sig")}
                 elif self.kind == "jsonl":
-                    record = json.loads(record)
+                    record = json.loads(record.rstrip())  # else an open string has a newline
                 yield position, columns.segments(record)
             except (ValueError, RecursionError) as error:
                 where = _WHERE[self.kind].format(position + 1)
