@@ -185,7 +185,7 @@ def _averaged(path: Path) -> dict[str, set[str]]:
 
 
 def _settings(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What a results file tells of how it was measured. A dict has a value for each task."""
+    """How the results of a file were measured. A dict has a value for each task."""
 
     def part(*names: str) -> Mapping[str, Any]:
         found: Any = content

@@ -17,7 +17,7 @@ _MAY_DIFFER = re.compile(
 
 
 def default_folder(name: str, overrides: Sequence[str]) -> Path:
-    """`runs/NAME`, or `runs/NAME-optimizer.lr=0.001` with overrides, so that sweeps are told apart.
+    """`runs/NAME`, or `runs/NAME-optimizer.lr=0.001` with overrides: a folder for each of a sweep.
 
     Settings of `run`, the layout and paths are left out, so that a run can be continued with others
     in the same folder. Long names become a hash.
