@@ -49,14 +49,15 @@ def assert_likely(model: XLSTM, request: Request, token_ids: list[int], logprobs
     assert float(difference.mean()) < 0.03
 
 
+@pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize(
-    ("options", "warm"),  # a warm engine has recorded some 200 graphs: a minute of a GPU
+    "options",
     [
-        ({"slots": 40}, False),
-        ({"slots": 40, "long_gaps": 1.0}, False),
-        ({"slots": 6, "prefill_tokens": 100}, False),
-        ({"slots": 1}, False),
-        ({"slots": 24, "cache_bytes": 1 << 26, "cache_interval": 700}, True),
+        {"slots": 40},
+        {"slots": 40, "long_gaps": 1.0},
+        {"slots": 6, "prefill_tokens": 100},
+        {"slots": 1},
+        {"slots": 24, "cache_bytes": 1 << 26, "cache_interval": 700},
     ],
 )
 def test_many_requests(options, warm):
