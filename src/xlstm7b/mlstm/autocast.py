@@ -9,6 +9,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+# Asked once: torch.compile cannot trace the question in PyTorch 2.11.
+_KINDS = frozenset(
+    kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind)
+)
+
 
 def to_autocast(x: Tensor) -> Tensor:
     """x in the dtype of autocast if that is on, else x. float64 stays, as in PyTorch's products."""
@@ -24,4 +29,4 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 def _is_on(device: torch.device) -> bool:
     kind = device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return kind in _KINDS and torch.is_autocast_enabled(kind)
