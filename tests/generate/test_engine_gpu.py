@@ -20,6 +20,12 @@ DRAW = random.Random(0)
 LONG = DRAW.choices(range(2, 258), k=3000)
 
 
+@pytest.fixture(autouse=True)
+def draw_the_same_for_every_run(request):
+    """A test draws the same, whichever tests ran before it in the same process."""
+    DRAW.seed(request.node.name)
+
+
 def models() -> tuple[XLSTM, XLSTM]:
     """A model in bfloat16 on the GPU, and the same weights in float32 on the CPU."""
     torch.manual_seed(0)
