@@ -395,6 +395,21 @@ def test_broken_arrays_are_named(tmp_path, monkeypatch):
         list(input_files._items(path, file))
 
 
+@pytest.mark.parametrize("first", ["", '"id": 5,', '"id": ', '"id"', '"id": 5'])
+def test_an_object_on_several_lines_is_named_with_the_two_forms_that_are_read(tmp_path, first):
+    path = tmp_path / "a.json"
+    path.write_text(f"{{{first}\n")
+    message = (
+        rf"^{path} line 1: Expecting .*; the line ends before its JSON object: write each object "
+        r"on one line, or all objects as one JSON array in a \.json file$"
+    )
+    with pytest.raises(ValueError, match=message):
+        read(path)
+    path.write_text('{"text": "a"} {"text": "b"}\n')
+    with pytest.raises(ValueError, match=rf"^{path} line 1: Extra data: [^;]*$"):
+        read(path)
+
+
 def test_records_that_are_too_long_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(input_files, "MAX_RECORD_BYTES", 50)
     monkeypatch.setattr(input_files, "BATCH_BYTES", 10)

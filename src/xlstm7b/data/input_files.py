@@ -330,8 +330,10 @@ class RecordBatch(NamedTuple):
                     record = json.loads(record.rstrip())  # else an open string has a newline
                 yield position, columns.segments(record)
             except (ValueError, RecursionError) as error:
-                where = _WHERE[self.kind].format(position + 1)
-                yield position, ValueError(f"{self.path}{where}: {error}")
+                where, hint = _WHERE[self.kind].format(position + 1), ""
+                if isinstance(error, json.JSONDecodeError) and error.pos == len(error.doc):
+                    hint = _CUT_LINE
+                yield position, ValueError(f"{self.path}{where}: {error}{hint}")
 
     def digests(self) -> list[bytes]:
         """The sha256 of each record."""
@@ -342,6 +344,10 @@ class RecordBatch(NamedTuple):
 
 
 _TOO_LONG = f"more than {MAX_RECORD_BYTES:,} bytes are too many for one document"
+_CUT_LINE = (
+    "; the line ends before its JSON object: write each object on one line, or all objects as one "
+    "JSON array in a .json file"
+)
 _WHERE = {"text": "", "jsonl": " line {}", "array": " item {}", "parquet": " row {}"}
 
 
