@@ -235,6 +235,12 @@ def test_files_are_found_in_order(tmp_path):
         ValueError, match=r"a/x.py is not .c, .txt, .md, .jsonl, .ndjson, .json \(also"
     ):
         found("a/x.py", endings=(".c",))
+    (tmp_path / "a" / "y.F90.gz").touch()
+    assert found("a", endings=(".F90", ".Py"))[2:4] == ["a/x.py", "a/y.F90.gz"]
+    for inputs, endings in ((("a",), (".py", ".c")), (("b",), (".py",))):
+        message = rf"^no file of the input ends in '{endings[-1]}', which --as-text names$"
+        with pytest.raises(ValueError, match=message):
+            found(*inputs, endings=endings)
     (tmp_path / "c").mkdir()
     with pytest.raises(
         ValueError,

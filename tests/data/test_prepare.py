@@ -300,7 +300,7 @@ def test_other_input_or_settings_do_not_continue_a_folder(texts, tokenizer, tmp_
         before = content(out)
         refused(message, [texts], out, tokenizer, **same)
         refused(message, [texts], out, shard_tokens=7)
-        refused(message, [texts], out, text_endings=[".py"], **same)
+        refused(message, [texts], out, text_endings=[".txt"], **same)
         refused(message, [texts / "c.txt", texts / "a.jsonl"], out, **same)
         if finished:
             refused(message, [texts / "a.jsonl"], out, **same)
