@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xlstm7b.chat_format import PlainFormat
+from xlstm7b.chat_format import ChatTemplate, PlainFormat
 from xlstm7b.data import input_files
 from xlstm7b.data.input_files import Columns, check_input_file, find_input_files, read_batches
 
@@ -131,10 +131,31 @@ def test_any_order_of_turns_reads_as_one_dialogue(turns):
             Columns("chat").segments(record)
         return
     segments = Columns("chat").segments(record)
-    kept = turns[: answers[-1] + 1]
+    kept = [
+        (role, content.strip() if role == "assistant" else content)
+        for role, content in turns[: answers[-1] + 1]
+    ]
     whole = "\n".join(f"{role.capitalize()}: {content}" for role, content in kept)
     assert "".join(text for text, _ in segments) == whole
-    assert [text for text, counts in segments if counts] == [f" {turns[a][1]}" for a in answers]
+    assert [text for text, counts in segments if counts] == [f" {kept[a][1]}" for a in answers]
+
+
+@given(turns=st.lists(st.tuples(st.text(" \n\ta", max_size=5), st.text(" \n\ta", max_size=5))))
+def test_training_and_generation_write_the_same_text(turns):
+    """The prompt for the next answer starts with the text that was trained on."""
+    messages = [
+        {"role": role, "content": content}
+        for turn in turns
+        for role, content in zip(("user", "assistant"), turn, strict=True)
+    ]
+    question = {"role": "user", "content": "a"}
+    for number in range(2, len(messages) + 1, 2):
+        segments = Columns("chat").segments({"messages": messages[:number]})
+        trained = "".join(text for text, _ in segments)
+        read = PlainFormat().render([*messages[:number], question])
+        assert read == trained + PlainFormat().next_prompt("a")
+        template = ChatTemplate(PlainFormat.template, {"bos_token": ""})
+        assert read == template.render([*messages[:number], question], add_generation_prompt=True)
 
 
 @given(text=st.text(st.characters(codec="utf-8")))
