@@ -165,9 +165,9 @@ def find_input_files(
     """The files to read: named files in the given order, files of a folder sorted.
 
     Files that end in one of `text_endings` (".py", …) are read like `.txt`; an ending that no file
-    has is a `ValueError`. `include` and `exclude` are glob patterns for names and paths of files and
-    folders. In a folder, hidden files and folders, and the folder `output`, are left out. Links to
-    folders are followed.
+    has is a `ValueError`. `include` and `exclude` are glob patterns for names and paths of files
+    and folders. In a folder, hidden files and folders, and the folder `output`, are left out. Links
+    to folders are followed.
     """
     search = _Search(text_endings, include, exclude, columns, output)
     for given in map(Path, inputs):
