@@ -532,6 +532,15 @@ def test_only_a_language_model_generates(kind, fused):
             kind(wrong, ByteTokenizer(), fused=fused)
 
 
+def test_ids_that_the_tokenizer_does_not_have_add_no_text():
+    """The vocabulary has 320 ids, bytes have 258."""
+    generator = Generator(random_model(), ByteTokenizer())
+    for token in (258, 319):
+        bias = {token: 100.0}
+        done = generator.generate("A", max_new_tokens=3, logit_bias=bias, logprobs=2)[0]
+        assert (done.token_ids, done.text) == ([token] * 3, "")
+
+
 def test_end_of_text():
     generator = spelling_generator("abc", eos_token_id=ord("c") + 2)
     (completion,) = generator.generate("a", **GREEDY)
