@@ -52,18 +52,15 @@ class PlainFormat(ChatFormat):
         return f"\nUser: {text}\nAssistant:"
 
     def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
-        stripped = [
-            {**m, "content": m["content"].strip()} if m["role"] == "assistant" else m
-            for m in messages
-        ]
-        text = "".join(segment for segment, _ in self.segments(stripped))
+        text = "".join(segment for segment, _ in self.segments(messages))
         return f"{text}Assistant:" if add_generation_prompt else text
 
     def segments(self, messages: Messages) -> Iterator[tuple[str, bool]]:
         """The conversation in parts, and for each part whether the assistant wrote it.
 
         Fine-tuning computes the loss on the assistant's parts only. A part ends after "Assistant:",
-        where generation starts, so that each part can be tokenized by itself.
+        where generation starts, so that each part can be tokenized by itself. White space around an
+        answer is left out.
         """
         before = ""
         for message in messages:
@@ -75,7 +72,7 @@ class PlainFormat(ChatFormat):
                     before += f"User: {content}\n"
                 case "assistant":
                     yield f"{before}Assistant:", False
-                    yield f" {content}", True
+                    yield f" {content.strip()}", True
                     before = "\n"
         if before:
             yield before, False

@@ -80,7 +80,7 @@ def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
 
 @contextmanager
 def lock_folder(folder: Path, action: str) -> Iterator[None]:
-    """Locks a folder. If another process has the lock, a `ValueError` says so.
+    """Locks a folder or a file. If another process has the lock, a `ValueError` says so.
 
     `action` is for the message: "another process is training in FOLDER right now".
     """

@@ -30,6 +30,7 @@ from xlstm7b.tokenizer import ByteTokenizer
         ({"rate": 0.0}, "rate must be above 0, not 0"),
         ({"rate": float("nan")}, "rate must be above 0, not nan"),
         ({"seconds": -1.0}, "seconds must be above 0, not -1"),
+        ({"rate": 4.0, "clients": 2}, "^give either --rate or --clients, not both"),
         ({"clients": -1}, "clients must be at least 0, not -1"),
         ({"prompt_tokens": ()}, "prompt_tokens and new_tokens must each have at least one length"),
         ({"prompt_tokens": (-1,)}, "prompt_tokens must be at least 0, not -1"),
@@ -40,6 +41,10 @@ from xlstm7b.tokenizer import ByteTokenizer
 def test_an_impossible_load_is_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cases.run(Serve.of(**{"url": "http://a", **wrong}))
+
+
+def test_the_default_rate_is_only_for_a_load_without_clients() -> None:
+    assert [Serve.of(url="http://a", clients=n).rate for n in (0, 2)] == [4.0, None]
 
 
 def test_the_figures_follow_from_the_answers() -> None:

@@ -14,6 +14,7 @@ from naive_scoring import save_byte_model
 
 from xlstm7b.cli import main
 from xlstm7b.evaluate.scoring import Scorer
+from xlstm7b.files import lock_folder
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +156,23 @@ def test_a_stopped_run_continues_and_logs_samples(
     assert len(files[0].read_text().splitlines()) == 2
     assert json.loads(files[0].read_text().splitlines()[1])["doc"]["text"] == "lonely"
     assert "samples" not in results[0]
+
+
+@pytest.mark.usefixtures("offline")
+def test_only_one_process_writes_an_output(cli: Cli, byte_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "tasks").mkdir()
+    add_choices(tmp_path / "tasks", "choices", questions=2, shots=0, words=3)
+    command = ["eval", byte_model, "--tasks-dir", tmp_path / "tasks", "--device", "cpu"]
+    kept = tmp_path / "out.json.unfinished"
+    kept.touch()
+    with lock_folder(kept, "writing finished tasks to"):
+        code, out, err = cli(*command, "--output", tmp_path / "out.json")
+        assert (code, out, kept.read_bytes()) == (2, "", b"")
+        said = f"xlstm7b: another process is writing finished tasks to {kept} right now"
+        assert err.splitlines()[-1] == said
+        assert cli(*command, "--output", tmp_path / "other.json").code == 0
+    assert cli(*command, "--output", tmp_path / "out.json").code == 0
+    assert not kept.exists()
 
 
 def test_perplexity_is_printed_written_and_drawn(

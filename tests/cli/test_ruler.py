@@ -8,6 +8,7 @@ from checkpoint_files import names_in
 from commands import Cli, refused, succeeded
 from ruler_cases import write_datasets
 
+from xlstm7b.files import lock_folder
 from xlstm7b.generate import Generator
 
 SMALL = ("--lengths", "1536,2048", "--samples", 2, "--tasks", "fwe,niah_single_1")
@@ -46,6 +47,8 @@ def test_a_run_writes_answers_and_is_not_repeated(
         raise AssertionError("weights were loaded, although every sample has an answer")
 
     monkeypatch.setattr(Generator, "__init__", load)
+    with lock_folder(folder, "answering in"):
+        assert refused(cli(*called)) == f"another process is answering in {folder} right now"
     assert succeeded(cli(*called)) == table
     message = refused(cli(*called, "--seed", 1))
     assert message == f"{folder} holds a run with seed 42, not 1; choose another --output"

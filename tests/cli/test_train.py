@@ -318,7 +318,11 @@ def test_a_damaged_recipe_of_a_run_is_named(cli: Cli, settings: list[str], train
         ("batch.sequences=4", "was started with batch.sequences 2, not 4: choose another --run"),
         ("data.packing=best-fit", "was started with data.packing windows, not best-fit: choose"),
         ("data.sources.more={path='data'}", "with text 1/2 of 1601 tokens; more 1/2 of 1601"),
-        ("run.seed=1", "read its data with seed 0, this one with 1"),
+        (
+            "run.seed=1",
+            "read its data with seed 0, this one with 1: it would repeat some samples and skip "
+            "others; choose another --run",
+        ),
         ("run.steps=2", r"is already at step 3, after run.steps (2)"),
     ],
 )
@@ -480,7 +484,7 @@ def test_a_run_does_not_continue_with_other_data(
     said = refused(train(cli, trained, *settings, "--set", "run.steps=4"))
     assert said == (
         "the saved run read its data with sources text 1 of 1601 tokens, this one with text 1 of "
-        "921 tokens: it would repeat some samples and skip others"
+        "921 tokens: it would repeat some samples and skip others; choose another --run"
     )
     assert contents(trained) == before
 

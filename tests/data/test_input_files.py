@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xlstm7b.chat_format import PlainFormat
+from xlstm7b.chat_format import ChatTemplate, PlainFormat
 from xlstm7b.data import input_files
 from xlstm7b.data.input_files import Columns, check_input_file, find_input_files, read_batches
 
@@ -131,10 +131,31 @@ def test_any_order_of_turns_reads_as_one_dialogue(turns):
             Columns("chat").segments(record)
         return
     segments = Columns("chat").segments(record)
-    kept = turns[: answers[-1] + 1]
+    kept = [
+        (role, content.strip() if role == "assistant" else content)
+        for role, content in turns[: answers[-1] + 1]
+    ]
     whole = "\n".join(f"{role.capitalize()}: {content}" for role, content in kept)
     assert "".join(text for text, _ in segments) == whole
-    assert [text for text, counts in segments if counts] == [f" {turns[a][1]}" for a in answers]
+    assert [text for text, counts in segments if counts] == [f" {kept[a][1]}" for a in answers]
+
+
+@given(turns=st.lists(st.tuples(st.text(" \n\ta", max_size=5), st.text(" \n\ta", max_size=5))))
+def test_training_and_generation_write_the_same_text(turns):
+    """The prompt for the next answer starts with the text that was trained on."""
+    messages = [
+        {"role": role, "content": content}
+        for turn in turns
+        for role, content in zip(("user", "assistant"), turn, strict=True)
+    ]
+    question = {"role": "user", "content": "a"}
+    for number in range(2, len(messages) + 1, 2):
+        segments = Columns("chat").segments({"messages": messages[:number]})
+        trained = "".join(text for text, _ in segments)
+        read = PlainFormat().render([*messages[:number], question])
+        assert read == trained + PlainFormat().next_prompt("a")
+        template = ChatTemplate(PlainFormat.template, {"bos_token": ""})
+        assert read == template.render([*messages[:number], question], add_generation_prompt=True)
 
 
 @given(text=st.text(st.characters(codec="utf-8")))
@@ -235,6 +256,12 @@ def test_files_are_found_in_order(tmp_path):
         ValueError, match=r"a/x.py is not .c, .txt, .md, .jsonl, .ndjson, .json \(also"
     ):
         found("a/x.py", endings=(".c",))
+    (tmp_path / "a" / "y.F90.gz").touch()
+    assert found("a", endings=(".F90", ".Py"))[2:4] == ["a/x.py", "a/y.F90.gz"]
+    for inputs, endings in ((("a",), (".py", ".c")), (("b",), (".py",))):
+        message = rf"^no file of the input ends in '{endings[-1]}', which --as-text names$"
+        with pytest.raises(ValueError, match=message):
+            found(*inputs, endings=endings)
     (tmp_path / "c").mkdir()
     with pytest.raises(
         ValueError,
@@ -393,6 +420,21 @@ def test_broken_arrays_are_named(tmp_path, monkeypatch):
     path.write_text(f"[{good}, {{text: 'a'}}, {', '.join([good] * 1000)}]")
     with path.open("rb") as file, pytest.raises(ValueError, match="item 2: Expecting property"):
         list(input_files._items(path, file))
+
+
+@pytest.mark.parametrize("first", ["", '"id": 5,', '"id": ', '"id"', '"id": 5'])
+def test_an_object_on_several_lines_is_named_with_the_two_forms_that_are_read(tmp_path, first):
+    path = tmp_path / "a.json"
+    path.write_text(f"{{{first}\n")
+    message = (
+        rf"^{path} line 1: Expecting .*; the line ends before its JSON object: write each object "
+        r"on one line, or all objects as one JSON array in a \.json file$"
+    )
+    with pytest.raises(ValueError, match=message):
+        read(path)
+    path.write_text('{"text": "a"} {"text": "b"}\n')
+    with pytest.raises(ValueError, match=rf"^{path} line 1: Extra data: [^;]*$"):
+        read(path)
 
 
 def test_records_that_are_too_long_are_refused(tmp_path, monkeypatch):

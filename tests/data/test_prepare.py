@@ -300,8 +300,7 @@ def test_other_input_or_settings_do_not_continue_a_folder(texts, tokenizer, tmp_
         before = content(out)
         refused(message, [texts], out, tokenizer, **same)
         refused(message, [texts], out, shard_tokens=7)
-        refused(message, [texts], out, special_tokens=True, **same)
-        refused(message, [texts], out, text_endings=[".py"], **same)
+        refused(message, [texts], out, text_endings=[".txt"], **same)
         refused(message, [texts / "c.txt", texts / "a.jsonl"], out, **same)
         if finished:
             refused(message, [texts / "a.jsonl"], out, **same)
@@ -489,6 +488,13 @@ def test_special_tokens_in_a_text_are_text_unless_asked(tokenizer, tmp_path):
         asked = prepare([tmp_path / "a.jsonl"], out, tokenizer, special_tokens=True, **options)
         assert documents(asked) == [[*FileTokenizer(tokenizer).encode(quote), 0]]
         assert documents(asked)[0].count(0) == 2
+        refused("other settings", [tmp_path / "a.jsonl"], out, tokenizer, **options)
+
+
+def test_special_tokens_are_refused_for_bytes_which_have_none(texts, tmp_path):
+    message = "^the tokenizer bytes has no special tokens: leave --special-tokens out$"
+    refused(message, [texts], tmp_path / "out", "bytes", special_tokens=True)
+    assert not (tmp_path / "out").exists()
 
 
 # Long documents

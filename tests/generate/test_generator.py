@@ -22,7 +22,7 @@ from xlstm7b.generate import (
     SavedState,
 )
 from xlstm7b.generate.fused import FusedModel
-from xlstm7b.model import XLSTM
+from xlstm7b.model import XLSTM, MLSTMStack
 from xlstm7b.tokenizer import ByteTokenizer
 
 PROMPTS = ["Once upon a time", "A", "é", "The quick brown fox jumps over the lazy dog.", "A b"]
@@ -522,6 +522,23 @@ def spelling_generator(text: str, **changes: object) -> Generator:
         for byte, successor in zip(written, written[1:] + written[:1], strict=True):
             model.lm_head.weight[successor + 2, byte + 2] = 100
     return Generator(model, ByteTokenizer())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", [Generator, Engine])
+def test_only_a_language_model_generates(kind, fused):
+    for wrong, name in ((MLSTMStack(64, 2, 1), "MLSTMStack"), ("NX-AI/xLSTM-7b", "str")):
+        with pytest.raises(TypeError, match=rf"^the model must be an XLSTM, .* not {name}$"):
+            kind(wrong, ByteTokenizer(), fused=fused)
+
+
+def test_ids_that_the_tokenizer_does_not_have_add_no_text():
+    """The vocabulary has 320 ids, bytes have 258."""
+    generator = Generator(random_model(), ByteTokenizer())
+    for token in (258, 319):
+        bias = {token: 100.0}
+        done = generator.generate("A", max_new_tokens=3, logit_bias=bias, logprobs=2)[0]
+        assert (done.token_ids, done.text) == ([token] * 3, "")
 
 
 def test_end_of_text():

@@ -103,6 +103,37 @@ def test_lengths_and_resets(kind, lengths, with_state):
             assert_same(rows(state, row), rows(before, row), 0)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=10)
+@given(
+    lengths=st.lists(st.integers(0, 20), min_size=1, max_size=4),
+    garbage=st.sampled_from([torch.nan, torch.inf, -torch.inf]),
+    with_state=st.booleans(),
+    size=st.sampled_from([1, 20]),
+)
+def test_padding_may_hold_anything(kind, lengths, garbage, with_state, size):
+    """The same outputs, states and gradients, to the last bit, as with zeros for padding."""
+    module, x = make(kind), vectors(len(lengths), size)
+    lengths = torch.tensor(lengths).clamp(max=size)
+    with torch.no_grad():
+        before = module(vectors(len(x), 5))[1] if with_state else None
+    inside = torch.arange(size) < lengths[:, None]
+    found = []
+    for value in (0.0, garbage):
+        padded = x.masked_fill(~inside[..., None], value).requires_grad_()
+        y, state = module(padded, before, lengths=lengths)
+        loss = y[inside].square().sum() + sum(cell.C.square().sum() for cell in cells(state))
+        inputs = [padded, *module.parameters()]
+        gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
+        with torch.no_grad():
+            _, alone = module(padded, before, lengths=lengths)
+        parts = [part for each in (state, alone) for cell in cells(each) for part in cell]
+        found.append([y[inside], *parts, *gradients])
+    for want, got in zip(*found, strict=True):
+        assert (got is None) == (want is None)
+        assert got is None or torch.equal(got, want)
+
+
 def test_the_language_model_is_made_of_these_classes():
     model = XLSTM(SMALL)
     assert isinstance(model.backbone, MLSTMStack)

@@ -115,6 +115,27 @@ def test_malformed_bodies_are_refused_or_answered(live: LiveServer) -> None:
     assert live.client.get("/health").json() == {"status": "ok"}
 
 
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"{", "Expecting property name enclosed in double quotes at character 2"),
+        (b'{"prompt":\n hello}', "Expecting value at character 13"),
+        (b'{"prompt": "a"} x', "Extra data at character 17"),
+        (b'{"prompt": "\xff"}', "'utf-8' codec can't decode byte 0xff in position 12"),
+        (b"[" * 200_000, "maximum recursion depth exceeded"),
+    ],
+)
+def test_what_is_not_json_is_said_with_its_position(
+    live: LiveServer, content: bytes, problem: str
+) -> None:
+    headers = {"content-type": "application/json"}
+    answer = live.client.post("/v1/completions", content=content, headers=headers)
+    assert answer.status_code == 400
+    error = error_of(answer)
+    assert error["message"].startswith(f"the body is not JSON: {problem}")
+    assert (error["type"], error["param"]) == ("invalid_request_error", None)
+
+
 @settings(max_examples=100)
 @given(path=st.sampled_from([*ROUTES]), content=st.binary(max_size=200))
 def test_random_bytes(live: LiveServer, path: str, content: bytes) -> None:

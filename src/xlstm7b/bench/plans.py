@@ -220,9 +220,11 @@ class Serve(Plan):
     """
 
     url: str = option("Address of the server, such as http://127.0.0.1:8000.")
-    rate: float = option("Requests per second, sent at random times.", 4.0)
+    rate: float | None = option(
+        "Requests per second, sent at random times. By default 4, without --clients.", None
+    )
     clients: int = option(
-        "Clients that each send a request once the last one is answered. Replaces --rate.",
+        "Clients that each send a request once the last one is answered, in place of --rate.",
         0,
         least=0,
     )
@@ -236,6 +238,12 @@ class Serve(Plan):
 
     ARGUMENT = "url"
 
+    @classmethod
+    def of(cls, **given: Any) -> Self:
+        if given.get("rate") is None and not given.get("clients"):
+            given["rate"] = 4.0
+        return super().of(**given)
+
     @property
     def path(self) -> str:
         """The path of the URL, without /v1, in which the base URLs of OpenAI clients end."""
@@ -245,6 +253,8 @@ class Serve(Plan):
         super().check()
         if not _is_address(self.url):
             raise ValueError(f"{self.url!r} is not a server address such as http://127.0.0.1:8000")
+        if self.clients and self.rate is not None:
+            raise ValueError("give either --rate or --clients, not both: clients have no rate")
         if not self.prompt_tokens or not self.new_tokens:
             raise ValueError("prompt_tokens and new_tokens must each have at least one length")
         if self.shared_tokens + min(self.prompt_tokens) < 1:

@@ -145,7 +145,7 @@ def send(load: Serve) -> Measured:
     try:
         for _ in range(load.clients):
             start(be_a_client, _bodies(load, random.Random(draw.random())))
-        if not load.clients:
+        if load.rate is not None:
             bodies, due = _bodies(load, draw), began
             while (due := due + draw.expovariate(load.rate)) - began < load.seconds:
                 body = next(bodies)

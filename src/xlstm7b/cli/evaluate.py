@@ -6,7 +6,7 @@
 import hashlib
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -123,6 +123,7 @@ def run(
         write_samples,
     )
     from xlstm7b.evaluate.results import run_info
+    from xlstm7b.files import lock_folder
 
     loaded = load_tasks(names, tasks_dir, num_fewshot)
     info = run_info(
@@ -130,43 +131,47 @@ def run(
         tokenizer=_fingerprint(opened.folder, tokenizer),
         chat_template=template and hashlib.sha256(template.source.encode()).hexdigest(),
     )
-    finished = None
-    if target is not None:
-        settings = {
-            "model": info["model"]["fingerprint"],
-            **info["settings"],
-            "dtype": _dtype_name(opened.dtype),
-            "limit": limit,
-            "num_fewshot": num_fewshot,
-            "lm_eval": info["versions"]["lm_eval"],
-        }
-        finished = FinishedTasks(target.with_name(f"{target.name}.unfinished"), settings)
-    lm = XLSTM7B(
-        str(opened.folder),
-        tokenizer=None if tokenizer is None else str(tokenizer),
-        dtype=dtype,
-        device=str(opened.device),
-        batch_size=batch_size,
-    )
-    results = run_tasks(
-        lm,
-        loaded,
-        limit=limit,
-        apply_chat_template=apply_chat_template,
-        log_samples=log_samples,
-        finished=finished,
-    )
-    from lm_eval.utils import make_table
+    with ExitStack() as stack:
+        finished = None
+        if target is not None:
+            unfinished = target.with_name(f"{target.name}.unfinished")
+            unfinished.touch()
+            stack.enter_context(lock_folder(unfinished, "writing finished tasks to"))
+            settings = {
+                "model": info["model"]["fingerprint"],
+                **info["settings"],
+                "dtype": _dtype_name(opened.dtype),
+                "limit": limit,
+                "num_fewshot": num_fewshot,
+                "lm_eval": info["versions"]["lm_eval"],
+            }
+            finished = FinishedTasks(unfinished, settings)
+        lm = XLSTM7B(
+            str(opened.folder),
+            tokenizer=None if tokenizer is None else str(tokenizer),
+            dtype=dtype,
+            device=str(opened.device),
+            batch_size=batch_size,
+        )
+        results = run_tasks(
+            lm,
+            loaded,
+            limit=limit,
+            apply_chat_template=apply_chat_template,
+            log_samples=log_samples,
+            finished=finished,
+        )
+        from lm_eval.utils import make_table
 
-    samples = results.pop("samples", {})
-    tables = [make_table(results)]
-    if results.get("groups"):
-        tables.append(make_table(results, "groups"))
-    with _printing("\n".join(tables)):
-        if target is not None and finished is not None:
-            write_samples(target, samples)
-            _write_results(target, results, info)
-            finished.remove()
+        samples = results.pop("samples", {})
+        tables = [make_table(results)]
+        if results.get("groups"):
+            tables.append(make_table(results, "groups"))
+        with _printing("\n".join(tables)):
+            if target is not None and finished is not None:
+                write_samples(target, samples)
+                _write_results(target, results, info)
+                finished.remove()
 
 
 @app.command()
@@ -343,6 +348,7 @@ def ruler(
     )
     from xlstm7b.evaluate.ruler.sentences import splitter
     from xlstm7b.evaluate.ruler.tasks import TASKS
+    from xlstm7b.files import lock_folder
     from xlstm7b.report import check_matplotlib
 
     if (model is None) == (peer is None):
@@ -405,7 +411,11 @@ def ruler(
         loaded = opened.load()
         return greedy_answers(loaded) if peer is None else loaded.answer
 
-    with count_progress("answering", started.total, shown=True) as progress:
+    output.mkdir(parents=True, exist_ok=True)
+    with (
+        lock_folder(output, "answering in"),
+        count_progress("answering", started.total, shown=True) as progress,
+    ):
         document = started.answer(load, batch_size=batch_size, progress=progress)
     with _printing(score_table(document)):
         if plot:

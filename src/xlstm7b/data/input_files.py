@@ -164,9 +164,10 @@ def find_input_files(
 ) -> InputFiles:
     """The files to read: named files in the given order, files of a folder sorted.
 
-    Files that end in one of `text_endings` (".py", …) are read like `.txt`. `include` and `exclude`
-    are glob patterns for names and paths of files and folders. In a folder, hidden files and
-    folders, and the folder `output`, are left out. Links to folders are followed.
+    Files that end in one of `text_endings` (".py", …) are read like `.txt`; an ending that no file
+    has is a `ValueError`. `include` and `exclude` are glob patterns for names and paths of files
+    and folders. In a folder, hidden files and folders, and the folder `output`, are left out. Links
+    to folders are followed.
     """
     search = _Search(text_endings, include, exclude, columns, output)
     for given in map(Path, inputs):
@@ -177,6 +178,9 @@ def find_input_files(
         raise ValueError(f"the pattern {pattern!r} matches no file or folder of the input")
     if not search.found.files:
         raise ValueError("all input is left out" if search.found.left_out else "no input is given")
+    for ending in text_endings:
+        if not any(_unpacked(file).endswith(ending.lower()) for file in search.found.files):
+            raise ValueError(f"no file of the input ends in {ending!r}, which --as-text names")
     for file, times in Counter(search.found.files).items():
         if times > 1:
             raise ValueError(f"{file} is given twice")
@@ -287,16 +291,22 @@ def _raise(error: OSError) -> None:
 
 def _kind(path: Path, text_endings: Sequence[str] = ()) -> str:
     """How a file is read, by its name: text, jsonl, json, parquet, or "" for not at all."""
-    name = path.name.lower()
-    if name.endswith(".parquet"):
+    if path.name.lower().endswith(".parquet"):
         return "parquet"
-    for packed in _PACKED:
-        name = name.removesuffix(packed)
-    if name.endswith((".txt", ".md", *text_endings)):
+    name = _unpacked(path)
+    if name.endswith((".txt", ".md", *map(str.lower, text_endings))):
         return "text"
     if name.endswith((".jsonl", ".ndjson")):
         return "jsonl"
     return "json" if name.endswith(".json") else ""
+
+
+def _unpacked(path: Path) -> str:
+    """A file's name in lower case, without .gz and .zst."""
+    name = path.name.lower()
+    for packed in _PACKED:
+        name = name.removesuffix(packed)
+    return name
 
 
 # Reading files
@@ -330,8 +340,10 @@ class RecordBatch(NamedTuple):
                     record = json.loads(record.rstrip())  # else an open string has a newline
                 yield position, columns.segments(record)
             except (ValueError, RecursionError) as error:
-                where = _WHERE[self.kind].format(position + 1)
-                yield position, ValueError(f"{self.path}{where}: {error}")
+                where, hint = _WHERE[self.kind].format(position + 1), ""
+                if isinstance(error, json.JSONDecodeError) and error.pos == len(error.doc):
+                    hint = _CUT_LINE
+                yield position, ValueError(f"{self.path}{where}: {error}{hint}")
 
     def digests(self) -> list[bytes]:
         """The sha256 of each record."""
@@ -342,6 +354,10 @@ class RecordBatch(NamedTuple):
 
 
 _TOO_LONG = f"more than {MAX_RECORD_BYTES:,} bytes are too many for one document"
+_CUT_LINE = (
+    "; the line ends before its JSON object: write each object on one line, or all objects as one "
+    "JSON array in a .json file"
+)
 _WHERE = {"text": "", "jsonl": " line {}", "array": " item {}", "parquet": " row {}"}
 
 

@@ -112,7 +112,7 @@ class Loader:
             if state.get(name) != here:
                 raise ValueError(
                     f"the saved run read its data with {name} {state.get(name)}, this one with "
-                    f"{here}: it would repeat some samples and skip others"
+                    f"{here}: it would repeat some samples and skip others; choose another --run"
                 )
         self._cancel_prefetch()
         self.samples = state["samples"]

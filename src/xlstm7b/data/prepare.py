@@ -47,7 +47,13 @@ from xlstm7b.data.shards import (
     token_size,
     write_manifest,
 )
-from xlstm7b.tokenizer import AnyTokenizer, copy_tokenizer, open_tokenizer, tokenizer_file
+from xlstm7b.tokenizer import (
+    AnyTokenizer,
+    ByteTokenizer,
+    copy_tokenizer,
+    open_tokenizer,
+    tokenizer_file,
+)
 
 if TYPE_CHECKING:
     from xlstm7b.files import Progress
@@ -97,6 +103,8 @@ def prepare(
         inputs, text_endings, include=include, exclude=exclude, columns=columns, output=output
     )
     tokenizer = tokenizer_file(tokenizer) or "bytes"  # a download comes once, not in each process
+    if special_tokens and isinstance(open_tokenizer(tokenizer), ByteTokenizer):
+        raise ValueError("the tokenizer bytes has no special tokens: leave --special-tokens out")
     ids = _tokenizer_ids(tokenizer)
     settings = [ids, vars(columns), shard_tokens, list(text_endings), special_tokens]
     plan = _Plan(_digest(settings), found.files, columns, text_endings, skip_bad)

@@ -379,7 +379,7 @@ class FinishedTasks:
         self._used = set[tuple[str, str]]()
         lines = self._read() if path.exists() else []
         if len(lines) < 2:  # no task is finished
-            path.unlink(missing_ok=True)
+            path.write_bytes(b"")  # the same file: the caller may have locked it
             self._append(dict(settings))
             return
         for name, value in settings.items():

@@ -25,6 +25,7 @@ import torch
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.devices import as_current
+from xlstm7b.generate.fusable import check_language_model
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.prefix_cache import DiskLevel, Level, PrefixCache, weights_fingerprint
 from xlstm7b.generate.request import (
@@ -109,6 +110,7 @@ class Engine:
                 raise ValueError(f"{name} must be at least 1, not {size}")
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"state_dtype must be float32 or bfloat16, not {state_dtype!r}")
+        check_language_model(model)
         if fused and not model.config.is_standard:
             _log_unfused(model.config)
             fused = False

@@ -1,10 +1,11 @@
-"""Whether a model is the one that `FusedModel` computes: layer by layer, before it is fused."""
+"""Whether a model can generate, and is the one that `FusedModel` computes, layer by layer."""
 
 from dataclasses import replace
 
 import torch
 from torch import nn
 
+from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
 from xlstm7b.model.layers import MLSTMBlock
 
@@ -12,6 +13,15 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 # Attributes that generation does not depend on. The config is what the model is compared with.
 _UNUSED = ("training", "dropout", "config")
+
+
+def check_language_model(model: object) -> None:
+    """A `TypeError` for other modules. A wrapper that has the config of its model is accepted."""
+    if not isinstance(getattr(model, "config", None), ModelConfig):
+        raise TypeError(
+            f"the model must be an XLSTM, which has an embedding and a head, not "
+            f"{type(model).__name__}"
+        )
 
 
 def difference(model: XLSTM) -> str | None:

@@ -15,6 +15,7 @@ from torch import nn
 from xlstm7b.checkpoint import read_config, resolve
 from xlstm7b.devices import default_dtype, to_device
 from xlstm7b.generate.engine import Engine
+from xlstm7b.generate.fusable import check_language_model
 from xlstm7b.generate.params import SamplingParams
 from xlstm7b.generate.request import (
     Completion,
@@ -53,6 +54,7 @@ class Generator:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"state_dtype must be float32 or bfloat16, not {state_dtype!r}")
+        check_language_model(model)
         self.model, self.config, self.tokenizer = model, model.config, tokenizer
         self.state_dtype, self.batch_size, self.fused = state_dtype, batch_size, fused
         first = next(model.parameters())

@@ -75,9 +75,9 @@ class MLSTMStack(nn.Module):
                 a state and T = 1 the cell is computed as one step.
             resets: bool [B, T], True at the first position of each sequence that starts in a row.
             lengths: int [B], from 0 to T, if rows are padded on the right. The returned state is
-                the one at each row's length; vectors after it are meaningless. A row of length 0
-                returns its state unchanged. The range is only checked on a CPU, because reading
-                values from a GPU would wait for it.
+                the one at each row's length; vectors after it are meaningless, and x may hold
+                anything there, NaN too. A row of length 0 returns its state unchanged. The range is
+                only checked on a CPU, because reading values from a GPU would wait for it.
         """
         if self.embeddings is not None:
             x = self.embeddings(x)
@@ -142,6 +142,9 @@ class MLSTMBlock(nn.Module):
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, MLSTMState]:
         x = to_autocast(x)
+        if lengths is not None and torch.is_grad_enabled():
+            # The layer does this too. Here it is for the gradients of the SwiGLU's weights.
+            x = without_padding(x, padding(lengths, *x.shape[:2]))
         y, state = self.mlstm_layer(self.norm_mlstm(x), state, resets=resets, lengths=lengths)
         z = x + self._drop(y)
         return z + self._drop(self.ffn(self.norm_ffn(z))), state
@@ -205,10 +208,12 @@ class MLSTMLayer(nn.Module):
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, MLSTMState]:
         _check_vectors(x, self.dim)
+        padded = None if lengths is None else padding(lengths, *x.shape[:2])
+        if padded is not None:
+            x = without_padding(x, padded)
         i = soft_cap(self.igate_preact(x), self.gate_soft_cap)
         f = soft_cap(self.fgate_preact(x), self.gate_soft_cap)
-        if lengths is not None:
-            padded = padding(lengths, *x.shape[:2])
+        if padded is not None:
             if resets is not None and resets.shape != padded.shape:
                 raise ValueError(
                     f"resets must have the shape {list(padded.shape)}, not {list(resets.shape)}"
@@ -255,6 +260,11 @@ def padding(lengths: Tensor, batch: int, length: int) -> Tensor:
     if can_check and ((lengths < 0) | (lengths > length)).any():
         raise ValueError(f"lengths must be between 0 and {length}, not {lengths.tolist()}")
     return torch.arange(length, device=lengths.device) >= lengths[:, None]
+
+
+def without_padding(x: Tensor, padded: Tensor) -> Tensor:
+    """x with zeros where `padded` is True: a NaN there, times 0, would be NaN in every sum."""
+    return x.masked_fill(padded[..., None], 0)
 
 
 def _check_vectors(x: Tensor, dim: int) -> None:

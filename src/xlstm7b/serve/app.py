@@ -125,6 +125,9 @@ def _add_error_handlers(app: FastAPI) -> None:
             error.errors(),
             key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])),
         )
+        if first["type"] == "json_invalid":
+            problem, position = first["ctx"]["error"], first["loc"][1] + 1
+            return _not_json(f"{problem} at character {position}").to_response()
         param = _field_path(first["loc"][1:], error.body, first["type"] == "missing")[:200]
         param = param.encode(errors="replace").decode()
         message = f"{param}: {first['msg']}" if param else first["msg"]
@@ -132,6 +135,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http_exception(http: Request, error: HTTPException) -> Response:
+        if isinstance(error.__cause__, UnicodeDecodeError | RecursionError):
+            return _not_json(str(error.__cause__)).to_response()
         api_error = ApiError(error.status_code, str(error.detail))
         api_error.headers.update(error.headers or {})
         return api_error.to_response()
@@ -139,6 +144,10 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ClientDisconnect)
     async def on_disconnect(http: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)  # only the log shows it: the client has disconnected
+
+
+def _not_json(problem: str) -> ApiError:
+    return ApiError(400, f"the body is not JSON: {problem}")
 
 
 def _field_path(location: Sequence[str | int], body: Any, is_missing: bool) -> str:
