@@ -206,8 +206,8 @@ def paper_forward_flops(
     `vocab_size` and `ffn_factor` replace the config's: the feed-forward width is then `ffn_factor`
     times the model's, not rounded. `ValueError` if the block is not that of the paper.
     """
-    if not config.is_standard:
-        names = ", ".join(f"{kind} {name!r}" for kind, name in config.other_classes().items())
+    if others := config.other_classes():
+        names = ", ".join(f"{kind} {name!r}" for kind, name in others.items())
         raise ValueError(f"the paper counts the FLOPs of its own model only, not those of {names}")
     d, v, heads = config.embedding_dim, config.v_dim, config.num_heads
     per_block = context_length * config.num_blocks
@@ -530,7 +530,7 @@ def summary(
 def _paper_count(
     config: ModelConfig, context_length: int, chunk_size: int
 ) -> dict[str, dict[str, Any]]:
-    if not config.is_standard:
+    if config.other_classes():
         return {}
     forward = paper_forward_flops(config, context_length, chunk_size)
     printed = paper_forward_flops(
