@@ -30,6 +30,17 @@ def test_the_suffix_chooses_the_format_of_a_figure(tmp_path: Path, name: str, st
     assert (tmp_path / name).read_bytes().startswith(start)
 
 
+def test_an_unknown_format_is_refused_before_anything_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report.check_figure(tmp_path / "a.PDF")
+    with (
+        pytest.raises(ValueError, match=r"cannot draw .*a\.xyz: a figure is a \.png, \.pdf or"),
+        report.figure(tmp_path / "a.xyz"),
+    ):
+        raise AssertionError
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_failed_figure_leaves_no_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(ZeroDivisionError), report.figure(tmp_path / "a.png"):

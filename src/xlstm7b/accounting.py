@@ -1,12 +1,16 @@
 """Counts of parameters, FLOPs and bytes: the appendices of xLSTM 7B (arXiv 2503.13427).
 
-As in the paper, a multiply-add is 2 FLOPs; exp, log, σ, max, abs, a mask and an activation are 1
-each; soft-caps and the embedding are free. A layer is the cell of one block with all its heads.
-Counts are for one sequence unless they say otherwise.
+A multiply-add is 2 FLOPs; exp, log, σ, max, abs, a mask and an activation are 1 each (`Factors`).
+A layer is the cell of one block with all its heads. Counts are for one sequence unless they say
+otherwise.
+
+There are two counts of the whole model, with the same cell. Ours (`forward_flops`) is what a GPU
+has to compute: norms and residuals count, the embedding and soft-caps are free. The paper's
+(`paper_forward_flops`) leaves norms and residuals out and counts the embedding as a product.
 """
 
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.registry import STANDARD, find
@@ -14,9 +18,10 @@ from xlstm7b.registry import STANDARD, find
 H100_FLOPS = 989e12  # peak FLOP/s of an H100 or H200 in dense bfloat16, from NVIDIA's data sheet
 A100_FLOPS = 312e12  # peak FLOP/s of an A100 in dense bfloat16
 PAPER_MFU = 0.374  # of the 7B's training: 9.15K tokens/s on each H100 (paper, table 2)
+# The paper prints these sizes of the 7B; the released model has 50,304 and 10,944 / 4096.
+PRINTED_VOCABULARY, PRINTED_FFN_FACTOR = 50_257, 2.66
 
 _NORM = 3  # FLOPs per element of a norm: square, scale, weight
-_SOFTMAX = 3  # FLOPs per attention logit
 _BACKWARD = 2  # a backward pass counts as two forward passes, as usual
 
 # Parameters
@@ -41,6 +46,19 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
     return {**counts, "total": sum(counts.values())}
 
 
+def transformer_parameter_counts(config: ModelConfig) -> dict[str, int]:
+    """The parameters of the Transformer of `transformer_forward_flops`, by part, and the total."""
+    d, blocks = config.embedding_dim, config.num_blocks
+    counts = {
+        "embedding": config.vocab_size * d,
+        "attention_projections": blocks * 4 * d * d,
+        "ffn": blocks * 3 * d * config.ffn_dim,
+        "norms": (2 * blocks + 1) * d,
+        "head": config.vocab_size * d,
+    }
+    return {**counts, "total": sum(counts.values())}
+
+
 def _part_of(name: str) -> str:
     """The part that a block's parameter belongs to. The output gate counts as a projection."""
     if "norm" in name:
@@ -55,6 +73,22 @@ def _part_of(name: str) -> str:
 # FLOPs
 
 
+class Factors(NamedTuple):
+    """FLOPs of one operation other than a sum or product: the paper's F_X."""
+
+    exp: float = 1
+    log: float = 1
+    sigmoid: float = 1
+    max: float = 1
+    abs: float = 1
+    mask: float = 1
+    swish: float = 1
+    softmax: float = 3  # per attention logit
+
+
+_FACTORS = Factors()
+
+
 def cell_flops(
     context_length: int,
     chunk_size: int,
@@ -63,39 +97,50 @@ def cell_flops(
     d_hv: int,
     *,
     causal: float = 1.0,
+    factors: Factors = _FACTORS,
 ) -> dict[str, int]:
     """Forward FLOPs of one layer's chunkwise mLSTM (xLSTM 7B, appendix on FLOP counting).
 
-    `causal` is the fraction of each chunk's L × L matrix that is computed (TFLA, arXiv 2503.14376):
-    1 for a kernel with one tile per chunk, near 1/2 for one that skips tiles above the diagonal. A
-    shorter last chunk is counted with its own length.
+    The parts are rows of the paper's table. `causal` is the fraction of each chunk's L × L matrix
+    that is computed (TFLA, arXiv 2503.14376): 1 for a kernel with one tile per chunk, near 1/2 for
+    one that skips tiles above the diagonal. A shorter last chunk is counted with its own length.
     """
     _check_positive(context_length=context_length, chunk_size=chunk_size)
     chunks, rest = divmod(context_length, chunk_size)
-    counts = dict.fromkeys(("gates", "inter_chunk", "intra_chunk", "combination"), 0)
+    exp, maximum = factors.exp, factors.max
+    counts: dict[str, int] = {}
     for L, copies in ((chunk_size, chunks), (rest, int(rest > 0))):
         cumulative = L * (L + 1) // 2  # the cumulative log-forget gates
+        square = causal * L * L
         per_head = {
             # The gates of every token and of the chunk's state, with its maximum.
-            "gates": cumulative + 7 * L + 5,
-            # C and n: decay and update of the chunk (2), k vᵀ and q C of each token (4 L).
-            "inter_chunk": (2 + 4 * L) * d_qk * (d_hv + 1) + 3 * L * d_qk,
-            # The gate matrix, S = q kᵀ ⊙ D, then S v and the row sums of S.
-            "intra_chunk": cumulative + 2 * L + round(causal * L * L * (10 + 2 * (d_qk + d_hv))),
+            "gates": cumulative + 2 * L + 3 + maximum + exp + L * (3 + 2 * exp),
+            # C: decay and update of the chunk (2), k vᵀ and q C of each token (4 L); n alike.
+            "inter_chunk_numerator": (2 + 4 * L) * d_qk * d_hv + 3 * L * d_qk,
+            "inter_chunk_denominator": (2 + 4 * L) * d_qk,
+            "gate_matrix": cumulative
+            + square * (3 + factors.mask + maximum + exp)
+            + L * (1 + maximum),
+            # S = q kᵀ ⊙ D, then S v and the row sums of S.
+            "intra_chunk_numerator": square * (2 * d_qk + 2 + 2 * d_hv),
+            "intra_chunk_denominator": square * 2,
             # The two parts with a common maximum, their sum, and the division.
-            "combination": L * (2 * d_hv + 7),
+            "combination": L * (2 * d_hv + 3 + 2 * maximum + factors.abs + exp),
         }
         for part, flops in per_head.items():
-            counts[part] += copies * num_heads * flops
+            counts[part] = counts.get(part, 0) + copies * num_heads * round(flops)
     return {**counts, "total": sum(counts.values())}
 
 
-def cell_step_flops(num_heads: int, d_qk: int, d_hv: int) -> int:
+def cell_step_flops(num_heads: int, d_qk: int, d_hv: int, factors: Factors = _FACTORS) -> int:
     """FLOPs of one layer's recurrent mLSTM for one token, by the equations in `mlstm/recurrent.py`.
 
-    Gates 9, update of C 4 d_qk d_hv, product q C 2 d_qk d_hv; the rest is n and scaling.
+    The update of C is 4 d_qk d_hv, the product q C 2 d_qk d_hv; the rest is n and scaling.
     """
-    return num_heads * (6 * d_qk * d_hv + 7 * d_qk + d_hv + 12)
+    f = factors
+    gates = 4 + 2 * f.exp + f.log + f.sigmoid + f.max
+    denominator = 6 * d_qk + d_hv + 1 + f.abs + f.max
+    return round(num_heads * (gates + 6 * d_qk * d_hv + d_qk + denominator))
 
 
 def forward_flops(
@@ -131,7 +176,7 @@ def transformer_forward_flops(
     """
     _check_positive(context_length=context_length, head_dim=head_dim)
     d, per_block = config.embedding_dim, context_length * config.num_blocks
-    logits = causal * context_length * (4 * d + _SOFTMAX * d / head_dim)
+    logits = causal * context_length * (4 * d + _FACTORS.softmax * d / head_dim)
     counts = {
         "attention_projections": per_block * 8 * d * d,
         "attention": round(per_block * logits),
@@ -139,6 +184,94 @@ def transformer_forward_flops(
         "norms_and_residuals": per_block * 2 * (_NORM + 1) * d + context_length * _NORM * d,
         "head": context_length * 2 * d * config.vocab_size,
     }
+    return {**counts, "total": sum(counts.values())}
+
+
+# FLOPs as the paper's appendix counts them: every matrix, also the embedding, as a product; the
+# cell; σ(õ) and the activation of the SwiGLU. Not: norms, residuals, biases, soft-caps, and the
+# products of a gate with what it gates. The authors' code does count the SwiGLU's product
+# (`Factors(swish=2)`): leaving it out is our reading, which fits the totals in the tests.
+
+
+def paper_forward_flops(
+    config: ModelConfig,
+    context_length: int,
+    chunk_size: int = 64,
+    *,
+    vocab_size: int | None = None,
+    ffn_factor: float | None = None,
+    factors: Factors = _FACTORS,
+) -> dict[str, int]:
+    """Forward FLOPs of the whole model on one sequence as the paper counts them, by part.
+
+    `vocab_size` and `ffn_factor` replace the config's: the feed-forward width is then `ffn_factor`
+    times the model's, not rounded. `ValueError` if the block is not that of the paper.
+    """
+    if others := config.other_classes():
+        names = ", ".join(f"{kind} {name!r}" for kind, name in others.items())
+        raise ValueError(f"the paper counts the FLOPs of its own model only, not those of {names}")
+    d, v, heads = config.embedding_dim, config.v_dim, config.num_heads
+    per_block = context_length * config.num_blocks
+    cell = cell_flops(context_length, chunk_size, heads, config.d_qk, config.d_hv, factors=factors)
+    # q, k, v, õ and out; then σ(õ).
+    projections = 4 * d * config.qk_dim + 6 * d * v + factors.sigmoid * v
+    return _with_paper_ends(
+        config,
+        context_length,
+        {
+            "mlstm_projections": round(per_block * projections),
+            "gates": per_block * 4 * d * heads,
+            "cell": config.num_blocks * cell["total"],
+        },
+        vocab_size,
+        ffn_factor,
+        factors,
+    )
+
+
+def paper_transformer_flops(
+    config: ModelConfig,
+    context_length: int,
+    *,
+    head_dim: int = 128,
+    vocab_size: int | None = None,
+    ffn_factor: float | None = None,
+    factors: Factors = _FACTORS,
+) -> dict[str, int]:
+    """Forward FLOPs of the Transformer of `transformer_forward_flops` as the paper counts them.
+
+    All T × T attention logits count, also those above the diagonal.
+    """
+    _check_positive(context_length=context_length, head_dim=head_dim)
+    d, per_block = config.embedding_dim, context_length * config.num_blocks
+    attention = context_length * (4 * d + factors.softmax * d / head_dim)
+    return _with_paper_ends(
+        config,
+        context_length,
+        {
+            "attention_projections": per_block * 8 * d * d,
+            "attention": round(per_block * attention),
+        },
+        vocab_size,
+        ffn_factor,
+        factors,
+    )
+
+
+def _with_paper_ends(
+    config: ModelConfig,
+    tokens: int,
+    mixing: dict[str, int],
+    vocab_size: int | None,
+    ffn_factor: float | None,
+    factors: Factors,
+) -> dict[str, int]:
+    """The parts that mix tokens, with the embedding before and SwiGLU and head after them."""
+    d = config.embedding_dim
+    ffn_dim = config.ffn_dim if ffn_factor is None else ffn_factor * d
+    table = 2 * tokens * d * (config.vocab_size if vocab_size is None else vocab_size)
+    ffn = tokens * config.num_blocks * ffn_dim * (6 * d + factors.swish)
+    counts = {"embedding": table, **mixing, "ffn": round(ffn), "head": table}
     return {**counts, "total": sum(counts.values())}
 
 
@@ -349,7 +482,10 @@ def _check_positive(**values: int) -> None:
 def summary(
     config: ModelConfig, context_length: int = 8192, chunk_size: int = 64
 ) -> dict[str, Any]:
-    """The counts above for one model, by section, as plain numbers."""
+    """The counts above for one model, by section, as plain numbers.
+
+    The paper's own count is there for the paper's own block.
+    """
     forward = forward_flops(config, context_length, chunk_size)
     transformer = transformer_forward_flops(config, context_length)
     state = state_bytes(config)
@@ -383,9 +519,35 @@ def summary(
             "transformer_forward_per_sequence": transformer["total"],
             "transformer_forward_per_token": transformer["total"] / context_length,
         },
+        **_paper_count(config, context_length, chunk_size),
         "memory": {
             "weight_bytes_float32": weight_bytes(config, 4),
             "weight_bytes_bfloat16": weight_bytes(config, 2),
             "decode_bytes_per_token_bfloat16": decode_bytes(config),
         },
+    }
+
+
+def _paper_count(
+    config: ModelConfig, context_length: int, chunk_size: int
+) -> dict[str, dict[str, Any]]:
+    if config.other_classes():
+        return {}
+    forward = paper_forward_flops(config, context_length, chunk_size)
+    printed = paper_forward_flops(
+        config,
+        context_length,
+        chunk_size,
+        vocab_size=PRINTED_VOCABULARY,
+        ffn_factor=PRINTED_FFN_FACTOR,
+    )
+    transformer = paper_transformer_flops(config, context_length)
+    return {
+        "paper_count": {
+            "forward_by_part": {part: n for part, n in forward.items() if part != "total"},
+            "forward_per_sequence": forward["total"],
+            "forward_with_printed_sizes": printed["total"],
+            "transformer_forward_per_sequence": transformer["total"],
+            "transformer_parameters": transformer_parameter_counts(config)["total"],
+        }
     }

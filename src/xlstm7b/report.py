@@ -24,13 +24,20 @@ def check_matplotlib() -> None:
         raise ValueError("drawing a figure needs matplotlib: pip install matplotlib")
 
 
+def check_figure(path: Path) -> None:
+    """Raises a `ValueError` if no figure can be drawn to this file, as `check_matplotlib` does."""
+    check_matplotlib()
+    if path.suffix.lower() not in ("", ".png", ".pdf", ".svg"):
+        raise ValueError(f"cannot draw {path}: a figure is a .png, .pdf or .svg file")
+
+
 @contextmanager
 def figure(path: Path, columns: int = 1, rows: int = 1, size: float = 4.0) -> Iterator[Any]:
     """Yields the axes of a new figure (an array if there are several), then saves it to `path`.
 
     The file's suffix chooses the format: png, pdf or svg. Without a suffix it is PNG.
     """
-    check_matplotlib()
+    check_figure(path)
     import matplotlib as mpl
 
     from xlstm7b.files import write_aside  # not above: it loads torch, which tables do not need

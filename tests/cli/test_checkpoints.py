@@ -28,6 +28,9 @@ def test_info_prints_a_table(cli: Cli) -> None:
     assert cells["C bytes float32"] == "134.2 MB"
     assert cells["kv cache equivalent tokens"] == "128"
     assert cells["cell forward per layer"] == "4.130e+10"
+    assert cells["forward per sequence"] == "1.1380e+14"  # of "paper count", the last of the name
+    assert cells["forward with printed sizes"] == "1.1348e+14"
+    assert cells["transformer parameters"] == "6,863,196,160"
     assert cells["weight bytes float32"] == "27.5 GB"
 
 

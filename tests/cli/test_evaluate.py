@@ -59,6 +59,35 @@ def test_results_of_tasks_can_be_compared(cli: Cli, byte_model: Path, tmp_path: 
     ]
 
 
+@pytest.mark.usefixtures("offline")
+def test_averages_of_a_leaderboard_are_printed_and_written(
+    cli: Cli, byte_model: Path, tmp_path: Path
+) -> None:
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    names = ["arc_challenge", "hellaswag", "truthfulqa_mc2", "winogrande", "openbookqa", "piqa"]
+    for name, questions in [*((name, 2) for name in names), ("mmlu_one", 1), ("mmlu_two", 3)]:
+        add_choices(tasks, name, questions=questions, shots=0, words=3)
+        with (tasks / f"{name}.yaml").open("r+") as file:
+            text = file.read().replace("metric_list: [", "metric_list: [{metric: acc_norm}, ")
+            file.seek(0)
+            file.write(text)
+    group = "group: mmlu\ntask: [mmlu_one, mmlu_two]\naggregate_metric_list: [{metric: acc}]\n"
+    (tasks / "mmlu.yaml").write_text(group)
+    output = tmp_path / "out.json"
+    command = ["eval", byte_model, "--tasks", "leaderboard-v1", "--tasks-dir", tasks]
+    command += ["--num-fewshot", 1, "--device", "cpu", "--output", output]
+    code, out, _ = cli(*command)
+    assert code == 0
+    read = json.loads(output.read_text())
+    subjects = [read["results"][name]["acc,none"] for name in ("mmlu_one", "mmlu_two")]
+    assert read["results"]["mmlu"]["acc,none"] == (subjects[0] + 3 * subjects[1]) / 4
+    rows = {row["name"]: row["score"] for row in read["xlstm7b"]["leaderboards"]["leaderboard-v1"]}
+    assert rows["MMLU"] == 50 * sum(subjects)
+    assert rows["HellaSwag"] == 100 * read["results"]["hellaswag"]["acc_norm,none"]
+    assert out.splitlines()[-1].split() == ["average", "of", "all", f"{rows['average of all']:.2f}"]
+
+
 class ClosedPipe(io.StringIO):
     def write(self, text: str) -> int:
         raise BrokenPipeError
@@ -287,6 +316,9 @@ def test_texts_are_checked_before_the_model_is_loaded(
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
     ppl = ("eval", "ppl", "a/hub-id", tmp_path / "a.jsonl")
     assert refused(cli(*ppl)) == "there is no text to measure"
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    message = refused(cli(*ppl, "--plot", tmp_path / "a.xyz"))
+    assert message == f"cannot draw {tmp_path / 'a.xyz'}: a figure is a .png, .pdf or .svg file"
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     message = refused(cli(*ppl, "--plot", tmp_path / "a.png"))
     assert message == "drawing a figure needs matplotlib: pip install matplotlib"

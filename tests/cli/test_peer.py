@@ -1,6 +1,7 @@
 """`--peer`: models of transformers, measured by `eval ruler` and `eval ppl`."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from commands import Cli, refused, succeeded
 from models import random_model
 from ruler_cases import ESSAY
 
+from xlstm7b.config import ModelConfig
 from xlstm7b.evaluate.peer import Peer
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -127,6 +129,19 @@ def test_perplexity_of_a_peer(cli: Cli, llama: Path, tmp_path: Path) -> None:
     (logprobs,) = peer.logprobs([peer.encode(ESSAY[:1000])])
     assert read["perplexity"]["loss"] == pytest.approx(-float(logprobs.mean()), rel=1e-5)
     assert read["xlstm7b"]["model"]["model_type"] == "llama"
+
+
+def test_a_peer_with_our_tokenizer_is_comparable(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    ours = tmp_path / "ours"
+    random_model(ModelConfig(64, 2, 2, vocab_size=320), torch.float32).save_pretrained(ours)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(llama / name, ours / name)
+    (tmp_path / "a.txt").write_text(ESSAY[:500])
+    files = [tmp_path / "ours.json", tmp_path / "peer.json"]
+    measured = (tmp_path / "a.txt", "--device", "cpu", "--output")
+    succeeded(cli("eval", "ppl", ours, *measured, files[0]))
+    succeeded(cli("eval", "ppl", "--peer", llama, *measured, files[1]))
+    assert "not comparable" not in succeeded(cli("eval", "compare", *files))
 
 
 def test_bytes_without_a_first_token(cli: Cli, tmp_path: Path) -> None:

@@ -93,6 +93,14 @@ def test_scores_are_drawn(cli: Cli, speller: Path, tmp_path: Path) -> None:
     printed = succeeded(cli("eval", "ruler-plot", scores, scores, "--output", drawn))
     assert printed == f"wrote {drawn}\n"
     assert drawn.read_bytes().startswith(b"\x89PNG")
+    newer = tmp_path / "newer" / "scores.json"
+    succeeded(cli(*called, "--output", newer.parent, "--version", "2026-07"))
+    drawn.unlink()
+    message = refused(cli("eval", "ruler-plot", scores, newer, "--output", drawn))
+    assert message == (
+        f"{scores} has scores of RULER 2025-01, {newer} of 2026-07: draw each version by itself"
+    )
+    assert not drawn.exists()
     (tmp_path / "other.json").write_text("{}")
     message = refused(cli("eval", "ruler-plot", tmp_path / "other.json", "--output", drawn))
     assert message == f'{tmp_path / "other.json"} is not a results file: it has no "results"'

@@ -16,7 +16,7 @@ import torch
 
 from xlstm7b.bench.plans import BENCHMARKS, Plan
 from xlstm7b.files import write_json
-from xlstm7b.report import check_matplotlib, figure, machine, token_ticks
+from xlstm7b.report import check_figure, figure, machine, token_ticks
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def run(
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"cannot write {path}: there is no folder {path.absolute().parent}")
     if plot is not None:
-        check_matplotlib()
+        check_figure(plot)
     subject = next(name for name, kind in BENCHMARKS.items() if kind is type(plan))
     module: Any = import_module(f"xlstm7b.bench.{subject}")
     if plan.runs_on == "cuda" and not torch.cuda.is_available():

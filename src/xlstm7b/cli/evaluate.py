@@ -122,6 +122,7 @@ def run(
         run_tasks,
         write_samples,
     )
+    from xlstm7b.evaluate.leaderboards import leaderboard_table, leaderboards
     from xlstm7b.evaluate.results import run_info
     from xlstm7b.files import lock_folder
 
@@ -167,6 +168,9 @@ def run(
         tables = [make_table(results)]
         if results.get("groups"):
             tables.append(make_table(results, "groups"))
+        boards = leaderboards(results)
+        tables += [leaderboard_table(name, rows) for name, rows in boards.items()]
+        info["leaderboards"] = {name: [row._asdict() for row in boards[name]] for name in boards}
         with _printing("\n".join(tables)):
             if target is not None and finished is not None:
                 write_samples(target, samples)
@@ -220,10 +224,10 @@ def ppl(
     from xlstm7b.data.input_files import Columns, check_input_file, find_input_files
     from xlstm7b.evaluate.perplexity import perplexity, plot_loss, read_documents
     from xlstm7b.evaluate.results import run_info
-    from xlstm7b.report import check_matplotlib
+    from xlstm7b.report import check_figure
 
     if picture is not None:
-        check_matplotlib()
+        check_figure(picture)
     found = find_input_files(texts)
     for source in found.files:
         check_input_file(source, Columns(text=column))

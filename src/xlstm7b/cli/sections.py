@@ -21,7 +21,7 @@ def print_sections(title: str, sections: dict[str, dict[str, Any]]) -> None:
 
     for section, values in sections.items():
         table.add_section()
-        table.add_row(Text(section, style="bold"), "")
+        table.add_row(Text(section.replace("_", " "), style="bold"), "")
         add_rows(section, values)
     Console().print(table)
 
@@ -35,6 +35,8 @@ def _format(section: str, key: str, value: float | str) -> str:
         return f"{value / size:,.1f} {unit}"
     if section == "flops" and value >= 1e6:
         return f"{value:.3e}"
+    if section == "paper_count" and "parameters" not in key:
+        return f"{value:.4e}"
     if 0 < abs(value) < 1:
         return f"{value:.4g}"
     return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"

@@ -12,6 +12,7 @@ from torch import Tensor
 from xlstm7b.devices import default_dtype, to_device, to_dtype
 from xlstm7b.evaluate.results import hash_model
 from xlstm7b.evaluate.scoring import Progress
+from xlstm7b.tokenizer import tokenizer_fingerprint
 
 _FIRST_LETTERS = 1000  # no token is longer
 _MAX_LOGITS = 1 << 26  # in float32 at once: 256 MiB
@@ -50,8 +51,17 @@ class Peer:
             "fingerprint": hash_model(folder, json.loads(config.to_json_string(use_diff=False))),
             "model_type": config.model_type,
         }
+        self.tokenizer_fingerprint = self._fingerprint_tokenizer()
+
+    def _fingerprint_tokenizer(self) -> str:
+        """That of our models for the same tokenizer.json; without one, a hash of the vocabulary."""
+        if (self.folder / "tokenizer.json").is_file():
+            try:
+                return tokenizer_fingerprint(self.folder)
+            except ValueError:  # of a kind that our models cannot have, such as WordPiece
+                pass
         vocabulary = json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
-        self.tokenizer_fingerprint = hashlib.sha256(vocabulary.encode()).hexdigest()
+        return hashlib.sha256(vocabulary.encode()).hexdigest()
 
     @property
     def has_first_token(self) -> bool:

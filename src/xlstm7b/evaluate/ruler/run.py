@@ -260,9 +260,19 @@ def score_table(document: Mapping[str, Any]) -> str:
 
 
 def plot_scores(paths: Sequence[Path], output: Path) -> None:
-    """Draws the average over the length, one line for each scores.json: the paper's figure."""
+    """Draws the average over the length, one line for each scores.json: the paper's figure.
+
+    `ValueError` for scores of several versions of RULER: their prompts differ.
+    """
     lengths: set[int] = set()
     files = [read_results(path) for path in paths]
+    versions = [_read_json(path).get("version") for path in paths]
+    for path, version in zip(paths, versions, strict=True):
+        if version != versions[0]:
+            raise ValueError(
+                f"{paths[0]} has scores of RULER {versions[0]}, {path} of {version}: draw each "
+                "version by itself"
+            )
     with figure(output) as axes:
         for path, results, name in zip(paths, files, model_names(paths), strict=True):
             points = sorted(
@@ -284,9 +294,13 @@ def plot_scores(paths: Sequence[Path], output: Path) -> None:
 
 def model_names(paths: Sequence[Path]) -> list[str]:
     """The model of each scores.json; with the folder's name if several have the same model."""
-    contents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    names = [Path(str(content.get("model"))).name for content in contents]
+    names = [Path(str(_read_json(path).get("model"))).name for path in paths]
     return [
         name if names.count(name) == 1 else f"{name}, {path.absolute().parent.name}"
         for name, path in zip(names, paths, strict=True)
     ]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
