@@ -327,7 +327,7 @@ def _check_type(name: str, expected: Any, value: object) -> None:
     else:
         right = type(value) is expected
     if not right:
-        kind = expected.__name__ if isinstance(expected, type) else "float or null"
+        kind = expected.__name__ if isinstance(expected, type) else 'float or null ("none" in TOML)'
         raise ValueError(f"{name} must be of type {kind}, not {value!r}")
 
 

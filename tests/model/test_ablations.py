@@ -245,7 +245,10 @@ def test_files_of_the_released_model_and_older_ones():
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"gate_soft_cap": "none"}, "gate_soft_cap must be of type float or null, not 'none'"),
+        (
+            {"gate_soft_cap": "no"},
+            r'gate_soft_cap must be of type float or null \("none" in TOML\)',
+        ),
         ({"output_logit_soft_cap": 0.0}, "output_logit_soft_cap must be a positive number, not 0"),
         ({"norm_eps": None}, "norm_eps must be of type float, not None"),
         ({"input_gate": "none"}, "there is no gate 'none', only .*fixed, linear"),
