@@ -67,10 +67,10 @@ def _process(rank: int, world: int, port: int, work: Callable[..., None], argume
     os._exit(0)
 
 
-def layouts_agree(rank: int, layouts: list[Layout]) -> None:
+def layouts_agree(rank: int, layouts: list[Layout], config: ModelConfig = CONFIG) -> None:
     with process_group("cpu"):
         torch.manual_seed(0)
-        alone = XLSTM(CONFIG)
+        alone = XLSTM(config)
         with torch.no_grad():
             for name, parameter in alone.named_parameters():
                 if name.endswith("preact.weight"):
@@ -81,7 +81,7 @@ def layouts_agree(rank: int, layouts: list[Layout]) -> None:
         want.backward()
         for layout, together in product(layouts, (True, False)):
             unit_parameters = 30_000_000 if together else 0  # all blocks together, or each alone
-            model = XLSTM(CONFIG)
+            model = XLSTM(config)
             model.load_state_dict(weights)
             mesh = build_mesh(layout, "cpu")
             parallelize(model, mesh, torch.float32, unit_parameters=unit_parameters)
