@@ -97,6 +97,16 @@ class PreviousBlock(nn.Module):
             "norms_and_residuals": norms + tokens * (2 * width + d),  # skip ⊙ c, and both sums
         }
 
+    @staticmethod
+    def kept_values(config: ModelConfig) -> tuple[int, int]:
+        """Values that the backward pass needs of each token, for the plan of a recipe.
+
+        With all activations: y, its norm, x, z, c, q, k, v, h and the input of W_out. With those of
+        products and the cell: y, x, z, h and the output of W_out.
+        """
+        d, width = config.embedding_dim, config.v_dim
+        return 2 * d + 8 * width, 2 * d + 3 * width
+
 
 class PreviousLayer(nn.Module):
     """All of the block but its first norm and the residual connection."""
