@@ -207,6 +207,7 @@ CHOICES = [
     {"gate": "own_gate"},
     {"block": "averages", "norm": "own_norm"},
     {"block": "shift"},
+    {"block": "previous", "qk_dim_factor": 2.0, "v_dim_factor": 2.0, "norm": "layer_norm"},
     {"layer": "qk_norm"},
     {"block": "no_ffn", "gate": "own_gate"},
 ]
@@ -291,7 +292,10 @@ def test_commands_find_a_plugin(page):
     done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
-    assert "there is no block 'no_ffn', only mlstm: set XLSTM7B_PLUGINS to the" in done.stderr
+    assert (
+        "there is no block 'no_ffn', only mlstm, previous: set XLSTM7B_PLUGINS to the"
+        in done.stderr
+    )
 
 
 def test_plugins_are_files_or_modules_and_run_once(tmp_path, monkeypatch):

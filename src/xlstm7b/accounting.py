@@ -353,7 +353,7 @@ def summary(
     """The counts above for one model, by section, as plain numbers."""
     forward = forward_flops(config, context_length, chunk_size)
     transformer = transformer_forward_flops(config, context_length)
-    state = state_bytes(config)
+    state, parameters = state_bytes(config), parameter_counts(config)
     return {
         "shape": {
             "embedding_dim": config.embedding_dim,
@@ -361,11 +361,11 @@ def summary(
             "num_heads": config.num_heads,
             "d_qk_per_head": config.d_qk,
             "d_hv_per_head": config.d_hv,
-            "ffn_dim": config.ffn_dim,
+            "ffn_dim": config.ffn_dim if parameters["ffn"] else 0,
             "vocab_size": config.vocab_size,
             **config.differences(),
         },
-        "parameters": parameter_counts(config),
+        "parameters": parameters,
         "state": {
             "C_bytes_float32": state.get("C", 0),
             "total_bytes_float32": state["total"],

@@ -17,6 +17,13 @@ SIZES: dict[str, dict[str, Any]] = {
     "2.7b": {"embedding_dim": 2560, "num_blocks": 32, "num_heads": 5},
     "7b": {"embedding_dim": 4096, "num_blocks": 32, "num_heads": 8},
 }
+# The block of the first xLSTM paper (model/previous.py) at the same widths: twice as many blocks.
+SIZES |= {
+    f"{size}-previous": SIZES[size]
+    | {"num_blocks": 2 * SIZES[size]["num_blocks"], "block": "previous"}
+    | {"qk_dim_factor": 2.0, "v_dim_factor": 2.0}
+    for size in ("160m", "400m", "1.4b", "7b")
+}
 
 # Fields of a published config.json that change the model, with the only value supported here.
 _ONLY_SUPPORTED: dict[str, bool] = {
@@ -113,7 +120,7 @@ class ModelConfig:
 
     @classmethod
     def named(cls, size: str) -> Self:
-        """The config of a size: "tiny", "160m", "400m", "1.4b", "2.7b" or "7b"."""
+        """The config of a size: "tiny", "160m", "400m", "1.4b", "2.7b", "7b", "160m-previous", …"""
         if size.lower() not in SIZES:
             raise ValueError(f"unknown model size {size!r}; choose from {', '.join(SIZES)}")
         return cls(**SIZES[size.lower()])

@@ -12,7 +12,7 @@ from commands import Cli, refused, succeeded, write_config
 from safetensors.torch import load_file, save_file
 
 from xlstm7b.checkpoint import open_checkpoint, read_config, save_checkpoint, verify
-from xlstm7b.config import ModelConfig
+from xlstm7b.config import SIZES, ModelConfig
 from xlstm7b.model import XLSTM
 
 # info
@@ -104,7 +104,7 @@ def test_info_of_a_hub_id_reads_only_the_config(
 def test_info_errors(cli: Cli, tmp_path: Path) -> None:
     assert refused(cli("info", "8b")).startswith("'8b' is neither a checkpoint folder nor a size")
     assert refused(cli("info", tmp_path / "none")).endswith(
-        "none' is neither a checkpoint folder nor a size; sizes: tiny, 160m, 400m, 1.4b, 2.7b, 7b"
+        "none' is neither a checkpoint folder nor a size; sizes: " + ", ".join(SIZES)
     )
     want = f"{tmp_path} holds neither config.json nor config.yaml: not a checkpoint"
     assert refused(cli("info", tmp_path)) == want

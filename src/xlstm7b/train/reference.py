@@ -4,7 +4,9 @@ xlstm7b train --reference > docs/recipes.md
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import MISSING, fields
+from textwrap import fill
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -22,6 +24,11 @@ from xlstm7b.train.recipe import (
     recipe_names,
 )
 
+
+def _listed(names: Iterable[str]) -> str:
+    return fill(", ".join(f"`{name}`" for name in names) + ".", 100, break_on_hyphens=False)
+
+
 _INTRODUCTION = f"""# Recipe reference
 
 Every setting of a training recipe, with its default and its meaning.
@@ -33,7 +40,7 @@ Every setting of a training recipe, with its default and its meaning.
 A recipe is a TOML file. `[optimizer]` and below it `lr = 2e-3` is what this page calls
 `optimizer.lr`. Settings without a default must be given. An unknown setting, a wrong type or a
 value out of range is an error that names the setting. Recipes that come with the package:
-{", ".join(f"`{name}`" for name in recipe_names())}.
+{_listed(recipe_names())}
 """
 
 _TOP = """
@@ -54,7 +61,8 @@ _MODEL = f"""
 ## `[model]`
 
 The model: a `size`, or the fields of a `config.json`, or both. With both, the fields that are given
-replace those of the size. Sizes: {", ".join(f"`{size}`" for size in SIZES)}.
+replace those of the size. Sizes:
+{_listed(SIZES)}
 
 With `init_from`, leave `[model]` out: the model is that of `init_from`. Fields that are given, such
 as `eos_token_id`, replace its own.
