@@ -111,7 +111,7 @@ class Engine:
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"state_dtype must be float32 or bfloat16, not {state_dtype!r}")
         check_language_model(model)
-        if fused and not model.config.is_standard:
+        if fused and model.config.other_classes():
             _log_unfused(model.config)
             fused = False
         computed = FusedModel(model) if fused else UnfusedModel(model)
