@@ -218,8 +218,8 @@ class Sampler:
             places = np.zeros(1, np.int64)
         chosen = np.sort(rng.choice(places, count, replace=len(places) < count))
         # 3. All together.
-        filler = FIRST_BYTE + filler.astype(np.int64)
-        body = np.insert(filler, chosen.repeat(stated.shape[1]), stated.ravel())
+        ids = FIRST_BYTE + filler.astype(np.int64)
+        body = np.insert(ids, chosen.repeat(stated.shape[1]), stated.ravel())
         answers = len(body) + frame.place + 1 + questions.shape[1] * np.arange(count)
         return Sample(np.concatenate([body, questions.ravel()]), answers)
 
