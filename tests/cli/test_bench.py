@@ -11,6 +11,7 @@ from live_server import serving
 from models import spelling_model
 
 from xlstm7b.bench.plans import BENCHMARKS
+from xlstm7b.config import SIZES
 from xlstm7b.generate import Generator
 from xlstm7b.tokenizer import ByteTokenizer
 
@@ -52,7 +53,7 @@ def test_bench_kernels_without_a_gpu(cli: Cli) -> None:
     ("arguments", "message"),
     [
         (["--batches", "1,x"], "'1,x' is not a list of numbers such as 1,8,64"),
-        (["--size", "8b"], "unknown model size '8b'; choose from tiny, 160m, 400m, 1.4b, 2.7b, 7b"),
+        (["--size", "8b"], f"unknown model size '8b'; choose from {', '.join(SIZES)}"),
         (
             ["--json", "/nowhere/at/all.json"],
             "cannot write /nowhere/at/all.json: there is no folder /nowhere/at",

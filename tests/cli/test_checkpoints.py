@@ -12,7 +12,7 @@ from commands import Cli, refused, succeeded, write_config
 from safetensors.torch import load_file, save_file
 
 from xlstm7b.checkpoint import open_checkpoint, read_config, save_checkpoint, verify
-from xlstm7b.config import ModelConfig
+from xlstm7b.config import SIZES, ModelConfig
 from xlstm7b.model import XLSTM
 
 # info
@@ -68,6 +68,18 @@ def test_info_json_of_sizes_and_lengths(cli: Cli) -> None:
     assert chunk["flops"]["cell_forward_per_layer"] > seven["flops"]["cell_forward_per_layer"]
 
 
+def test_info_and_plans_name_what_differs_from_the_released_model(cli, tmp_path):
+    config = ModelConfig(64, 2, 2, vocab_size=320, norm="layer_norm", gate_soft_cap=None)
+    words = succeeded(cli("info", write_config(tmp_path / "model", config))).split()
+    assert "layer_norm" in words
+    assert words[words.index("soft") + 1 :][:3] == ["cap", "│", "none"]
+    settings = ["model.norm=layer_norm", "model.gate_soft_cap=none"]
+    options = [word for setting in settings for word in ("--set", setting)]
+    words = succeeded(cli("train", "quickstart", "--dry-run", *options)).split()
+    assert "layer_norm" in words
+    assert words[words.index("soft") + 1 :][:3] == ["cap", "│", "none"]
+
+
 def test_info_of_a_folder_whose_name_looks_like_markup(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "[").mkdir()
     folder = write_config(tmp_path / "[" / "b]", CONFIG)
@@ -92,7 +104,7 @@ def test_info_of_a_hub_id_reads_only_the_config(
 def test_info_errors(cli: Cli, tmp_path: Path) -> None:
     assert refused(cli("info", "8b")).startswith("'8b' is neither a checkpoint folder nor a size")
     assert refused(cli("info", tmp_path / "none")).endswith(
-        "none' is neither a checkpoint folder nor a size; sizes: tiny, 160m, 400m, 1.4b, 2.7b, 7b"
+        "none' is neither a checkpoint folder nor a size; sizes: " + ", ".join(SIZES)
     )
     want = f"{tmp_path} holds neither config.json nor config.yaml: not a checkpoint"
     assert refused(cli("info", tmp_path)) == want

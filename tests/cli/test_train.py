@@ -1,6 +1,7 @@
 """`xlstm7b train`, `export` and `plot`, on a few bytes of text."""
 
 import json
+import math
 import random
 import shutil
 import subprocess
@@ -70,6 +71,28 @@ def test_from_text_to_an_exported_model(cli: Cli, settings: list[str], tmp_path:
     assert code == 2
     started = f"the run in {run} was started with data.context_length 32, not 16"
     assert err == f"xlstm7b: {started}: choose another --run\n"
+
+
+def test_the_previous_block_is_trained_exported_measured_and_generates(
+    cli: Cli, settings: list[str], tmp_path: Path
+) -> None:
+    model = "model={embedding_dim=32,num_blocks=2,num_heads=2,vocab_size=320,"
+    model += 'block="previous",qk_dim_factor=2.0,v_dim_factor=2.0}'
+    run, folder = tmp_path / "run", tmp_path / "model"
+    assert train(cli, run, *settings, "--set", model).code == 0
+    lines = read_metrics(run / "metrics.jsonl")
+    assert [len(line["input_gate_mean"]) for line in lines] == [2] * 3
+    capped = 15 * math.tanh(-10 / 15)
+    assert lines[0]["input_gate_mean"] == pytest.approx([capped] * 2, abs=1e-2)
+    assert cli("export", run, folder).code == 0
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "xlstm7b"
+    assert "previous" in succeeded(cli("info", folder))
+    out = succeeded(cli("eval", "ppl", folder, tmp_path / "text.txt", "--device", "cpu"))
+    assert out.startswith("1 documents, 1,600 tokens, 1,600 bytes")
+    options = ["--max-new-tokens", 4, "--temperature", 0, "--device", "cpu"]
+    assert succeeded(cli("generate", folder, "so much", *options)).startswith("so much")
+    said = refused(train(cli, tmp_path / "other", *settings, "--set", "model.block=previous"))
+    assert "needs qk_dim_factor = v_dim_factor = 2, not 1.0 and 1.0" in said
 
 
 def test_dry_run_prints_the_plan(cli: Cli) -> None:

@@ -67,10 +67,15 @@ def _process(rank: int, world: int, port: int, work: Callable[..., None], argume
     os._exit(0)
 
 
-def layouts_agree(rank: int, layouts: list[Layout]) -> None:
+def layouts_agree(
+    rank: int,
+    layouts: list[Layout],
+    config: ModelConfig = CONFIG,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     with process_group("cpu"):
         torch.manual_seed(0)
-        alone = XLSTM(CONFIG)
+        alone = XLSTM(config).to(dtype)
         with torch.no_grad():
             for name, parameter in alone.named_parameters():
                 if name.endswith("preact.weight"):
@@ -81,10 +86,10 @@ def layouts_agree(rank: int, layouts: list[Layout]) -> None:
         want.backward()
         for layout, together in product(layouts, (True, False)):
             unit_parameters = 30_000_000 if together else 0  # all blocks together, or each alone
-            model = XLSTM(CONFIG)
+            model = XLSTM(config).to(dtype)
             model.load_state_dict(weights)
             mesh = build_mesh(layout, "cpu")
-            parallelize(model, mesh, torch.float32, unit_parameters=unit_parameters)
+            parallelize(model, mesh, dtype, unit_parameters=unit_parameters)
             size = 4 // layout.data_parallel
             start = rank // layout.tp * size
             own, borders = tokens[start : start + size], resets[start : start + size]

@@ -31,6 +31,20 @@ def test_shipped_recipes_have_plans_that_are_json(name: str) -> None:
     assert sum(shares) == pytest.approx(1)
 
 
+def test_the_previous_block_states_what_it_keeps() -> None:
+    d, tokens, blocks = 2048, 4 * 8192, 48
+    settings = ["batch.micro_batch=4", "run.activation_checkpointing="]
+    for mode, values in (
+        ("none", blocks * 18 * d),
+        ("selective", blocks * 8 * d),
+        ("block", (blocks + 18) * d),
+    ):
+        parts = memory(settings[0], settings[1] + mode, name="1.4b-previous")
+        assert parts["activations"] == 2 * tokens * values
+        states = 4 * 33 * 4 * 1024**2 * 2
+        assert parts["cell"] == states * (2 if mode == "block" else blocks + 1)
+
+
 def test_the_7b_takes_the_papers_time() -> None:
     first, second = make_plan(load_recipe("7b")), make_plan(load_recipe("7b-stage2"))
     assert first.layout == Layout(dp_replicate=16, dp_shard=8, tp=1)

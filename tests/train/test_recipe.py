@@ -50,6 +50,10 @@ SHIPPED: dict[str, tuple[Any, ...]] = {
     "7b-stage2": ("7b", 550_000, 500_000, 512, 8192, 5e-4, 3000, 540_000, 7000),
     "7b-longctx": ("7b", 550_000, 500_000, 128, 32_768, 5e-4, 3000, 540_000, 7000),
     "7b-ablation": ("7b", 76_000, 0, 256, 8192, 5e-4, 3000, 72_000, 1000),
+    "160m-previous": ("160m-previous", 95_000, 0, 128, 4096, 1e-3, 750, 92_250, 2000),
+    "400m-previous": ("400m-previous", 62_000, 0, 128, 8192, 8e-4, 750, 59_250, 2000),
+    "1.4b-previous": ("1.4b-previous", 31_000, 0, 256, 8192, 7e-4, 750, 28_250, 2000),
+    "7b-previous": ("7b-previous", 500_000, 0, 512, 8192, 5e-4, 3000, 540_000, 7000),
 }
 
 
@@ -403,7 +407,7 @@ def test_errors_are_one_sentence(tmp_path: Path, override: str, sentence: str) -
         (SMALL + "[run", "is not a TOML file"),
         ("extends = 3", "extends must be a string, not 3"),
         ('extends = "other.toml"', "there is no recipe file .*other.toml"),
-        ('extends = "9b"', "unknown recipe '9b'; choose from 1.4b, 160m, 400m, 7b"),
+        ('extends = "9b"', "unknown recipe '9b'; choose from 1.4b, 1.4b-previous, 160m, "),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, text: str, sentence: str) -> None:

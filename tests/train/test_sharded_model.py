@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from train_processes import in_processes, layouts_agree
 
+from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
 from xlstm7b.train.recipe import Layout, load_recipe
 from xlstm7b.train.sharded_model import build_mesh, parallelize
@@ -20,6 +21,12 @@ from xlstm7b.train.sharded_model import build_mesh, parallelize
 )
 def test_every_layout_has_the_one_process_gradients(world, layouts):
     in_processes(world, layouts_agree, layouts)
+
+
+def test_the_previous_block_is_sharded_and_replicated():
+    factors = {"qk_dim_factor": 2.0, "v_dim_factor": 2.0}
+    config = ModelConfig(20, 2, 4, vocab_size=40, block="previous", **factors)
+    in_processes(2, layouts_agree, [Layout(1, 2, 1), Layout(2, 1, 1)], config)
 
 
 def test_the_papers_layout_on_128_processes():

@@ -4,7 +4,17 @@ import sys
 
 import typer
 
-from xlstm7b.cli import bench, chat, checkpoints, evaluate, generate, prepare, serve, train
+from xlstm7b.cli import (
+    bench,
+    chat,
+    checkpoints,
+    evaluate,
+    experiment,
+    generate,
+    prepare,
+    serve,
+    train,
+)
 
 app = typer.Typer(
     help="xLSTM 7B: a recurrent large language model with constant memory and constant cost "
@@ -21,6 +31,7 @@ for command in (
     train.train,
     train.export,
     train.plot,
+    experiment.experiment,
     checkpoints.info,
     checkpoints.verify,
     checkpoints.convert,

@@ -17,7 +17,8 @@ def info(
     model: Annotated[
         str,
         typer.Argument(
-            help="A size (tiny, 160m, 400m, 1.4b, 2.7b, 7b), a checkpoint folder, or a hub id."
+            help="A size (tiny, 160m, 400m, 1.4b, 2.7b, 7b, 160m-previous, …), "
+            "a checkpoint folder, or a hub id."
         ),
     ],
     context_length: Annotated[int, typer.Option(help="Tokens per sequence, for FLOPs.")] = 8192,

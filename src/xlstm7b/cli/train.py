@@ -109,7 +109,7 @@ def train(
         is_finished = trainer.step == chosen.run.steps
         trainer.print_remarks()
         if not is_finished:
-            with _progress(chosen, trainer.step, where) as report, _explain_hook_errors():
+            with progress(chosen, trainer.step, where) as report, _explain_hook_errors():
                 trainer.train(report)
     if is_first:
         done = f"step {trainer.step} of {chosen.run.steps}"
@@ -225,7 +225,7 @@ def _explain_hook_errors() -> Iterator[None]:
 
 
 @contextmanager
-def _progress(
+def progress(
     recipe: "Recipe", step: int, device: str
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
     """A progress bar on stderr; in a log file, one line per interval."""

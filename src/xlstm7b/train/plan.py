@@ -14,6 +14,7 @@ Memory per GPU is an estimate. Of the P parameters a GPU holds
       none       4 d + 2 q + 4 v + 3 F: the inputs of every norm and projection, the cell, its norm
       selective  2 d + 2 q + 3 v + 2 F: the outputs of matrix products and of the cell
       block      d, and once the values of `none`: a block's input, and the block computed again
+  Other blocks state those of `none` and `selective` by a static method `kept_values(config)`.
 - cell: the kernels keep C at every chunk boundary for the backward pass, in each block (`block`: in
   the one that is computed again), and the gradient of C for one block
 - head: pieces of the logits, and the gradient of the head's weight, in float32
@@ -23,6 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from xlstm7b.accounting import H100_FLOPS, PAPER_MFU, parameter_counts, training_flops
+from xlstm7b.config import ModelConfig
+from xlstm7b.registry import STANDARD, find
 from xlstm7b.train.recipe import Layout, Recipe
 
 KERNEL_CHUNK = 256  # the Triton kernels' chunk; to import it from mlstm would load torch
@@ -98,12 +101,11 @@ def memory_per_gpu(recipe: Recipe, layout: Layout) -> dict[str, int]:
 
     micro = max(recipe.micro_batches(start, layout)[0] for start, _ in recipe.ramp.stages)
     tokens = micro * recipe.data.context_length
-    d, q, v, f = config.embedding_dim, config.qk_dim // tp, config.v_dim // tp, config.ffn_dim // tp
-    everything = 4 * d + 2 * q + 4 * v + 3 * f
+    everything, selective = _kept_values(config, tp)
     kept = {
         "none": config.num_blocks * everything,
-        "selective": config.num_blocks * (2 * d + 2 * q + 3 * v + 2 * f),
-        "block": config.num_blocks * d + everything,
+        "selective": config.num_blocks * selective,
+        "block": config.num_blocks * config.embedding_dim + everything,
     }[mode]
     state = config.num_heads // tp * config.d_qk * config.d_hv
     boundaries = micro * (-(-recipe.data.context_length // KERNEL_CHUNK) + 1)
@@ -119,6 +121,17 @@ def memory_per_gpu(recipe: Recipe, layout: Layout) -> dict[str, int]:
         "head": 4 * (_HEAD_BUFFERS * pieces + counts["head"]),
     }
     return {**parts, "total": sum(parts.values())}
+
+
+def _kept_values(config: ModelConfig, tp: int) -> tuple[int, int]:
+    """Values that a block keeps for each token, with `none` and with `selective`."""
+    if config.block != STANDARD["block"]:
+        block = find("block", config.block)
+        if hasattr(block, "kept_values"):
+            none, selective = block.kept_values(config)
+            return none, selective
+    d, q, v, f = config.embedding_dim, config.qk_dim // tp, config.v_dim // tp, config.ffn_dim // tp
+    return 4 * d + 2 * q + 4 * v + 3 * f, 2 * d + 2 * q + 3 * v + 2 * f
 
 
 def key_steps(recipe: Recipe) -> list[int]:
@@ -140,6 +153,7 @@ def describe(plan: Plan) -> dict[str, dict[str, Any]]:
             "num_blocks": config.num_blocks,
             "num_heads": config.num_heads,
             "vocab_size": config.vocab_size,
+            **config.differences(),
             "parameters": plan.parameters,
         },
         "run": {

@@ -1,0 +1,203 @@
+"""`results.json` of an experiment: one record for each run, and what may not change between them.
+
+A record has the run's recipe, model size, data, machine, the curve of every step, the held-out
+loss, speed and memory. `status` is
+
+    finished   trained to its last step
+    diverged   loss or gradient were not finite; `step` and `reason` say when and why
+    failed     it did not fit into memory, or the run that it continues did not finish; the next
+               call tries it again
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from xlstm7b.accounting import parameter_counts
+from xlstm7b.data.shards import ShardFolder
+from xlstm7b.experiment.file import Experiment
+from xlstm7b.files import json_bytes, write_json
+from xlstm7b.report import table
+from xlstm7b.train.recipe import Recipe
+
+NAME = "results.json"
+_FINAL = ("finished", "diverged")
+_SLOW_STEPS = 2  # the first steps compile: they do not count in the speed
+_FREE = ("save_every", "keep_last", "keep_every", "keep_best", "time_limit", "tensorboard")
+Record = dict[str, Any]
+
+
+class Results:
+    """The records in an experiment's folder. Nothing is written before the first `add`."""
+
+    def __init__(self, folder: Path, experiment: Experiment) -> None:
+        self._path, self._experiment = folder / NAME, experiment
+        self.runs: dict[str, Record] = {}
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"{folder} is a file, not a folder: choose another --output")
+        if not self._path.is_file():
+            known = {*experiment.runs, "data"}
+            if folder.is_dir() and any(path.name not in known for path in folder.iterdir()):
+                raise ValueError(
+                    f"{folder} holds files that are not of this experiment: choose another --output"
+                )
+            return
+        try:
+            content = json.loads(self._path.read_text(encoding="utf-8"))
+            name, self.runs = content["experiment"], dict(content["runs"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"{self._path} is damaged: {error}") from error
+        if name != experiment.name:
+            raise ValueError(
+                f"{folder} holds the experiment {name}, not {experiment.name}: "
+                "choose another --output"
+            )
+
+    def is_final(self, run: str) -> bool:
+        return self.runs.get(run, {}).get("status") in _FINAL
+
+    def check_same(self, run: str, now: Mapping[str, Any]) -> None:
+        """Raises a `ValueError` if a final record is of another recipe or of other data."""
+        if self.is_final(run):
+            check_same(f"the run {run} in {self._path.parent}", self.runs[run], now)
+
+    def add(self, run: str, record: Record) -> None:
+        """Writes the file with this record."""
+        self.runs[run] = json.loads(json_bytes(record))  # as it will be read: lists, no tuples
+        in_order = {name: self.runs[name] for name in self._experiment.runs if name in self.runs}
+        others = {name: old for name, old in self.runs.items() if name not in in_order}
+        about = {
+            "experiment": self._experiment.name,
+            "title": self._experiment.title,
+            "paper": self._experiment.paper,
+        }
+        write_json(self._path, {**about, "runs": in_order | others})
+
+
+def check_same(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises a `ValueError` that names the first setting that differs, if both have it."""
+    for part in ("recipe", "data", "evaluate"):
+        if part in before and part in now:
+            plain = json.loads(json.dumps(now[part]))  # tuples become lists, as in the file
+            for name, old, new in _differences(before[part], plain, part):
+                shown = name.removeprefix("recipe.")
+                raise ValueError(
+                    f"{what} has {shown} {old!r}, not {new!r}: choose another --output"
+                )
+
+
+def _differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in dict.fromkeys((*before, *now)):
+            inner = f"{name}.{key}" if name else key
+            yield from _differences(before.get(key), now.get(key), inner)
+    elif before != now:
+        yield name, before, now
+
+
+def comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe without what may differ when a run is continued: folders, and when it saves."""
+    data = {k: v for k, v in recipe["data"].items() if k not in ("sources", "validation")}
+    run = {k: v for k, v in recipe["run"].items() if k not in _FREE}
+    left_out = ("init_from",) if recipe["start_step"] else ()
+    return {k: v for k, v in recipe.items() if k not in left_out} | {"data": data, "run": run}
+
+
+def data_record(folders: Mapping[str, ShardFolder]) -> dict[str, Any]:
+    """What tells one set of prepared folders from another."""
+    return {
+        name: {
+            "tokens": folder.tokens,
+            "documents": folder.documents,
+            "tokenizer": folder.tokenizer_fingerprint,
+        }
+        for name, folder in folders.items()
+    }
+
+
+def measured(recipe: Recipe, lines: Sequence[Mapping[str, Any]]) -> Record:
+    """The record's numbers, from the lines of the run's metrics."""
+    validated = [line for line in lines if line.get("validation_loss") is not None]
+    speeds = [line["tokens_per_second"] for line in lines if line["applied"]]
+    speed = median(speeds[_SLOW_STEPS:] or speeds) if speeds else None
+    memory = [line["peak_memory_bytes"] for line in lines if "peak_memory_bytes" in line]
+    tokens = recipe.batch.sequences * recipe.data.context_length
+    return {
+        "parameters": parameter_counts(recipe.model)["total"],
+        "seed": recipe.run.seed,
+        "steps": recipe.run.steps,
+        "held_out_loss": validated[-1]["validation_loss"] if validated else None,
+        "held_out_perplexity": perplexity(validated[-1]["validation_loss"]) if validated else None,
+        "tokens_per_second": speed,
+        "seconds_per_step": tokens / speed if speed else None,
+        "peak_memory_bytes": max(memory, default=None),
+        "curve": {
+            name: [_rounded(line[name]) for line in lines]
+            for name in ("step", "loss", "gradient_norm", "learning_rate")
+        },
+        "held_out": {
+            "step": [line["step"] for line in validated],
+            "loss": [_rounded(line["validation_loss"]) for line in validated],
+        },
+    }
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss); infinite for the loss of a model that has diverged."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def _rounded(value: float | None) -> float | None:
+    """Six digits: a curve needs no more."""
+    return value if value is None or isinstance(value, int) else float(f"{value:.6g}")
+
+
+def results_table(experiment: Experiment, runs: Mapping[str, Record]) -> str:
+    """One line for each run that has a record."""
+    header = ["run", "status", "parameters", "loss", "held-out", "perplexity", "tok/s", "×"]
+    header += ["ms/step", "GB"]
+    speedups = ratios(experiment, runs)
+    rows = []
+    for name in experiment.runs:
+        if name not in runs:
+            continue
+        found = runs[name]
+        last = next((loss for loss in reversed(found["curve"]["loss"]) if loss is not None), None)
+        status = found["status"]
+        if "step" in found:
+            status += f" at step {found['step']}"
+        seconds, memory = found["seconds_per_step"], found["peak_memory_bytes"]
+        rows.append(
+            [
+                name,
+                status,
+                f"{found['parameters']:,}",
+                _shown(last, ".4f"),
+                _shown(found["held_out_loss"], ".4f"),
+                _shown(found["held_out_perplexity"], ".2f"),
+                _shown(found["tokens_per_second"], ",.0f"),
+                _shown(speedups.get(name), ".2f"),
+                _shown(seconds and 1000 * seconds, ",.1f"),
+                _shown(memory and memory / 1e9, ".1f"),
+            ]
+        )
+    return table(header, rows)
+
+
+def _shown(value: float | None, form: str) -> str | None:
+    return None if value is None else format(value, form)
+
+
+def ratios(experiment: Experiment, runs: Mapping[str, Record]) -> dict[str, float]:
+    """The speed of each run, relative to the first run of its group."""
+    first: dict[str, float | None] = {}
+    found = {}
+    for name, run in experiment.runs.items():
+        speed = runs.get(name, {}).get("tokens_per_second")
+        base = first.setdefault(run.group, speed)
+        if base and speed:
+            found[name] = speed / base
+    return found

@@ -1,0 +1,292 @@
+"""Runs an experiment: one run after another in this process, each in its own folder.
+
+Everything is checked before anything is written. After each run `results.json` is written. So the
+same call continues: runs with a result are skipped, and an unfinished one resumes from its last
+checkpoint.
+"""
+
+import gc
+import os
+import shutil
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from xlstm7b import __version__
+from xlstm7b.data.loader import check_tokenizers
+from xlstm7b.data.prepare import prepare
+from xlstm7b.data.shards import ShardFolder, open_folder
+from xlstm7b.experiment.file import TRAIN, VALID, Experiment
+from xlstm7b.experiment.results import (
+    Record,
+    Results,
+    check_same,
+    comparable,
+    data_record,
+    measured,
+)
+from xlstm7b.experiment.tasks import find_task
+from xlstm7b.files import lock_folder, replacing
+from xlstm7b.report import machine
+from xlstm7b.train.metrics_log import read_metrics
+from xlstm7b.train.processes import process_group
+from xlstm7b.train.recipe import Recipe
+from xlstm7b.train.run_checkpoints import read_model, read_run, saved_steps
+from xlstm7b.train.trainer import Report, Trainer
+
+_SMOKE_FILES = 12  # of Python's own sources, as text for --smoke
+Progress = Callable[[Recipe, int, str], AbstractContextManager[Report]]
+"""Called with a recipe, the first step and the device; yields what each step's metrics go to."""
+
+
+def run_experiment(
+    experiment: Experiment,
+    output: Path,
+    *,
+    runs: Sequence[str] | None = None,
+    data: Path | None = None,
+    settings: Sequence[str] = (),
+    smoke: bool = False,
+    device: str = "cpu",
+    progress: Progress = lambda recipe, step, device: nullcontext(lambda line: None),
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Record]:
+    """Trains the runs that have no result yet. Returns the records of all runs, by name.
+
+    `data` is a folder with the prepared folders `train` and `valid`. `settings` change the recipe
+    of every run. If a run was stopped, by a signal or a time limit, no further run begins.
+    """
+    # 1. Check everything.
+    results = Results(output, experiment)
+    makes_data = smoke or experiment.data is not None
+    if smoke and data is not None:
+        raise ValueError("--smoke makes its own data: leave out --data")
+    source = output / "data" if makes_data else data
+    texts = data if makes_data else None
+    if texts is not None and not texts.exists():
+        raise ValueError(f"there is no {texts}")
+    recipes = {
+        name: experiment.recipe_of(
+            name, data=source or Path("DATA"), output=output, smoke=smoke, settings=settings
+        )
+        for name in (experiment.runs if runs is None else runs)
+    }
+    folders = None if makes_data or data is None else _open(data)
+    evaluation = experiment.task("evaluate", smoke=smoke)
+    settled: dict[str, Record] = {}  # what may not change afterwards
+    for name, recipe in recipes.items():
+        settled[name] = {"recipe": comparable(recipe.to_dict())}
+        if evaluation is not None:
+            settled[name]["evaluate"] = evaluation[1]
+        if folders is not None:
+            settled[name]["data"] = data_record(folders)
+        results.check_same(name, settled[name])
+        if not results.is_final(name):
+            _check_unfinished(output / name, settled[name])
+            if folders is not None:
+                check_tokenizers(folders, recipe.model)
+    waiting = [name for name in recipes if not results.is_final(name)]
+    if not waiting:
+        return results.runs
+    if source is None:
+        raise ValueError(
+            "--data is missing: a folder with the prepared folders train and valid (see "
+            "`xlstm7b prepare`)"
+        )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("an experiment trains in one process: start it without torchrun")
+    making = experiment.task("data", smoke=smoke, texts=texts)
+    # 2. Make the data, if the experiment does.
+    with _made(output), lock_folder(output, "running an experiment in"):
+        if making is not None:
+            find_task(making[0]).write_task(source, making[1])
+        elif smoke and not source.exists():
+            with replacing(source, lambda name: True) as aside:
+                _write_smoke_data(aside)
+        # 3. Train.
+        compiled = None
+        for position, name in enumerate(waiting, 1):
+            recipe, folder, run = recipes[name], output / name, experiment.runs[name]
+            say(f"run {position} of {len(waiting)}: {name}")
+            # Graphs are shared by runs with one model, whose number of graphs is limited.
+            model = replace(recipe.model, igate_bias_init_range=0.0)
+            if device == "cuda" and model != compiled:
+                torch.compiler.reset()
+                compiled = model
+            began = time.monotonic()
+            if run.after and results.runs.get(run.after, {}).get("status") != "finished":
+                outcome = _Outcome("failed", [], f"the run {run.after} has not finished")
+            else:
+                train = _measure_speed if run.speed_only else _train
+                outcome = train(recipe, folder, device, progress)
+                _free(device)
+            if outcome.status == "stopped":
+                say(f"{name}: stopped at step {outcome.step} of {recipe.run.steps}")
+                break
+            record = {
+                "status": outcome.status,
+                **outcome.failure,
+                **measured(recipe, outcome.lines),
+                "machine": {**machine(device), "xlstm7b": __version__},
+                "data": data_record(_open(Path(recipe.data.sources["data"].path).parent)),
+                **settled[name],
+            }
+            task = experiment.task("evaluate", smoke=smoke, texts=texts)
+            if task is not None and outcome.status == "finished":
+                record["evaluation"] = _evaluate(recipe, folder, device, *task)
+            results.add(name, record)
+            _drop_checkpoints(experiment, results, output)
+            say(f"{name}: {outcome.describe()}, {time.monotonic() - began:.0f} s")
+    return results.runs
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Creates a folder, and removes it again if nothing was written to it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _drop_checkpoints(experiment: Experiment, results: Results, output: Path) -> None:
+    """Removes weights and averages that are not needed any more: they take gigabytes for each run.
+
+    A run that a later one continues is needed until that one has its result.
+    """
+    needed = {run.after for name, run in experiment.runs.items() if not results.is_final(name)}
+    for name in experiment.runs:
+        if results.is_final(name) and name not in needed:
+            shutil.rmtree(output / name / "checkpoints", ignore_errors=True)
+
+
+def _open(data: Path) -> dict[str, ShardFolder]:
+    missing = [name for name in (TRAIN, VALID) if not (data / name).is_dir()]
+    if missing:
+        raise ValueError(
+            f"{data} has no folder {missing[0]}: --data is a folder with the prepared folders "
+            f"{TRAIN} and {VALID}"
+        )
+    return {name: open_folder(data / name) for name in (TRAIN, VALID)}
+
+
+def _check_unfinished(folder: Path, now: dict[str, Any]) -> None:
+    """Raises a `ValueError` if this folder has checkpoints of another recipe."""
+    found = saved_steps(folder / "checkpoints")
+    if found:
+        saved = read_run(folder / "checkpoints" / f"step-{found[-1]:08}")["recipe"]
+        check_same(f"the run in {folder}", {"recipe": comparable(saved)}, now)
+
+
+def _write_smoke_data(folder: Path) -> None:
+    """A few files of Python's own sources, as bytes."""
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:_SMOKE_FILES]
+    for name, part in ((TRAIN, sources[1:]), (VALID, sources[:1])):
+        prepare(part, folder / name, "bytes", text_endings=[".py"])
+
+
+class _Outcome(NamedTuple):
+    """How a run ended, and its metrics."""
+
+    status: str  # finished, diverged, failed, or stopped before the last step
+    lines: list[dict[str, Any]]
+    reason: str = ""
+
+    @property
+    def step(self) -> int:
+        """Steps that were completed, which is also the number of the one that failed."""
+        return self.lines[-1]["step"] + 1 if self.lines else 0
+
+    @property
+    def failure(self) -> dict[str, Any]:
+        return {"step": self.step, "reason": self.reason} if self.reason else {}
+
+    def describe(self) -> str:
+        if self.reason:
+            return f"{self.status} at step {self.step}: {self.reason}"
+        held_out = self.lines[-1].get("validation_loss")
+        shown = "" if held_out is None else f", held-out loss {held_out:.4f}"
+        return f"{self.status}{shown}"
+
+
+def _train(recipe: Recipe, folder: Path, device: str, progress: Progress) -> _Outcome:
+    """Trains or continues a run."""
+    status, reason = "finished", ""
+    try:
+        found = saved_steps(folder / "checkpoints")
+        first = found[-1] if found else recipe.start_step
+        trainer = Trainer(recipe, folder, device)
+        with progress(recipe, first, device) as report:
+            trainer.train(report)
+        if trainer.step < recipe.run.steps:
+            status = "stopped"
+    except FloatingPointError as error:
+        status, reason = "diverged", str(error)
+    except torch.OutOfMemoryError as error:
+        status, reason = "failed", _first_line(error)
+    return _Outcome(status, read_metrics(folder / "metrics.jsonl"), reason)
+
+
+def _measure_speed(recipe: Recipe, folder: Path, device: str, progress: Progress) -> _Outcome:
+    """Makes the run's updates, and neither validates nor saves: the model may be too large."""
+    lines: list[dict[str, Any]] = []
+    try:
+        with process_group(device), progress(recipe, 0, device) as report:
+            trainer = Trainer(recipe, folder, device)
+            try:
+                while trainer.step < recipe.run.steps:
+                    lines.append(_timed_update(trainer))
+                    report(lines[-1])
+            finally:
+                trainer.loader.close()
+    except torch.OutOfMemoryError as error:
+        return _Outcome("failed", lines, _first_line(error))
+    return _Outcome("finished", lines)
+
+
+def _timed_update(trainer: Trainer) -> dict[str, Any]:
+    began = time.perf_counter()
+    update = trainer.update()
+    line = {
+        "step": trainer.step - 1,
+        "loss": update.loss,
+        "gradient_norm": update.gradient_norm,
+        "learning_rate": trainer.recipe.learning_rate(trainer.step - 1),
+        "tokens_per_second": update.positions / (time.perf_counter() - began),
+        "applied": update.applied,
+    }
+    if trainer.device.type == "cuda":
+        line["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+    return line
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _free(device: str) -> None:
+    """Gives the memory of a model back before the next one is built."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _evaluate(
+    recipe: Recipe, folder: Path, device: str, name: str, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Measures the last checkpoint as a model of its own, without the trainer's shards."""
+    checkpoint = folder / "checkpoints" / f"step-{recipe.run.steps:08}"
+    model = read_model(checkpoint, recipe.model).to(device).eval()
+    result: dict[str, Any] = find_task(name).evaluate(model, settings)
+    del model
+    _free(device)
+    return result
