@@ -1,8 +1,5 @@
 import json
 import math
-import tomllib
-from dataclasses import replace
-from importlib.resources import files
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +26,8 @@ from xlstm7b.evaluate.recall import (
     wilson,
     write_task,
 )
+from xlstm7b.experiment.file import load_experiment
+from xlstm7b.experiment.runs import run_experiment
 from xlstm7b.train import Trainer, load_recipe
 from xlstm7b.train.run_checkpoints import read_model
 
@@ -74,13 +73,16 @@ def test_every_answer_is_the_value_of_its_key(
 
 def test_a_needle_is_a_sentence_in_the_given_text(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("It was a dark and stormy night. " * 40)
-    chosen = EvaluationSettings.read(SMALL | {"texts": [str(tmp_path / "book.txt")]})
+    chosen = EvaluationSettings.read(SMALL | {"pairs": [1], "texts": [str(tmp_path / "book.txt")]})
     sampler = Sampler(chosen, held_out=True)
     tokens = next(sampler.samples("needle", 128, 1, exactly=True)).tokens
-    text = "".join(
-        chr(token - FIRST_BYTE) if token < FIRST_KEY else "KVP"[(token >= FIRST_VALUE) + (token >= FIRST_PAIR)]
-        for token in tokens.tolist()
-    )
+
+    def shown(token: int) -> str:
+        if token < FIRST_KEY:
+            return chr(token - FIRST_BYTE)
+        return "KVP"[(token >= FIRST_VALUE) + (token >= FIRST_PAIR)]
+
+    text = "".join(map(shown, tokens.tolist()))
     assert text.count("The code: P. ") == 1
     assert text.endswith("The code: KV. ")
     book = text.replace("The code: P. ", "").removesuffix("The code: KV. ")
@@ -89,7 +91,9 @@ def test_a_needle_is_a_sentence_in_the_given_text(tmp_path: Path) -> None:
 
 def test_the_same_seed_gives_the_same_sequences() -> None:
     def draw(seed: int, held_out: bool = False) -> list[list[int]]:
-        sampler = Sampler(EvaluationSettings.read(SMALL | {"seed": seed}), held_out=held_out)
+        sampler = Sampler(
+            EvaluationSettings.read(SMALL | {"pairs": [1], "seed": seed}), held_out=held_out
+        )
         samples = islice(sampler.samples("recall", 64, 4, exactly=False), 4)
         return [sample.tokens.tolist() for sample in samples]
 
@@ -130,7 +134,8 @@ def test_training_data_counts_the_answers_only(tmp_path: Path) -> None:
                     assert len(document) in (32, 64, 128)
                     is_value = (document >= FIRST_VALUE) & (document < FIRST_PAIR)
                     assert (mask[:-1] == is_value[:-1]).all()
-                    assert document[-1] == 0 and mask[-1] == 1  # the end of text
+                    assert document[-1] == 0  # the end of text
+                    assert mask[-1] == 1
                     start = end
 
 
@@ -143,7 +148,8 @@ def test_no_sequence_is_cut(tmp_path: Path, packing: Any) -> None:
     dataset = PackedDataset(folder, context_length=128, seed=seed, packing=packing)
     for index in range(folder.tokens // 128):
         sample = dataset.sample(index)
-        assert sample.resets[0] and sample.tokens[0] == 0
+        assert sample.resets[0]
+        assert sample.tokens[0] == 0
         for at in np.flatnonzero(sample.mask & (sample.targets != 0)):
             start = np.flatnonzero(sample.resets[: at + 1])[-1]
             key, value = sample.tokens[at] - FIRST_KEY, sample.targets[at] - FIRST_VALUE
@@ -276,7 +282,7 @@ def test_a_small_model_learns_to_recall(tmp_path: Path) -> None:
     [
         ({"kyes": 3}, "unknown setting kyes; known: keys"),
         ({"keys": 0}, "keys must be greater than or equal to 1, not 0"),
-        ({"keys": 4, "pairs": 5}, "5 pairs need as many keys, but keys is 4"),
+        ({"keys": 4, "pairs": 5, "needles": 1}, "5 pairs need as many keys, but keys is 4"),
         ({"context_lengths": [100]}, "context length 100 is not 64"),
         ({"context_lengths": []}, "context_lengths must have at least one value"),
         ({"shortest": 16, "context_lengths": [16]}, "shortest must be at least 28"),
@@ -297,22 +303,28 @@ def test_a_vocabulary_that_is_too_small_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["recall-heads", "recall-gate", "recall-bias"])
 def test_experiment_files_fit_together(name: str) -> None:
-    text = (files("xlstm7b") / "experiments" / f"{name}.toml").read_text(encoding="utf-8")
-    experiment = tomllib.loads(text)
-    data, evaluation = experiment["data"], experiment["evaluate"]
-    assert data.pop("task") == evaluation.pop("task") == "recall"
-    training, measured = TrainingSettings.read(data), EvaluationSettings.read(evaluation)
-    assert training.vocab_size == measured.vocab_size
-    smoke = experiment["smoke"]
-    TrainingSettings.read(data | smoke["data"])
-    EvaluationSettings.read(evaluation | smoke["evaluate"])
-    for run in experiment["runs"].values():
-        # `input_gate` is a setting of the model that this test does not need.
-        given = [line for line in run["set"] if not line.startswith("model.input_gate")]
-        recipe = load_recipe(experiment["recipe"], [*experiment["set"], *given])
-        assert recipe.model.vocab_size >= training.vocab_size
-        assert recipe.data.context_length in training.context_lengths
-        assert recipe.data.packing == "best-fit"
-        assert min(recipe.model.d_qk, recipe.model.d_hv) >= 64  # the fast kernels
-        assert 20e6 < sum(map(math.prod, recipe.model.parameter_shapes().values())) < 60e6
-        assert replace(recipe.data).context_length % 64 == 0
+    experiment = load_experiment(name)
+    for smoke in (False, True):
+        _, data = experiment.task("data", smoke=smoke) or ("", {})
+        _, evaluation = experiment.task("evaluate", smoke=smoke) or ("", {})
+        training, measured = TrainingSettings.read(data), EvaluationSettings.read(evaluation)
+        assert training.vocab_size == measured.vocab_size
+        for run, about in experiment.runs.items():
+            recipe = experiment.recipe_of(run, data=Path("d"), output=Path("o"), smoke=smoke)
+            assert recipe.model.vocab_size >= training.vocab_size
+            assert recipe.data.context_length in training.context_lengths
+            if not smoke:
+                assert recipe.data.packing == "best-fit"
+                assert min(recipe.model.d_qk, recipe.model.d_hv) >= 64  # the fast kernels
+                assert 20e6 < sum(map(math.prod, recipe.model.parameter_shapes().values())) < 60e6
+                assert recipe.data.context_length == (8192 if about.after else 2048)
+                assert recipe.run.steps == (700 if about.after else 500)
+                assert recipe.learning_rate(499) == 1e-3
+
+
+def test_an_experiment_runs_on_a_cpu(tmp_path: Path) -> None:
+    experiment = load_experiment("recall-heads")
+    runs = ["heads-32-2k", "heads-32"]
+    found = run_experiment(experiment, tmp_path / "out", runs=runs, smoke=True)
+    assert "evaluation" not in found["heads-32-2k"]  # only the last stage is measured
+    assert set(found["heads-32"]["evaluation"]) == {"recall 4", "needle 1"}
