@@ -1,5 +1,6 @@
 """The block of the first xLSTM paper: convolution, block-diagonal projections, states, training."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -377,33 +378,33 @@ def test_a_stack_of_vectors_takes_it_too():
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dim", "heads"), [(768, 4), (512, 1)], ids=["384-wide", "1024-wide"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_bfloat16_block_on_a_gpu_is_near_float64(dim, heads, compiled):
+def test_a_bfloat16_layer_on_a_gpu_is_near_float64(dim, heads, compiled):
+    """The layer without its residual connection, which would hide what it adds."""
     torch.compiler.reset()
-    block = PreviousBlock.from_config(ModelConfig(dim, 24, heads, **FACTORS))
+    exact = PreviousBlock.from_config(ModelConfig(dim, 24, heads, **FACTORS)).mlstm_layer
     with torch.no_grad():
-        for parameter in (block.mlstm_layer.igate_preact, block.mlstm_layer.fgate_preact):
-            parameter.weight.normal_(std=0.02)
-        block.mlstm_layer.igate_preact.bias.zero_()
-    block.bfloat16()
+        exact.igate_preact.weight.normal_(std=0.02)
+        exact.fgate_preact.weight.normal_(std=0.02)
+        exact.igate_preact.bias.zero_()
+    layer = copy.deepcopy(exact).bfloat16()
+    exact.load_state_dict(layer.state_dict())  # the same rounded weights
     x = torch.randn(2, 600, dim).bfloat16()
     resets, seeds = torch.rand(2, 600) < 0.01, torch.randn(2, 600, dim)
 
-    def run(block, x):
-        block.zero_grad()
+    def run(layer, x, call):
         x = x.requires_grad_()
-        call = (
-            torch.compile(block, fullgraph=True, dynamic=False) if x.is_cuda and compiled else block
-        )
-        y, state = call(x, resets=resets.to(x.device))
+        y, state = call(x, None, resets=resets.to(x.device), lengths=None)
         (y.double() * seeds.to(x.device, torch.float64)).sum().backward()
-        y = y.double() - x.double()  # the residual stream would hide what the block adds
-        named = {name: p.grad.double().cpu() for name, p in block.named_parameters()}
-        return {"y": y.cpu(), "x": x.grad.double().cpu(), "conv": state.conv.cpu(), **named}
+        found = {name: p.grad for name, p in layer.named_parameters()}
+        return {"y": y, "x": x.grad, "C": state.C, "conv": state.conv, **found}
 
-    got = run(block.cuda(), x.cuda())
-    want = run(block.cpu().double(), x.double())
-    for name, exact in want.items():
-        assert error(got[name], exact) < 5e-2, name
+    want = run(exact.double(), x.double(), exact)
+    layer = layer.cuda()
+    call = torch.compile(layer, fullgraph=True, dynamic=False) if compiled else layer
+    got = run(layer, x.cuda(), call)
+    for name, reference in want.items():
+        if not name.endswith("preact.bias"):  # a sum over all tokens, in which most cancels
+            assert error(got[name].cpu(), reference) < 3e-2, name
 
 
 @pytest.mark.gpu

@@ -95,7 +95,7 @@ def _perplexity(axes: Any, experiment: Experiment, runs: Mapping[str, Record]) -
     for name, colour in _curves(axes, experiment, runs, smoothed).items():
         held_out = runs[name]["held_out"]
         axes.plot(held_out["step"], list(map(perplexity, held_out["loss"])), "o--", color=colour)
-    title = f"perplexity, mean loss of the previous {window} steps; dots: held-out text"
+    title = f"perplexity of the previous {window} steps (dots: held-out text)"
     axes.set(ylabel="perplexity", title=title, yscale="log")
 
 
@@ -111,8 +111,10 @@ def _speed(axes: Any, experiment: Experiment, runs: Mapping[str, Record]) -> Non
     ]
     axes.bar_label(bars, labels, fontsize="small")
     axes.invert_yaxis()  # the first run at the top
-    axes.margins(x=0.6)
-    axes.set(xlabel="tokens per second", title="speed of training, and relative to the first")
+    if speeds and max(speeds) > 10 * min(speeds):
+        axes.set_xscale("log")
+    axes.margins(x=0.6)  # for the labels
+    axes.set(xlabel="tokens per second", title="speed, and × that of the first run of its group")
 
 
 def _accuracy_panels(runs: Mapping[str, Record]) -> list[Panel]:
