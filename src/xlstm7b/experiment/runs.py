@@ -138,7 +138,8 @@ def run_experiment(
                 **settled[name],
             }
             task = experiment.task("evaluate", smoke=smoke, texts=texts)
-            if task is not None and outcome.status == "finished":
+            is_continued = any(later.after == name for later in experiment.runs.values())
+            if task is not None and outcome.status == "finished" and not is_continued:
                 record["evaluation"] = _evaluate(recipe, folder, device, *task)
             results.add(name, record)
             _drop_checkpoints(experiment, results, output)
