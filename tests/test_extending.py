@@ -69,7 +69,7 @@ def page(tmp_path_factory):
 # A norm, a gate and a block with a state of another kind
 
 
-@register("norm", "layer_norm")
+@register("norm", "own_norm")
 class LayerNorm(NormWeight):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.layer_norm(x, x.shape[-1:], self.weight, eps=self.eps)
@@ -79,7 +79,7 @@ class LayerNorm(NormWeight):
         return tokens * 5 * config.embedding_dim
 
 
-@register("gate", "fixed")
+@register("gate", "own_gate")
 class FixedGate(nn.Module):
     """A gate that does not depend on the input."""
 
@@ -203,13 +203,13 @@ class ShiftBlock(nn.Module):
 
 CHOICES = [
     {},
-    {"norm": "layer_norm"},
-    {"gate": "fixed"},
-    {"block": "averages", "norm": "layer_norm"},
+    {"norm": "own_norm"},
+    {"gate": "own_gate"},
+    {"block": "averages", "norm": "own_norm"},
     {"block": "shift"},
     {"block": "previous", "qk_dim_factor": 2.0, "v_dim_factor": 2.0, "norm": "layer_norm"},
     {"layer": "qk_norm"},
-    {"block": "no_ffn", "gate": "fixed"},
+    {"block": "no_ffn", "gate": "own_gate"},
 ]
 
 
@@ -367,7 +367,7 @@ def test_a_run_is_planned_trained_resumed_and_exported(tmp_path):
     write_manifest(data, [writer.entry], vocab_size=320, tokenizer_fingerprint="bytes")
     model = (
         "model={embedding_dim=64,num_blocks=2,num_heads=2,vocab_size=320,"
-        'block="no_ffn",layer="qk_norm",norm="layer_norm",gate="fixed"}'
+        'block="no_ffn",layer="qk_norm",norm="own_norm",gate="own_gate"}'
     )
     chosen = recipe(data, model, "run.activation_checkpointing=block")
     assert make_plan(chosen).parameters == sum(p.numel() for p in XLSTM(chosen.model).parameters())
@@ -446,21 +446,21 @@ def test_weights_of_another_class_are_refused(tmp_path):
 def test_names_that_are_taken_or_unknown():
     with pytest.raises(ValueError, match=r"^there is no kind 'head'; choose from block, layer,"):
         register("head", "mine")
-    with pytest.raises(ValueError, match=r"^norm 'layer_norm' is .*LayerNorm already: give "):
+    with pytest.raises(ValueError, match=r"^norm 'own_norm' is .*LayerNorm already: give "):
 
-        @register("norm", "layer_norm")
+        @register("norm", "own_norm")
         class Other(RMSNorm):
             pass
 
     with pytest.raises(ValueError, match=r"^norm 'rms_norm' is xlstm7b\.model\.layers\.RMSNorm"):
         register("norm", "rms_norm")(type("RMSNorm", (RMSNorm,), {}))
-    with pytest.raises(ValueError, match=r"^there is no norm 'mine', only .*layer_norm, "):
+    with pytest.raises(ValueError, match=r"^there is no norm 'mine', only .*own_norm, "):
         replace(SMALL, norm="mine")
     with pytest.raises(ValueError, match=r"^norm must be of type str, not 3$"):
         replace(SMALL, norm=3)
     again = type("LayerNorm", (LayerNorm,), {"__qualname__": "LayerNorm"})
-    assert register("norm", "layer_norm")(again) is find("norm", "layer_norm")
-    register("norm", "layer_norm")(LayerNorm)
+    assert register("norm", "own_norm")(again) is find("norm", "own_norm")
+    register("norm", "own_norm")(LayerNorm)
 
 
 def test_a_class_that_does_not_say_its_flops():

@@ -180,16 +180,17 @@ def standard_layer_flops(config: ModelConfig, tokens: int, cell: int) -> dict[st
     return {
         # q, k, v, õ and out; then σ(õ) ⊙ h.
         "mlstm_projections": tokens * (4 * d * config.qk_dim + 6 * d * v + 2 * v),
-        "gates": 2 * gate_flops(config, tokens),
+        "gates": gate_flops(config, tokens, config.input_gate) + gate_flops(config, tokens),
         "cell": cell,
         "norms_and_residuals": tokens * _NORM * v,
     }
 
 
-def gate_flops(config: ModelConfig, tokens: int) -> int:
-    """FLOPs of the pre-activations of one gate of all heads."""
-    if config.gate != STANDARD["gate"]:
-        return int(_stated("gate", config.gate)(config, tokens))
+def gate_flops(config: ModelConfig, tokens: int, name: str = "") -> int:
+    """FLOPs of the pre-activations of one gate of all heads: of class `name`, or of `gate`."""
+    name = name or config.gate
+    if name != STANDARD["gate"]:
+        return int(_stated("gate", name)(config, tokens))
     return tokens * (2 * config.embedding_dim + 1) * config.num_heads
 
 
@@ -362,7 +363,7 @@ def summary(
             "d_hv_per_head": config.d_hv,
             "ffn_dim": config.ffn_dim if parameters["ffn"] else 0,
             "vocab_size": config.vocab_size,
-            **config.other_classes(),
+            **config.differences(),
         },
         "parameters": parameters,
         "state": {

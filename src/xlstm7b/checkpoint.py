@@ -199,6 +199,9 @@ def save_checkpoint(
 
 def transformers_limits(config: ModelConfig) -> list[str]:
     """Why `transformers` cannot run a model of this config, one sentence each; empty if it can."""
+    others = ", ".join(f"{name} = {value!r}" for name, value in config.differences().items())
+    if others:
+        return [f"transformers cannot load this model: it has {others}"]
     found = []
     for field, what, width in (
         ("qk_dim_factor", "queries and keys", config.qk_dim),

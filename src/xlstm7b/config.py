@@ -34,7 +34,9 @@ _ONLY_SUPPORTED: dict[str, bool] = {
     "add_post_norm": False,
     "add_qk_norm": False,
 }
-_OWN_TYPE = "xlstm7b"  # the model_type of models with other classes
+_OWN_TYPE = "xlstm7b"  # the model_type of models that compute something else
+_CLASSES = (*STANDARD, "input_gate")  # the fields that name a class
+_SOFT_CAPS = ("gate_soft_cap", "output_logit_soft_cap")
 _GPT_NEOX_VOCABULARY = 50304
 _LARGEST = 1 << 24  # no model is wider or deeper; a larger number means a damaged file
 
@@ -66,8 +68,8 @@ class ModelConfig:
     norm_eps: float = 1e-6
     cell_norm_eps: float = 1e-6
     eps: float = 1e-6
-    gate_soft_cap: float = 15.0
-    output_logit_soft_cap: float = 30.0
+    gate_soft_cap: float | None = 15.0  # None: no soft-cap
+    output_logit_soft_cap: float | None = 30.0  # None: no soft-cap
     igate_bias_init_range: float = -10.0
     bos_token_id: int = 0  # the first token of every text; eos_token_id if there is none
     eos_token_id: int = 0
@@ -77,17 +79,19 @@ class ModelConfig:
     block: str = STANDARD["block"]
     layer: str = STANDARD["layer"]
     norm: str = STANDARD["norm"]
+    head_norm: str = STANDARD["head_norm"]
     gate: str = STANDARD["gate"]
+    input_gate: str = ""  # the class of the input gate, if it is another one than `gate`
 
     def __post_init__(self) -> None:
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
             _check_type(name, field.type, value)
-            if field.type is bool:
+            if field.type is bool or value is None:
                 continue
-            if name in STANDARD:
-                if value != STANDARD[name]:
-                    find(name, value)
+            if name in _CLASSES:
+                if value != STANDARD.get(name, ""):
+                    find("gate" if name == "input_gate" else name, value)
                 continue
             if name.endswith("token_id"):
                 rule = f"an id in the vocabulary, 0 to {self.vocab_size - 1}"
@@ -111,6 +115,8 @@ class ModelConfig:
         if not self.force_bos_token_insert:
             # Not used then. It gets one value, so that configs of equal models compare equal.
             object.__setattr__(self, "bos_token_id", self.eos_token_id)
+        if self.input_gate == self.gate:
+            object.__setattr__(self, "input_gate", "")  # one spelling, for the same reason
 
     @classmethod
     def named(cls, size: str) -> Self:
@@ -147,17 +153,22 @@ class ModelConfig:
 
     @property
     def is_standard(self) -> bool:
-        """True if all classes are those of the released model."""
-        return not self.other_classes()
+        """True if the model computes what the released model computes, apart from its sizes."""
+        return not self.differences()
+
+    def differences(self) -> dict[str, str | None]:
+        """The fields that make another model than the released one: classes, absent soft-caps."""
+        absent = [name for name in _SOFT_CAPS if getattr(self, name) is None]
+        return {**self.other_classes(), **dict.fromkeys(absent)}
 
     def other_classes(self) -> dict[str, str]:
         """The fields that name a class other than the released model's, with these names."""
-        chosen = {kind: str(getattr(self, kind)) for kind in STANDARD}
-        return {kind: name for kind, name in chosen.items() if name != STANDARD[kind]}
+        chosen = {name: str(getattr(self, name)) for name in _CLASSES}
+        return {name: cls for name, cls in chosen.items() if cls != STANDARD.get(name, "")}
 
     def block_parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names after `backbone.blocks.{i}.`, and shapes, of one block's parameters."""
-        if not self.is_standard:
+        if self.other_classes():
             return _shapes("block", self.block, self)
         d, heads, up = self.embedding_dim, self.num_heads, self.ffn_dim
         return {
@@ -182,7 +193,7 @@ class ModelConfig:
         """Name and shape of every parameter. The names are the keys of the released checkpoint."""
         block = self.block_parameter_shapes()
         out_norm: dict[str, tuple[int, ...]] = {"weight": (self.embedding_dim,)}
-        if not self.is_standard:
+        if self.other_classes():
             out_norm = _shapes("norm", self.norm, self.embedding_dim, self.norm_eps)
         return {
             "backbone.embeddings.weight": (self.vocab_size, self.embedding_dim),
@@ -197,7 +208,7 @@ class ModelConfig:
 
     def state_parts(self) -> "dict[str, StatePart]":
         """The tensors of one block's state, by name."""
-        if not self.is_standard:
+        if self.other_classes():
             import torch
 
             narrow = torch.bfloat16
@@ -279,13 +290,13 @@ class ModelConfig:
     def to_dict(self, dtype: str = "float32") -> dict[str, Any]:
         """A `config.json` that `transformers` loads as `xLSTMConfig` without extra packages.
 
-        With other classes than the released model's it has another `model_type`: `transformers`
-        would ignore the fields that name them, and compute another model.
+        A model that computes something else than the released one has another `model_type`:
+        `transformers` would ignore the fields that say so, and compute another model.
         """
         values, kind = asdict(self), {"architectures": ["XLSTM"], "model_type": _OWN_TYPE}
         if self.is_standard:
             kind = {"architectures": ["xLSTMForCausalLM"], "model_type": "xlstm"}
-            values = {name: value for name, value in values.items() if name not in STANDARD}
+            values = {name: value for name, value in values.items() if name not in _CLASSES}
         return {
             **kind,
             **values,
@@ -317,12 +328,14 @@ def _shapes(kind: str, name: str, *arguments: Any) -> dict[str, tuple[int, ...]]
 
 def _check_type(name: str, expected: Any, value: object) -> None:
     """A JSON file may hold a string or null where a number belongs."""
-    if expected is float:
+    if expected in (float, float | None):
         right = isinstance(value, int | float) and not isinstance(value, bool)
+        right |= value is None and expected is not float
     else:
         right = type(value) is expected
     if not right:
-        raise ValueError(f"{name} must be of type {expected.__name__}, not {value!r}")
+        kind = expected.__name__ if isinstance(expected, type) else 'float or null ("none" in TOML)'
+        raise ValueError(f"{name} must be of type {kind}, not {value!r}")
 
 
 def _round_up(value: float, multiple: int) -> int:

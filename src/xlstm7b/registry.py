@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 # The kinds of classes, which are fields of `ModelConfig`, and the names of the released model's.
-STANDARD = {"block": "mlstm", "layer": "mlstm", "norm": "rms_norm", "gate": "linear"}
+STANDARD = {
+    "block": "mlstm",
+    "layer": "mlstm",
+    "norm": "rms_norm",
+    "head_norm": "layer_norm",
+    "gate": "linear",
+}
 PLUGINS = "XLSTM7B_PLUGINS"  # an environment variable: files or modules that register classes
 
 _Class = TypeVar("_Class", bound=type)
@@ -30,14 +36,16 @@ def register(kind: str, name: str) -> Callable[[_Class], _Class]:
     """A decorator that makes a class the one that `kind = name` in a config chooses.
 
     A class may be defined again under its own name, as notebooks do. Another class under a name
-    that is taken is a `ValueError`, also if it has the same name in another file.
+    that is taken is a `ValueError`, also if it has the same name in another file. The names of the
+    package's own classes are always taken.
     """
     if kind not in STANDARD:
         raise ValueError(f"there is no kind {kind!r}; choose from {', '.join(STANDARD)}")
 
     def add(cls: _Class) -> _Class:
         taken = _classes.get((kind, name))
-        if taken is not None and (name == STANDARD[kind] or not _is_defined_again(taken, cls)):
+        is_ours = taken is not None and taken.__module__.startswith("xlstm7b.")
+        if taken is not None and (is_ours or not _is_defined_again(taken, cls)):
             raise ValueError(
                 f"{kind} {name!r} is {taken.__module__}.{taken.__qualname__} already: "
                 f"give {cls.__module__}.{cls.__qualname__} another name"

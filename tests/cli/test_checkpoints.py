@@ -68,6 +68,18 @@ def test_info_json_of_sizes_and_lengths(cli: Cli) -> None:
     assert chunk["flops"]["cell_forward_per_layer"] > seven["flops"]["cell_forward_per_layer"]
 
 
+def test_info_and_plans_name_what_differs_from_the_released_model(cli, tmp_path):
+    config = ModelConfig(64, 2, 2, vocab_size=320, norm="layer_norm", gate_soft_cap=None)
+    words = succeeded(cli("info", write_config(tmp_path / "model", config))).split()
+    assert "layer_norm" in words
+    assert words[words.index("soft") + 1 :][:3] == ["cap", "│", "none"]
+    settings = ["model.norm=layer_norm", "model.gate_soft_cap=none"]
+    options = [word for setting in settings for word in ("--set", setting)]
+    words = succeeded(cli("train", "quickstart", "--dry-run", *options)).split()
+    assert "layer_norm" in words
+    assert words[words.index("soft") + 1 :][:3] == ["cap", "│", "none"]
+
+
 def test_info_of_a_folder_whose_name_looks_like_markup(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "[").mkdir()
     folder = write_config(tmp_path / "[" / "b]", CONFIG)

@@ -25,6 +25,7 @@ from xlstm7b.generate.runner import ModelRunner, PrefillRow, Results
 from xlstm7b.generate.sampler import Sampler
 from xlstm7b.mlstm import MLSTMState
 from xlstm7b.model import XLSTM, ModelState
+from xlstm7b.model.layers import soft_cap
 from xlstm7b.tokenizer import ByteTokenizer
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -84,7 +85,7 @@ def test_both_forms_have_one_signature_and_description(name):
 
 # Products
 
-OPTIONS = ["product", "norm", "gates", "not live", "swiglu", "residual", "cap"]
+OPTIONS = ["product", "norm", "gates", "uncapped", "not live", "swiglu", "residual", "cap"]
 
 
 def multiply_both(multiply, batch: int, k: int, n: int, option: str, dtype, **tile):
@@ -111,9 +112,10 @@ def multiply_both(multiply, batch: int, k: int, n: int, option: str, dtype, **ti
         return multiply(x, W, **tile)[0], want
     W_gates, bias = weights(6, k, dtype), draw(6, dtype=dtype, scale=3)
     live = torch.arange(batch, device=DEVICE) % 3 >= 2 * (option == "not live")
-    got, gates = multiply(x, W, gates=(W_gates, bias), live=live, cap=CAP, **tile)
+    cap = None if option == "uncapped" else CAP
+    got, gates = multiply(x, W, gates=(W_gates, bias), live=live, cap=cap, **tile)
     assert gates.dtype == torch.float32
-    want_gates = CAP * torch.tanh((wide @ W_gates.double().mT + bias.double()) / CAP)
+    want_gates = soft_cap(wide @ W_gates.double().mT + bias.double(), cap)
     want_gates[~live, :3], want_gates[~live, 3:] = -torch.inf, torch.inf
     # Gates are summed and returned in float32 for every dtype. Tensor cores drop a few digits.
     assert_close(gates, want_gates, 1e-5 + 1e-8 * k)
@@ -173,15 +175,17 @@ def test_operations_equal_the_plain_ones(batch, dtype):
     x, norm = draw(batch, d, dtype=dtype), 1 + draw(d, dtype=dtype, scale=0.3)
     wide, wide_norm = x.double(), norm.double()
     projection = weights(3 * d, d, dtype), weights(4, d, dtype), draw(4, dtype=dtype)
-    for live in (None, torch.arange(batch, device=DEVICE) % 4 != 1):
-        got = gpu.project(x, norm, EPS, *projection, CAP, live)
+    some = torch.arange(batch, device=DEVICE) % 4 != 1
+    for live, cap in ((None, CAP), (some, CAP), (some, None)):
+        got = gpu.project(x, norm, EPS, *projection, cap, live)
         wide_projection = [part.double() for part in projection]
-        want = plain.project(wide, wide_norm, EPS, *wide_projection, CAP, live)
+        want = plain.project(wide, wide_norm, EPS, *wide_projection, cap, live)
         assert [part.dtype for part in got] == [dtype, torch.float32]
         for part, want_part in zip(got, want, strict=True):
             assert_close(part, want_part, largest)
     matrices = {"swiglu": weights(2 * up, d, dtype), "head": weights(50, d, dtype)}
-    for (name, W), cap in zip(matrices.items(), ([], [5.0]), strict=True):
+    for name, *cap in (("swiglu",), ("head", 5.0), ("head", None)):
+        W = matrices[name]
         got = getattr(gpu, name)(x, norm, EPS, W, *cap)
         want = getattr(plain, name)(wide, wide_norm, EPS, W.double(), *cap)
         assert got.dtype == (torch.float32 if name == "head" else dtype)

@@ -1,8 +1,12 @@
 """Learning rate, batch ramp and tokens at every corner, against numbers worked out by hand."""
 
-import pytest
+from itertools import pairwise
 
-from xlstm7b.train.schedule import BatchRamp, LearningRate, micro_batches
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xlstm7b.train.schedule import BatchRamp, Decay, LearningRate, micro_batches
 
 # Appendix B: 3000 + 540,000 + 7000 steps; a tenth after 500,000 of the decay's.
 PAPER = LearningRate(5e-4, "exponential", 3000, 540_000, 7000, factor=0.1, reference=500_000)
@@ -80,6 +84,25 @@ def test_without_a_reference_the_factor_is_reached_at_the_decays_end() -> None:
     curve = LearningRate(1.0, "exponential", 0, 200, 0, factor=0.01)
     assert curve(100) == pytest.approx(0.1)
     assert curve(200) == 0.01
+
+
+@given(
+    kind=st.sampled_from(["exponential", "cosine"]),
+    warmup=st.integers(0, 20),
+    decay=st.integers(1, 50),
+    cooldown=st.integers(0, 20),
+    factor=st.floats(0.01, 1),
+)
+def test_both_decays_with_and_without_a_cool_down(
+    kind: Decay, warmup: int, decay: int, cooldown: int, factor: float
+) -> None:
+    curve = LearningRate(1.0, kind, warmup, decay, cooldown, factor)
+    rates = [curve(step) for step in range(warmup + decay + cooldown + 2)]
+    assert rates[warmup] == 1
+    assert all(one < two for one, two in pairwise(rates[: warmup + 1]))
+    assert all(one >= two for one, two in pairwise(rates[warmup:]))
+    assert rates[warmup + decay] == pytest.approx(factor)
+    assert rates[-1] == (0 if cooldown else pytest.approx(factor))
 
 
 def test_the_batch_ramp_of_the_paper() -> None:

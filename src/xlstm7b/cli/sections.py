@@ -26,8 +26,10 @@ def print_sections(title: str, sections: dict[str, dict[str, Any]]) -> None:
     Console().print(table)
 
 
-def _format(section: str, key: str, value: float | str) -> str:
+def _format(section: str, key: str, value: float | str | None) -> str:
     """Bytes with a unit (powers of 1000, as in the paper), FLOPs as powers of ten."""
+    if value is None:
+        return "none"
     if isinstance(value, str):
         return value
     if "bytes" in key:

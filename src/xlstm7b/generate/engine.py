@@ -109,7 +109,7 @@ class Engine:
                 raise ValueError(f"{name} must be at least 1, not {size}")
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"state_dtype must be float32 or bfloat16, not {state_dtype!r}")
-        if fused and not model.config.is_standard:
+        if fused and model.config.other_classes():
             _log_unfused(model.config)
             fused = False
         computed = FusedModel(model) if fused else UnfusedModel(model)

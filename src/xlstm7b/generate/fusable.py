@@ -1,12 +1,14 @@
 """Whether a model is the one that `FusedModel` computes: layer by layer, before it is fused."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from xlstm7b.model import XLSTM
 from xlstm7b.model.layers import MLSTMBlock
+from xlstm7b.registry import STANDARD
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -15,15 +17,17 @@ _UNUSED = ("training", "dropout", "config")
 
 
 def difference(model: XLSTM) -> str | None:
-    """Names the first layer that is not as `XLSTM(config)` has it. None if all layers are.
+    """Names the first layer that is not as the released model has it. None if all layers are.
 
     It looks at the types of modules and parameters, at hooks, at attributes such as `eps`, and at
     methods that were replaced. Values of weights make no difference.
     """
+    classes: dict[str, Any] = {**STANDARD, "input_gate": ""}
+    config = replace(model.config, **classes)
     with torch.device("meta"):
-        standard = XLSTM(replace(model.config, num_blocks=1))
+        standard = XLSTM(replace(config, num_blocks=1))
         # A block's attributes depend on the number of blocks.
-        standard.backbone.blocks[0] = MLSTMBlock.from_config(model.config)
+        standard.backbone.blocks[0] = MLSTMBlock.from_config(config)
     if type(model) is XLSTM and len(model.backbone.blocks) != model.config.num_blocks:
         return (
             f"backbone.blocks holds {len(model.backbone.blocks)} blocks, "

@@ -34,7 +34,7 @@ def check_model(config: ModelConfig) -> None:
     for rule, holds in _rules(model, tokens):
         if not holds:
             chosen = ", ".join(
-                f"{kind} = {name!r}" for kind, name in config.other_classes().items()
+                f"{name} = {value!r}" for name, value in config.differences().items()
             )
             raise ValueError(f"a model with {chosen} breaks a rule: {rule}")
 

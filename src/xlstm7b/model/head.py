@@ -18,13 +18,18 @@ MAX_LOGITS = 1 << 26  # float32 logits in memory at once: 256 MiB
 GPU_MAX_LOGITS = 4 * MAX_LOGITS
 
 
-def head_logprobs(x: Tensor, weight: Tensor, targets: Tensor, cap: float) -> Tensor:
-    """float32 log-probabilities of `targets` [...] from the soft-capped head. x is [..., d]."""
+def head_logprobs(x: Tensor, weight: Tensor, targets: Tensor, cap: float | None) -> Tensor:
+    """float32 log-probabilities of `targets` [...] from the head. x is [..., d].
+
+    `cap` is the soft-cap of the logits, or None.
+    """
     apply: Callable[..., Tensor] = _HeadLogprobs.apply
     return apply(to_autocast(x), to_autocast(weight), targets, cap)
 
 
-def head_loss(x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, cap: float) -> Tensor:
+def head_loss(
+    x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, cap: float | None
+) -> Tensor:
     """−Σ weights · log p(targets), as one float32 number, for training.
 
     The weights are known in the forward pass, so the gradient is computed there, from the logits
@@ -38,7 +43,7 @@ class _HeadLogprobs(torch.autograd.Function):
     """Keeps one number per row for the backward pass, which computes the logits again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, cap: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, cap: float | None) -> Tensor:
         shape, x, targets = targets.shape, x.flatten(0, -2), targets.flatten()
         chosen, log_sums = [], []
         for rows in _row_slices(x, weight):
@@ -73,7 +78,7 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, cap: float
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, cap: float | None
     ) -> Tensor:
         shape, x, targets, weights = x.shape, x.flatten(0, -2), targets.flatten(), weights.flatten()
         grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight, dtype=weights.dtype)
@@ -104,7 +109,7 @@ def _row_slices(x: Tensor, weight: Tensor) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, len(x), rows)]
 
 
-def _log_sums(products: Tensor, targets: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+def _log_sums(products: Tensor, targets: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:
     """From x Wᵀ: the soft-capped logits of the targets, and log Σ exp of each row's logits."""
     if products.dtype == torch.float32 and has_kernels(products.device):
         from xlstm7b.model import head_kernels
@@ -119,7 +124,7 @@ def _gradients(
     targets: Tensor,
     log_sums: Tensor,
     grad: Tensor,
-    cap: float,
+    cap: float | None,
     dtype: torch.dtype,
 ) -> Tensor:
     """The gradient of x Wᵀ: (onehot − softmax) through the soft-cap (1 − tanh²), times grad."""
@@ -130,5 +135,6 @@ def _gradients(
     logits = soft_cap(products, cap)
     slope = -torch.exp(logits - log_sums[:, None])
     slope.scatter_add_(1, targets[:, None], torch.ones_like(slope[:, :1]))
-    slope *= (1 - (logits / cap).square_()) * grad[:, None]
+    factor = 1 if cap is None else 1 - (logits / cap).square_()
+    slope *= factor * grad[:, None]
     return slope.to(dtype)

@@ -184,10 +184,12 @@ class MLSTMLayer(nn.Module):
         self.ogate_preact = Linear(dim, config.v_dim, std=0)
         # The input gate starts nearly closed (paper, "Negative Input Gate Bias Initialization"),
         # the forget gates open, over a range of time scales.
-        gate = find("gate", config.gate)
-        self.igate_preact = gate(dim, num_heads, biases=(igate_bias, igate_bias))
-        self.fgate_preact = gate(dim, num_heads, biases=(3.0, 6.0))
-        self.multihead_norm = NormWeight(config.v_dim, config.cell_norm_eps)
+        igate, fgate = find("gate", config.input_gate or config.gate), find("gate", config.gate)
+        self.igate_preact = igate(dim, num_heads, biases=(igate_bias, igate_bias))
+        self.fgate_preact = fgate(dim, num_heads, biases=(3.0, 6.0))
+        self.multihead_norm = find("head_norm", config.head_norm)(
+            config.v_dim, config.cell_norm_eps
+        )
         self.out_proj = Linear(config.v_dim, dim, std=residual)
         self.gate_soft_cap = config.gate_soft_cap
         self.eps = config.eps
@@ -219,25 +221,20 @@ class MLSTMLayer(nn.Module):
         heads = (i.shape[-1], -1)
         q, k, v = self.qkv(x, heads)
         gate = self.ogate_preact(x).unflatten(-1, heads)
-        norm_weight, norm_eps = self.multihead_norm(), self.multihead_norm.eps
+        norm = self.multihead_norm
+        norm_weight, norm_eps = norm(), norm.eps
         if x.shape[1] == 1 and resets is None and state is not None:
             q, k, v, i, f, gate = (part.squeeze(1) for part in (q, k, v, i, f, gate))
-            h, state = mlstm_step(
-                q,
-                k,
-                v,
-                i,
-                f,
-                state,
-                gate=gate,
-                norm_weight=norm_weight,
-                norm_eps=norm_eps,
-                eps=self.eps,
-            )
+            fused: dict[str, Any] = {}
+            if type(norm) is HeadLayerNorm:  # the step's kernel computes it too
+                fused = {"gate": gate, "norm_weight": norm_weight, "norm_eps": norm_eps}
+            h, state = mlstm_step(q, k, v, i, f, state, eps=self.eps, **fused)
+            if not fused:
+                h = norm.normalise(h, norm_weight, norm_eps) * torch.sigmoid(gate)
             h = h.unsqueeze(1)
         else:
             h, state = mlstm_sequence(q, k, v, i, f, state=state, resets=resets, eps=self.eps)
-            h = headwise_norm(h, norm_weight, norm_eps) * torch.sigmoid(gate)
+            h = norm.normalise(h, norm_weight, norm_eps) * torch.sigmoid(gate)
         return self.out_proj(h.flatten(-2)), state
 
     def qkv(self, x: Tensor, heads: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -312,6 +309,40 @@ class RMSNorm(NormWeight):
         return F.rms_norm(wide, x.shape[-1:], eps=self.eps).to(x.dtype) * to_autocast(self.weight)
 
 
+@register("norm", "layer_norm")
+class LayerNorm(NormWeight):
+    """(x − mean) / √(variance + ε) · w, without a bias. The dtypes are those of `RMSNorm`."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        wide = x if x.dtype.itemsize >= 4 else x.float()
+        return F.layer_norm(wide, x.shape[-1:], eps=self.eps).to(x.dtype) * to_autocast(self.weight)
+
+    @staticmethod
+    def flops(config: ModelConfig, tokens: int) -> int:
+        return tokens * 3 * config.embedding_dim  # as every norm in `accounting`
+
+
+@register("head_norm", STANDARD["head_norm"])
+class HeadLayerNorm(NormWeight):
+    """LayerNorm without bias over each head's output: h [..., NH, d_hv], weight [NH · d_hv].
+
+    The module holds the weight, and `normalise` computes the norm from it. Under tensor parallelism
+    the weight is only the part for this process's heads.
+    """
+
+    normalise = staticmethod(headwise_norm)
+
+
+@register("head_norm", "rms_norm")
+class HeadRMSNorm(NormWeight):
+    """RMSNorm over each head's output. The shapes are those of `HeadLayerNorm`."""
+
+    @staticmethod
+    def normalise(h: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = h if h.dtype.itemsize >= 4 else h.float()
+        return F.rms_norm(wide, h.shape[-1:], eps=eps).to(h.dtype) * weight.view(h.shape[-2:])
+
+
 class Embedding(nn.Embedding):
     """The input embedding. Its first weights are N(0, √(2/(5d)))."""
 
@@ -368,9 +399,33 @@ class GateLinear(nn.Linear):
         return linear_float32(x, weight, bias)
 
 
-def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """cap · tanh(x / cap): limits x to ±cap (paper, "Gate Soft-Capping" and logit soft-cap)."""
-    return cap * torch.tanh(x / cap)
+@register("gate", "fixed")
+class FixedGate(nn.Module):
+    """Pre-activations that are not trained: always those that a `GateLinear` starts with.
+
+    It has no parameters, so there is nothing to decay, shard or save.
+    """
+
+    def __init__(self, in_features: int, heads: int, *, biases: tuple[float, float]) -> None:
+        super().__init__()
+        self.heads, self.biases = heads, biases
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        values = torch.linspace(*self.biases, self.heads, dtype=dtype, device=x.device)
+        return values.repeat(*x.shape[:-1], 1)
+
+    @staticmethod
+    def flops(config: ModelConfig, tokens: int) -> int:
+        return 0
+
+
+def soft_cap(x: Tensor, cap: float | None) -> Tensor:
+    """cap · tanh(x / cap): limits x to ±cap (paper, "Gate Soft-Capping" and logit soft-cap).
+
+    A cap of None is none: x as it is.
+    """
+    return x if cap is None else cap * torch.tanh(x / cap)
 
 
 # True if this CPU has matrix instructions for the dtype; without them PyTorch is very slow.

@@ -153,6 +153,7 @@ def describe(plan: Plan) -> dict[str, dict[str, Any]]:
             "num_blocks": config.num_blocks,
             "num_heads": config.num_heads,
             "vocab_size": config.vocab_size,
+            **config.differences(),
             "parameters": plan.parameters,
         },
         "run": {

@@ -310,11 +310,14 @@ def _read_model(table: Any) -> ModelConfig:
         return table
     if not isinstance(table, Mapping):
         raise ValueError(f"model must be a table, not {table!r}")
-    names = [field.name for field in fields(ModelConfig)]
+    types: dict[str, Any] = {field.name: field.type for field in fields(ModelConfig)}
     for key in table:
-        if key not in ("size", *names):
-            raise ValueError(_unknown(f"model.{key}", str(key), ["size", *names]))
+        if key not in ("size", *types):
+            raise ValueError(_unknown(f"model.{key}", str(key), ["size", *types]))
     values = dict(table)
+    for key, value in table.items():
+        if value == "none" and types.get(key) == float | None:
+            values[key] = None  # TOML has no null
     size = values.pop("size", None)
     try:
         if isinstance(size, str):

@@ -82,16 +82,21 @@ _MODEL_FIELDS = {
     "norm_eps": "ε of the RMSNorms.",
     "cell_norm_eps": "ε of the norm of each head's output.",
     "eps": "ε of the cell's division by its normaliser.",
-    "gate_soft_cap": "Soft-cap a of the input and forget gates' pre-activations: a·tanh(x/a).",
-    "output_logit_soft_cap": "Soft-cap of the logits.",
-    "igate_bias_init_range": "First value of the input gates' biases.",
+    "gate_soft_cap": "Soft-cap a of the input and forget gates' pre-activations: a·tanh(x/a). "
+    '`"none"`: no soft-cap.',
+    "output_logit_soft_cap": 'Soft-cap of the logits. `"none"`: no soft-cap.',
+    "igate_bias_init_range": "First value of the input gates' biases. If `input_gate` is "
+    '`"fixed"`, their only value.',
     "bos_token_id": "Id that a text starts with.",
     "eos_token_id": "Id that ends a text in generation.",
     "pad_token_id": "Id of padding.",
     "block": "Name of the block's class ([extending.md](extending.md)).",
     "layer": "Name of the mLSTM layer's class.",
-    "norm": "Name of the class of the norms of the residual stream.",
+    "norm": "Name of the class of the norms of the residual stream: `rms_norm`, `layer_norm`.",
+    "head_norm": "Name of the class of the norm of each head's output: `layer_norm`, `rms_norm`.",
     "gate": "Name of the class of the gates' pre-activations.",
+    "input_gate": "Name of the class of the input gate's pre-activations: `fixed` is not trained. "
+    "Empty: that of `gate`.",
     "force_bos_token_insert": "Put `bos_token_id` before every prompt, if it is not there.",
 }
 
@@ -147,11 +152,12 @@ def _values(schema: dict[str, Any]) -> str:
 
 
 def _model_rows() -> list[Row]:
-    names = {int: "integer", float: "number", bool: "true or false", str: "string"}
+    names: dict[Any, str] = {int: "integer", float: "number", bool: "true or false", str: "string"}
+    names[float | None] = 'number or `"none"`'
     size = "Named size, which gives `embedding_dim`, `num_blocks` and `num_heads`."
     rows = [("model.size", "string", "none", size)]
     for field in fields(ModelConfig):
-        values = names[field.type]  # type: ignore[index]
+        values = names[field.type]
         default = "required" if field.default is MISSING else f"`{json.dumps(field.default)}`"
         rows.append((f"model.{field.name}", values, default, _MODEL_FIELDS[field.name]))
     return rows

@@ -45,12 +45,13 @@ from xlstm7b.checkpoint import open_checkpoint
 from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
 from xlstm7b.model.init import drawn_parameters
+from xlstm7b.registry import STANDARD
 from xlstm7b.train.recipe import Layout, Recipe
 
 REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
 UNIT_PARAMETERS = 30_000_000  # of blocks that are gathered together
 # Fields in which the model of `init_from` may differ: the recipe chooses the special tokens, and
-# the first value of a bias is not needed. The factors count if a width differs.
+# the first value of a bias is not needed if it is learned. The factors count if a width differs.
 _FREE = {f"{kind}_token_id" for kind in ("bos", "eos", "pad")}
 _FREE |= {"force_bos_token_insert", "igate_bias_init_range"}
 _FACTORS = {"qk_dim_factor", "v_dim_factor", "ffn_proj_factor"}
@@ -106,6 +107,8 @@ def first_weights(
 def check_same_model(place: str, theirs: ModelConfig, ours: ModelConfig) -> None:
     """Raises a `ValueError` that names every field that differs and changes the model."""
     free = _FREE if theirs.parameter_shapes() != ours.parameter_shapes() else _FREE | _FACTORS
+    if (ours.input_gate or ours.gate) != STANDARD["gate"]:
+        free = free - {"igate_bias_init_range"}
     differing = [
         f"has {name} {getattr(theirs, name)}, the recipe {getattr(ours, name)}"
         for name in vars(ours)
@@ -183,7 +186,9 @@ def parallelize(
     gathered weights of the forward pass for the backward pass.
     """
     blocks: Any = model.backbone.blocks
-    if mesh[TENSOR].size() > 1 and not model.config.is_standard:
+    # Norms are no obstacle: those of the residual stream are not split, that of the heads is.
+    others = model.config.other_classes().keys() - {"norm", "head_norm"}
+    if mesh[TENSOR].size() > 1 and others:
         raise ValueError(
             "tensor parallelism can split the released model's layers only: set parallel.tp = 1"
         )

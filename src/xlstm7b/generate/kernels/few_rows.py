@@ -38,7 +38,7 @@ def multiply_rows(
     residual: Tensor | None = None,
     gates: tuple[Tensor, Tensor] | None = None,
     live: Tensor | None = None,
-    cap: float = 0.0,
+    cap: float | None = None,
     out_dtype: torch.dtype | None = None,
     tile: RowsTile | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,7 @@ def multiply_rows(
         x, W, W_gates, bias, x if live is None else live, out, out, out_gates,
         cap or 1.0, batch, rows, gate_rows,
         K=columns, HAS_GATES=gates is not None, HAS_LIVE=live is not None,
-        HAS_RESIDUAL=residual is not None, HAS_CAP=cap > 0 and gates is None, SWIGLU=swiglu,
+        HAS_RESIDUAL=residual is not None, HAS_CAP=cap is not None, SWIGLU=swiglu,
         BATCH=max(16, triton.next_power_of_2(batch)),
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         ROWS=tile.rows, BLOCK=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
@@ -117,7 +117,8 @@ def rows_kernel(
     at = b[None, :] * limit + row[:, None]
     if is_gate:
         y += tl.load(bias + row, mask=row < limit, other=0.0).to(tl.float32)[:, None]
-        y = soft_cap(y, cap)
+        if HAS_CAP:
+            y = soft_cap(y, cap)
         if HAS_LIVE:
             is_live = tl.load(live + b, mask=b < B, other=0) != 0
             y = mask_gates(y, is_live[None, :], row[:, None], N_GATES)
@@ -125,7 +126,7 @@ def rows_kernel(
     else:
         if HAS_RESIDUAL:
             y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-        if HAS_CAP:
+        if HAS_CAP and not HAS_GATES:
             y = soft_cap(y, cap)
         tl.store(out + at, y, mask=inside)
 

@@ -37,7 +37,7 @@ def project(
     W: Tensor,
     W_gates: Tensor,
     bias: Tensor,
-    cap: float,
+    cap: float | None,
     live: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm(x) Wᵀ, and the gates' pre-activations [R, 2 NH] in float32, soft-capped."""
@@ -94,7 +94,7 @@ def swiglu(x: Tensor, norm: Tensor, eps: float, W: Tensor) -> Tensor:
     return pointwise.silu_and_multiply(pointwise.rms_norm(x, norm, eps) @ W.mT)
 
 
-def head(x: Tensor, norm: Tensor, eps: float, W: Tensor, cap: float) -> Tensor:
+def head(x: Tensor, norm: Tensor, eps: float, W: Tensor, cap: float | None) -> Tensor:
     """Logits RMSNorm(x) Wᵀ in float32, soft-capped."""
     wide = torch.float32
     if len(x) == 1:
@@ -102,4 +102,5 @@ def head(x: Tensor, norm: Tensor, eps: float, W: Tensor, cap: float) -> Tensor:
     x = pointwise.rms_norm(x, norm, eps)
     if len(x) <= MAX_ROWS:
         return multiply_rows(x, W, cap=cap, out_dtype=wide)[0]
-    return product_float32(x, W).div_(cap).tanh_().mul_(cap)
+    products = product_float32(x, W)
+    return products if cap is None else products.div_(cap).tanh_().mul_(cap)

@@ -43,7 +43,7 @@ def multiply_row(
     residual: Tensor | None = None,
     gates: tuple[Tensor, Tensor] | None = None,
     live: Tensor | None = None,
-    cap: float = 0.0,
+    cap: float | None = None,
     out_dtype: torch.dtype | None = None,
     tile: RowTile | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ def multiply_row(
     residual [1, N]: the product is added to it in place; it is also the result.
     gates: W_gates [2 NH, K] and bias [2 NH]. Without them, ignore the second result.
     live [1]: if it is false, the gates leave the state unchanged (`mask_gates`).
-    cap: soft-cap of the gates if there are any, else of the product. 0 is none.
+    cap: soft-cap of the gates if there are any, else of the product. None: no soft-cap.
     """
     columns = W.shape[1]
     rows = len(W) // 2 if swiglu else len(W)
@@ -75,7 +75,7 @@ def multiply_row(
         out_gates, eps, cap or 1.0, rows, gate_rows,
         K=columns, HAS_NORM=norm is not None, HAS_GATES=gates is not None,
         HAS_LIVE=live is not None, HAS_RESIDUAL=residual is not None,
-        HAS_CAP=cap > 0 and gates is None, SWIGLU=swiglu, ROWS=tile.rows,
+        HAS_CAP=cap is not None, SWIGLU=swiglu, ROWS=tile.rows,
         BLOCK=tile.columns, THREADS=32 * tile.warps,
         PREFETCH=0 if columns * W.itemsize % 16 else tile.prefetch,  # rows of whole 16 bytes only
         num_warps=tile.warps, **overlap_options(x.device),
@@ -179,14 +179,15 @@ def row_kernel(
                 row -= W_groups * ROWS
                 inside = row < N_GATES
                 y += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
-                y = soft_cap(y, cap)
+                if HAS_CAP:
+                    y = soft_cap(y, cap)
                 if HAS_LIVE:
                     y = mask_gates(y, tl.load(live) != 0, row, N_GATES)
                 tl.store(out_gates + row, y, mask=inside)
             else:
                 if HAS_RESIDUAL:
                     y += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
-                if HAS_CAP:
+                if HAS_CAP and not HAS_GATES:
                     y = soft_cap(y, cap)
                 tl.store(out + row, y, mask=row < N)
 

@@ -20,7 +20,7 @@ def project(
     W: Tensor,
     W_gates: Tensor,
     bias: Tensor,
-    cap: float,
+    cap: float | None,
     live: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm(x) Wᵀ, and the gates' pre-activations [R, 2 NH] in float32, soft-capped.
@@ -72,7 +72,7 @@ def swiglu(x: Tensor, norm: Tensor, eps: float, W: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def head(x: Tensor, norm: Tensor, eps: float, W: Tensor, cap: float) -> Tensor:
+def head(x: Tensor, norm: Tensor, eps: float, W: Tensor, cap: float | None) -> Tensor:
     """Logits RMSNorm(x) Wᵀ in float32, soft-capped."""
     return soft_cap(linear_float32(rms_norm(x, norm, eps), W), cap)
 

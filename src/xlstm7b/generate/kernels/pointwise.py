@@ -42,25 +42,28 @@ def rms_norm_kernel(
     tl.store(out + row * D + d, y, mask=d < D)
 
 
-def cap_gates(gates: Tensor, bias: Tensor, cap: float, live: Tensor | None) -> None:
+def cap_gates(gates: Tensor, bias: Tensor, cap: float | None, live: Tensor | None) -> None:
     """Adds the bias to products [R, 2 NH], soft-caps them and masks rows not live, in place."""
     size, block = gates.numel(), 1024
     cap_gates_kernel[(triton.cdiv(size, block),)](
-        gates, bias, gates if live is None else live, cap, size, gates.shape[1],
-        HAS_LIVE=live is not None, BLOCK=block,
+        gates, bias, gates if live is None else live, cap or 1.0, size, gates.shape[1],
+        HAS_CAP=cap is not None, HAS_LIVE=live is not None, BLOCK=block,
     )  # fmt: skip
 
 
 @triton.jit
 def cap_gates_kernel(
-    gates, bias, live, cap, SIZE, N_GATES, HAS_LIVE: tl.constexpr, BLOCK: tl.constexpr
-):
+    gates, bias, live, cap, SIZE, N_GATES,
+    HAS_CAP: tl.constexpr, HAS_LIVE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """BLOCK elements of [R, N_GATES] per program."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < SIZE
     row, gate = at // N_GATES, at % N_GATES
     y = tl.load(gates + at, mask=inside, other=0.0)
-    y = soft_cap(y + tl.load(bias + gate, mask=inside, other=0.0).to(tl.float32), cap)
+    y += tl.load(bias + gate, mask=inside, other=0.0).to(tl.float32)
+    if HAS_CAP:
+        y = soft_cap(y, cap)
     if HAS_LIVE:
         y = mask_gates(y, tl.load(live + row, mask=inside, other=0) != 0, gate, N_GATES)
     tl.store(gates + at, y, mask=inside)
