@@ -29,7 +29,8 @@ def test_module_exit_codes_and_streams() -> None:
         return Outcome(done.returncode, done.stdout, done.stderr)
 
     sentence = "'8b' is neither a checkpoint folder nor a size; sizes: tiny, 160m, 400m, 1.4b, "
-    assert refused(call("info", "8b")).startswith(sentence + "2.7b, 7b, 160m-previous, ")
+    sentence += "2.7b, 7b, 160m-previous, 400m-previous, 1.4b-previous, 7b-previous"
+    assert refused(call("info", "8b")) == sentence
     assert "6,865,424,896" in succeeded(call("info", "7b"))
 
 

@@ -168,6 +168,19 @@ def test_models_of_all_sizes_keep_the_rules(width, heads, blocks, gate):
     )
 
 
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"head_norm": "rms_norm", "igate_bias_init_range": 0.0},
+        {"input_gate": "fixed", "norm": "layer_norm"},
+        {"gate_soft_cap": None, "output_logit_soft_cap": None, "gate": "fixed"},
+    ],
+    ids=str,
+)
+def test_variants_of_the_paper_keep_the_rules(variant):
+    check_model(replace(SMALL, **variant))
+
+
 def test_single_tokens_give_the_logits_and_states_of_a_sequence():
     model, tokens = random_model(SMALL), random_tokens(2, 70, SMALL)
     with torch.no_grad():

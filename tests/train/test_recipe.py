@@ -407,7 +407,11 @@ def test_errors_are_one_sentence(tmp_path: Path, override: str, sentence: str) -
         (SMALL + "[run", "is not a TOML file"),
         ("extends = 3", "extends must be a string, not 3"),
         ('extends = "other.toml"', "there is no recipe file .*other.toml"),
-        ('extends = "9b"', "unknown recipe '9b'; choose from 1.4b, 1.4b-previous, 160m, "),
+        (
+            'extends = "9b"',
+            "unknown recipe '9b'; choose from 1.4b, 1.4b-previous, 160m, 160m-previous, 400m, "
+            "400m-previous, 7b, 7b-ablation, ",
+        ),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, text: str, sentence: str) -> None:

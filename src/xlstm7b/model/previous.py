@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from xlstm7b import accounting
 from xlstm7b.config import ModelConfig
-from xlstm7b.mlstm import MLSTMState, headwise_norm, mlstm_sequence, mlstm_step
+from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
 from xlstm7b.mlstm.autocast import to_autocast
 from xlstm7b.model.init import normal_, residual_std, small_std
-from xlstm7b.model.layers import Linear, NormWeight, padding, soft_cap
+from xlstm7b.model.layers import Linear, padding, soft_cap
 from xlstm7b.registry import find, register
 
 _UP = 2  # the cell's width, relative to that of the residual stream
@@ -92,7 +92,8 @@ class PreviousBlock(nn.Module):
             # x, z and out; q, k and v; then SiLU(z) ⊙ h.
             "mlstm_projections": tokens * width * (6 * d + 3 * 2 * _BLOCK + 2),
             "convolution": tokens * width * (2 * _TAPS + 2),  # with bias and SiLU
-            "gates": 2 * accounting.gate_flops(gates, tokens),
+            "gates": accounting.gate_flops(gates, tokens)
+            + accounting.gate_flops(gates, tokens, config.input_gate),
             "cell": cell,
             "norms_and_residuals": norms + tokens * (2 * width + d),  # skip ⊙ c, and both sums
         }
@@ -129,10 +130,11 @@ class PreviousLayer(nn.Module):
         self.q = BlockDiagonal(width)
         self.k = BlockDiagonal(width)
         self.v = BlockDiagonal(width)
-        gate, igate_bias = find("gate", config.gate), config.igate_bias_init_range
-        self.igate_preact = gate(3 * width, heads, biases=(igate_bias, igate_bias))
-        self.fgate_preact = gate(3 * width, heads, biases=(3.0, 6.0))
-        self.multihead_norm = NormWeight(width, config.cell_norm_eps)
+        igate_bias = config.igate_bias_init_range
+        igate, fgate = find("gate", config.input_gate or config.gate), find("gate", config.gate)
+        self.igate_preact = igate(3 * width, heads, biases=(igate_bias, igate_bias))
+        self.fgate_preact = fgate(3 * width, heads, biases=(3.0, 6.0))
+        self.multihead_norm = find("head_norm", config.head_norm)(width, config.cell_norm_eps)
         self.skip = Skip(width)
         self.out_proj = Linear(width, dim, std=residual)
         self.heads, self.gate_soft_cap, self.eps = heads, config.gate_soft_cap, config.eps
@@ -173,7 +175,8 @@ class PreviousLayer(nn.Module):
             h = h.unsqueeze(1)
         else:
             h, cell = mlstm_sequence(q, k, v, i, f, state=cell, resets=resets, eps=self.eps)
-        h = headwise_norm(h, self.multihead_norm(), self.multihead_norm.eps).flatten(-2)
+        norm = self.multihead_norm
+        h = norm.normalise(h, norm(), norm.eps).flatten(-2)
         y = self.out_proj(self.skip(h, convolved) * F.silu(z))
         return y, PreviousState(*cell, _last(inputs, documents, lengths))
 
