@@ -64,6 +64,20 @@ def test_the_convolution_sees_no_other_document():
     assert torch.equal(conv(spoiled, documents)[:, 3:], got[:, 3:])
 
 
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf])
+def test_padding_may_hold_anything(garbage):
+    """The same outputs, states and gradients, to the last bit, as with zeros for padding."""
+    block, x, lengths = random_block(), torch.randn(3, 9, 12).double(), torch.tensor([9, 4, 0])
+    inside, found = torch.arange(9) < lengths[:, None], []
+    for value in (0.0, garbage):
+        padded = x.masked_fill(~inside[..., None], value).requires_grad_()
+        y, state = block(padded, lengths=lengths)
+        loss = y[inside].square().sum() + sum(part.square().sum() for part in state)
+        gradients = torch.autograd.grad(loss, [padded, *block.parameters()])
+        found.append([y[inside], *state, *gradients])
+    assert all(map(torch.equal, *found))
+
+
 @given(blocks=st.integers(1, 5), seed=st.integers(0, 999))
 def test_a_block_diagonal_projection_is_a_dense_one_with_zeros(blocks, seed):
     torch.manual_seed(seed)

@@ -24,7 +24,7 @@ from xlstm7b.config import ModelConfig
 from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
 from xlstm7b.mlstm.autocast import to_autocast
 from xlstm7b.model.init import normal_, residual_std, small_std
-from xlstm7b.model.layers import Linear, padding, soft_cap
+from xlstm7b.model.layers import Linear, padding, soft_cap, without_padding
 from xlstm7b.registry import find, register
 
 _UP = 2  # the cell's width, relative to that of the residual stream
@@ -66,6 +66,8 @@ class PreviousBlock(nn.Module):
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, PreviousState]:
         x = to_autocast(x)
+        if lengths is not None:
+            x = without_padding(x, padding(lengths, *x.shape[:2]))
         y, state = self.mlstm_layer(self.norm_mlstm(x), state, resets=resets, lengths=lengths)
         return x + y, state
 
