@@ -42,8 +42,11 @@ def models() -> tuple[XLSTM, XLSTM]:
 
 
 @torch.no_grad()
-def assert_likely(model: XLSTM, request: Request, token_ids: list[int], logprobs) -> None:
-    """The output is what the model would write, to bfloat16's rounding."""
+def assert_likely(model: XLSTM, request: Request, token_ids: list[int], logprobs) -> list[float]:
+    """The output is what the model would write, to bfloat16's rounding.
+
+    Returns how far each log-probability is from the model's.
+    """
     count = len(token_ids)
     ids = torch.tensor([[*request.prompt_token_ids, *token_ids]])
     logits = model(ids[:, :-1])[0][0, -count:].double()
@@ -52,7 +55,9 @@ def assert_likely(model: XLSTM, request: Request, token_ids: list[int], logprobs
         assert float((logits.max(-1).values - own).max()) < 0.15  # a near tie, at most
     difference = (torch.tensor(logprobs) - (own - logits.logsumexp(-1))).abs()
     assert float(difference.max()) < 0.15
-    assert float(difference.mean()) < 0.03
+    if count >= 10:  # single tokens are often off by 0.04, with any code
+        assert float(difference.mean()) < 0.03
+    return difference.tolist()
 
 
 @pytest.mark.parametrize("warm", [False, True])
@@ -96,6 +101,7 @@ def test_many_requests(options, warm):
     if "cache_bytes" in options:
         assert stats.cached_tokens > 10_000
     assert stats.generated_tokens == sum(len(one.token_ids) for one in done)
+    differences = []
     for request, completion in zip(requests, done, strict=True):
         params = request.params
         assert len(completion.token_ids) == params.max_new_tokens
@@ -103,7 +109,8 @@ def test_many_requests(options, warm):
             read = len(request.prompt_token_ids) + len(completion.token_ids)
             assert completion.state.tokens_seen == [read]
         if params.logprobs is not None and params.repetition_penalty == 1:
-            assert_likely(model, request, completion.token_ids, completion.logprobs)
+            differences += assert_likely(model, request, completion.token_ids, completion.logprobs)
+    assert sum(differences) / len(differences) < 0.02
 
 
 def test_a_stored_state_gives_the_same_output():
