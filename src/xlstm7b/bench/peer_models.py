@@ -7,7 +7,7 @@ CUDA graph. `check` compares a peer's cached decoding with its own pass over the
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -41,6 +41,7 @@ class Peer(ABC):
         self.plan, self.layers = plan, layers
         self.dtype, self.device = to_dtype(plan.dtype), torch.device(plan.device)
         self.reader: Any = self.prompt_logits
+        self._compiled: dict[bool, Any] = {}
         self.model: Any = self.build()
 
     @property
@@ -80,8 +81,8 @@ class Peer(ABC):
         return list(_tensors(cache))
 
     def set_length(self, cache: Any, length: int) -> None:
-        """Makes the cache one of `length` tokens, whatever they are. Nothing to do if it does not
-        grow."""
+        """Makes the cache one of `length` tokens, whatever they are, if it grows."""
+        assert not self.grows
 
     @contextmanager
     def attending(self, attention: str, length: int) -> Iterator[None]:
@@ -95,6 +96,14 @@ class Peer(ABC):
         """Bytes of the cache of one sequence of `room` tokens."""
         return sum(each.nbytes for each in self.tensors(self.new_cache(1, room)))
 
+    def compiled_step(self, any_batch: bool) -> Any:
+        """`step`, compiled for one batch size or for any."""
+        if any_batch not in self._compiled:
+            # The mode was chosen by measurement: it helps products of one row.
+            mode = None if any_batch else "max-autotune-no-cudagraphs"
+            self._compiled[any_batch] = torch.compile(self.step, mode=mode, dynamic=any_batch)
+        return self._compiled[any_batch]
+
     def compile_prompts(self) -> None:
         self.reader = torch.compile(self.prompt_logits, dynamic=True)
 
@@ -103,7 +112,7 @@ class Peer(ABC):
         other = copy.copy(self)
         other.model = copy.deepcopy(self.model).float()
         other.dtype = torch.float32
-        other.reader = other.prompt_logits
+        other.reader, other._compiled = other.prompt_logits, {}
         return other
 
 
@@ -122,18 +131,12 @@ class Decoder:
     """Greedy decoding of `batch` texts from one cache, one of `COMPILED`, `GRAPH`, `EAGER`."""
 
     def __init__(
-        self, peer: Peer, way: str, *, batch: int = 1, room: int, attention: str = ""
+        self, peer: Peer, way: str, cache: Any, *, batch: int = 1, attention: str = ""
     ) -> None:
-        self.peer, self.way, self.batch = peer, way, batch
+        self.peer, self.way, self.cache = peer, way, cache
         self.attention = attention or peer.attentions[0]
-        self.cache = peer.new_cache(batch, room)
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=peer.device)
-        self._step: Any = peer.step
-        if way == COMPILED:
-            # The mode was chosen by measurement: it helps products of one row. A large batch
-            # differs from context to context, so it is compiled for all of them.
-            mode = "max-autotune-no-cudagraphs" if batch == 1 else None
-            self._step = torch.compile(peer.step, mode=mode, dynamic=batch > 1)
+        self._step: Any = peer.compiled_step(batch > 1) if way == COMPILED else peer.step
         self._steps: dict[tuple[str, int], Callable[[], Tensor]] = {}
 
     def read(self, tokens: Tensor) -> None:
@@ -211,7 +214,9 @@ def _rounded(length: int) -> int:
 # The sanity check
 
 
-def check(make: Callable[[ModelPlan, int | None], Peer], peer: Peer, decoder: Decoder) -> dict[str, float]:
+def check(
+    make: Callable[[ModelPlan, int | None], Peer], peer: Peer, decoder: Decoder
+) -> dict[str, float]:
     """Raises a `ValueError` if cached decoding differs from a pass over the whole text.
 
     1. The model that is timed: logits of 16 forced tokens are as close to those of float32 as the
@@ -227,27 +232,27 @@ def check(make: Callable[[ModelPlan, int | None], Peer], peer: Peer, decoder: De
     release(peer.plan.device)
     if not found["cached_error"] <= _WORSE * found["whole_error"] + _ROUNDING:
         raise ValueError(
-            f"cached decoding is wrong: its logits differ from float32 by {found['cached_error']:.2g} "
-            f"(relative), those of a pass over the whole text by {found['whole_error']:.2g}"
+            "cached decoding is wrong: its logits differ from those of float32 by "
+            f"{found['cached_error']:.2g}, those of a pass over the whole text by "
+            f"{found['whole_error']:.2g} (relative)"
         )
     small = make(replace(peer.plan, dtype="float32"), 4)
     prompt = small.tokens(1, _PROMPT)
-    cache = Decoder(
-        small, decoder.way, room=_PROMPT + _CHECKED + _KEYS, attention=decoder.attention
-    )
-    cache.prepare(_PROMPT, _PROMPT + _CHECKED)
-    cache.read(prompt)
-    got, want = [int(cache.token)], []
+    cache = small.new_cache(1, _PROMPT + _CHECKED + 1)
+    cached_decoder = Decoder(small, decoder.way, cache, attention=decoder.attention)
+    cached_decoder.prepare(_PROMPT, _PROMPT + _CHECKED)
+    cached_decoder.read(prompt)
+    cached_tokens, tokens = [int(cached_decoder.token)], []
     for length in range(_PROMPT, _PROMPT + _CHECKED - 1):
-        cache.step(length)
-        got.append(int(cache.token))
+        cached_decoder.step(length)
+        cached_tokens.append(int(cached_decoder.token))
     for _ in range(_CHECKED):
-        want.append(int(small.logits(prompt)[:, -1].argmax(-1)))
-        prompt = torch.cat([prompt, prompt.new_tensor([want[-1:]])], 1)
-    found["equal_tokens"] = sum(a == b for a, b in zip(got, want, strict=True))
-    if got != want:
-        raise ValueError(f"cached decoding is wrong: greedy tokens {got}, not {want}")
-    return found
+        tokens.append(int(small.logits(prompt)[:, -1].argmax(-1)))
+        prompt = torch.cat([prompt, prompt.new_tensor([tokens[-1:]])], 1)
+    if cached_tokens != tokens:
+        raise ValueError(f"cached decoding is wrong: greedy tokens {cached_tokens}, not {tokens}")
+    release(peer.plan.device)
+    return found | {"equal_tokens": _CHECKED}
 
 
 _PROMPT, _CHECKED = 248, 16  # tokens: steps cross the border between two pieces
@@ -387,7 +392,8 @@ class Mamba(Peer):
         else:
             config = transformers.Mamba2Config(**fields)
             make = partial(transformers.Mamba2ForCausalLM, config)
-        return random_module(make, self.dtype, self.plan.device)
+        model: torch.nn.Module = random_module(make, self.dtype, self.plan.device)
+        return model
 
     def logits(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.model(tokens, use_cache=False).logits
@@ -460,7 +466,8 @@ class Llama(Peer):
             **fields, max_position_embeddings=1 << 18, attn_implementation=_ATTENTION
         )
         make = partial(transformers.LlamaForCausalLM, config)
-        return random_module(make, self.dtype, self.plan.device)
+        model: torch.nn.Module = random_module(make, self.dtype, self.plan.device)
+        return model
 
     def logits(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.model(tokens, use_cache=False).logits
@@ -490,7 +497,7 @@ class Llama(Peer):
 
     def cache_bytes(self, room: int) -> int:
         config = self.model.config
-        per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        per_token: int = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         return per_token * _rounded(room) * self.dtype.itemsize
 
     def set_length(self, cache: Any, length: int) -> None:
@@ -554,9 +561,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, position: Tensor, scale: float) -> 
     length = q.shape[2]
     if length > 1:
         k, v = k[:, :, :length], v[:, :, :length]
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=True
-        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         return out.transpose(1, 2).contiguous()
     keys = _ATTENDED["keys"] or k.shape[2]
     k, v = k[:, :, :keys], v[:, :, :keys]
@@ -567,10 +572,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, position: Tensor, scale: float) -> 
     start = max(0, keys - _KEYS)
     last = _last_piece if q.device.type == "cpu" else _compiled_last_piece()
     if not start:
-        return last(q, k, v, position, scale, None, None)  # type: ignore[no-any-return]
+        return last(q, k, v, position, scale, None, None)
     out, log_sum = _flash(q, k[:, :, :start], v[:, :, :start], scale)
     k, v = k[:, :, start:], v[:, :, start:]
-    return last(q, k, v, position - start, scale, out, log_sum)  # type: ignore[no-any-return]
+    return last(q, k, v, position - start, scale, out, log_sum)
 
 
 @_attend.register_fake
@@ -657,7 +662,7 @@ class Rwkv7(Peer):
         # Its own initialisation takes minutes.
         usual, layer._initialize_weights = layer._initialize_weights, lambda *_: None
         try:
-            model = random_module(make, self.dtype, plan.device)
+            model: torch.nn.Module = random_module(make, self.dtype, plan.device)
         finally:
             layer._initialize_weights = usual
         with torch.no_grad():
