@@ -53,7 +53,8 @@ START_TOKENS = 16  # length of the prompt before decoding is timed
 
 _DECODE = ("batch", "tokens", "ms", "tok/s", "GB/s", "limit", "% of limit", "speed of ours, ×")
 _SAME = Column("of shortest, ×", "of_shortest", digits=3)  # speed, over that after the shortest
-_FIRST = ("batch", "tokens", "ms", "limit, ms", "% of limit", "speed of ours, ×")
+_NEW = Column("new tokens", "new")
+_FIRST = ("batch", "tokens", _NEW, "ms", "limit, ms", "% of limit", "speed of ours, ×")
 PARTS = {
     "ways": Part("ways to decode one token", ("batch", "tokens", "ms")),
     "check": Part("cached decoding agrees with the whole pass", ("batch", "tokens")),
@@ -261,6 +262,7 @@ class PeerTimer:
     def __init__(self, name: str, plan: Generation) -> None:
         self.name, self.plan = name, plan
         self.peer = PEERS[name](plan)
+        self.attentions = self.peer.attentions  # those that passed the check
         self.decoder: Decoder | None = None
         self._cache: Any = None
         self._room = max(START_TOKENS, *plan.contexts, *plan.prompts) + 2 * MOST_STEPS
@@ -283,10 +285,25 @@ class PeerTimer:
             raise ValueError(f"{self.name} cannot decode in any way; see the rows above")
         self.decoder = fastest[1]
         assert self.decoder is not None
-        figures: dict[str, Any] = check(PEERS[self.name], self.peer, self.decoder)
-        yield Result("check", self.name, self.decoding(), "", 1, START_TOKENS, figures=figures)
+        fastest_attention, self.attentions = self.decoder.attention, ()
+        for attention in self.peer.attentions:
+            self.decoder.attention = attention
+            case = Result("check", self.name, self.decoding(), batch=1)
+            result = attempt(case, self._check, Exception)
+            yield result
+            if result.error is None:
+                self.attentions += (attention,)
+        if not self.attentions:
+            raise ValueError(f"{self.name} is not timed: {result.error}")
+        if fastest_attention in self.attentions:
+            self.decoder.attention = fastest_attention
         if self.peer.compiles_prompts and self.plan.device == "cuda":
             yield attempt(Result("ways", self.name), self._try_compiled_prompts, Exception)
+
+    def _check(self, case: Result) -> Result:
+        assert self.decoder is not None
+        figures: dict[str, Any] = check(PEERS[self.name], self.peer, self.decoder)
+        return replace(case, figures=figures)
 
     def _try(self, way: str, case: Result) -> Result:
         while self._cache is None:
@@ -307,14 +324,14 @@ class PeerTimer:
         if not self.peer.grows and case.length:
             decoder.read(self.peer.tokens(1, case.length))
         results = []
-        for attention in self.peer.attentions:
+        for attention in self.attentions:
             decoder.attention = attention
             results.append(attempt(case, self._step, Exception))
         measured = [each for each in results if each.seconds is not None]
         if not measured:
             return results[0]
         best = min(measured, key=lambda each: each.seconds or 0)
-        decoder.attention = self.peer.attentions[results.index(best)]
+        decoder.attention = self.attentions[results.index(best)]
         return replace(best, work=self.decoding())
 
     def _step(self, case: Result) -> Result:
@@ -323,9 +340,9 @@ class PeerTimer:
         return with_limit(case, self.plan, seconds)
 
     def decoding(self) -> str:
+        """The engine, and how it decodes."""
         assert self.decoder is not None
-        parts = (self.peer.engine, self.decoder.way, self.decoder.attention)
-        return ", ".join(part for part in parts if part)
+        return joined(self.peer.engine, self.decoder.way, self.decoder.attention)
 
     def _try_compiled_prompts(self, case: Result) -> Result:
         """Compiles the reading of prompts, if that is faster."""
@@ -381,8 +398,9 @@ class PeerTimer:
     def _first(self) -> Iterator[Result]:
         for length in self.plan.prompts:
             for tokens in (1, self.plan.first):
-                work = "1 token" if tokens == 1 else f"{tokens} tokens"
-                work = f"{work}, {self._reading()}; {self.decoding()}"
+                assert self.decoder is not None
+                steps = joined(self.decoder.way, self.decoder.attention)
+                work = f"{self._reading()}, steps {steps}"
                 case = Result("first", self.name, work, "", 1, length, figures={"new": tokens})
                 yield attempt(case, partial(self._time_first, tokens), Exception)
 
@@ -421,6 +439,10 @@ class PeerTimer:
             return self.peer.reader(prompts, cache)[0][:, -1].argmax(-1).tolist()
 
         return with_limit(case, self.plan, measure(read, self.plan.device, repeats=2))
+
+
+def joined(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)
 
 
 def decoding_ways(device: str) -> tuple[str, ...]:

@@ -5,8 +5,8 @@ forward + backward, in bf16. Single steps run over rotating states in a CUDA gra
 least time that any chunkwise kernel needs (`accounting.cell_floor`) at the GPU's measured peaks.
 
 Peers: `mlstm_kernels` does the same work. FLA's simple_gla (`fla`) is the same recurrence without
-input gate, normaliser and stabiliser; its gated delta rule (`gated_deltanet`) has the same state and
-another update. `sdpa` is PyTorch's causal attention (FlashAttention) at the same width.
+input gate, normaliser and stabiliser; its gated delta rule (`gated_deltanet`) updates a state of
+the same size. `sdpa` is PyTorch's causal attention (FlashAttention) at the same width.
 """
 
 from collections.abc import Callable, Iterator

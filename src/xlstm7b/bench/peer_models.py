@@ -624,7 +624,7 @@ _COMPILED: list[Any] = []
 
 def _compiled_last_piece() -> Any:
     if not _COMPILED:
-        _COMPILED.append(torch.compile(_last_piece))
+        _COMPILED.append(torch.compile(_last_piece, dynamic=True))
     return _COMPILED[0]
 
 

@@ -27,7 +27,14 @@ import torch
 from xlstm7b import __version__, accounting
 from xlstm7b.bench import cases, generation
 from xlstm7b.bench.cases import Part, Result
-from xlstm7b.bench.generation import START_TOKENS, PeerTimer, decoding_ways, itemsizes, with_limit
+from xlstm7b.bench.generation import (
+    START_TOKENS,
+    PeerTimer,
+    decoding_ways,
+    itemsizes,
+    joined,
+    with_limit,
+)
 from xlstm7b.bench.measure import (
     GREEDY,
     attempt,
@@ -137,7 +144,7 @@ def _cell(plan: Speed) -> Iterator[Result]:
 
     peers = ("sdpa", "mlstm_kernels", "fla", "gated_deltanet")
     cell = Kernels.of(sizes=["7b"], lengths=list(plan.lengths), batches=[], peers=list(peers))
-    for result in kernels.results(replace(cell, tokens=plan.tokens, timeout=plan.timeout / 4)):
+    for result in kernels.results(replace(cell, tokens=plan.tokens, timeout=plan.timeout / 5)):
         yield replace(result, part="cell")
 
 
@@ -154,11 +161,11 @@ class _OurParts:
         return self._named(own[part](self.model, self.plan))
 
     def _named(self, results: Iterator[Result]) -> Iterator[Result]:
-        """The results with the engine's name."""
-        graphs = ", CUDA graphs" if self.plan.device == "cuda" else ""
-        engine = f"Generator, {self.plan.dtype}, {self.plan.state_dtype} state{graphs}"
+        """The results with the engine's name as their work."""
+        graphs = "CUDA graphs" if self.plan.device == "cuda" else ""
+        kinds = f"{self.plan.dtype} weights", f"{self.plan.state_dtype} state"
         for result in results:
-            yield replace(result, work=f"{result.work}, {engine}".removeprefix(", "))
+            yield replace(result, work=joined(f"xlstm7b {__version__}", *kinds, graphs))
 
 
 def _generated(model: XLSTM, plan: Speed) -> Iterator[Result]:
@@ -277,10 +284,10 @@ class SpeedPeer(PeerTimer):
 
         def timed(case: Result) -> Result:
             cache = self.peer.new_cache(case.batch, room)
-            decoder = Decoder(self.peer, way, cache, batch=case.batch)
+            decoder = Decoder(self.peer, way, cache, batch=case.batch, attention=self.attentions[0])
             with time_limit(self.plan.compile_seconds):
                 seconds = decoder.seconds(case.length, seconds=self.plan.seconds)
-            work = ", ".join(filter(None, (self.peer.engine, way, decoder.attention)))
+            work = joined(self.peer.engine, way, decoder.attention)
             return with_limit(replace(case, work=work), self.plan, seconds)
 
         return largest_batch(case, per_row, self.plan, timed)
@@ -351,16 +358,17 @@ def _measure(name: str, plan: Speed, records: "_Records", say: Callable[[str], N
                 case "end":
                     error = result.error
                 case "machine":
-                    record |= result.figures | {"ways": []}
+                    record |= result.figures | {"ways": [], "check": []}
                 case "began":
                     current, rows = result.work, []
                 case "ended":
                     records.add(name, current, rows)
                 case _:
                     row = result.to_dict()
+                    if name != KERNELS and result.work:
+                        row["engine"] = row.pop("work")
                     if result.part in ("ways", "check"):
-                        record |= {"check": row} if result.part == "check" else {}
-                        record["ways"] += [row] if result.part == "ways" else []
+                        record[result.part].append(row)
                     else:
                         rows.append(row)
                     if result.part != heading:

@@ -46,7 +46,7 @@ def _caption(runs: Mapping[str, Record], part: str) -> str:
         rows = record["figures"].get(part, [])
         if name == KERNELS or not rows:
             continue
-        engine = next((row["work"] for row in rows if row.get("work")), "")
+        engine = " or ".join(dict.fromkeys(row["engine"] for row in rows if "engine" in row))
         failed = {row["error"]: row.get("length") for row in rows if "error" in row}
         errors = "".join(f"; from {length} on: {error}" for error, length in failed.items())
         notes.append(f"{RUNS[name]}: {engine}{errors}.")
@@ -66,7 +66,7 @@ def _lines(axis: Any, runs: Mapping[str, Record], part: str, key: str, **wanted:
             if key in row and all(row.get(field) == value for field, value in wanted.items())
         ]
         points = sorted((row["length"], row[key]) for row in rows)
-        summed = {row["length"] for row in rows if row.get("summed")}
+        summed = {row["length"] for row in rows if row.get("summed") and key == "seconds"}
         measured = [point for point in points if point[0] not in summed]
         style = {"color": f"C{position}", "linewidth": 2.2 if name == "ours" else 1.2}
         if measured:
@@ -107,8 +107,8 @@ def _generated_time(axis: Any, runs: Mapping[str, Record]) -> None:
 def _generated_memory(axis: Any, runs: Mapping[str, Record]) -> None:
     _lines(axis, runs, "generated", "memory")
     axis.yaxis.set_major_formatter(lambda value, _: f"{value / 1e9:.0f}")
-    axis.set(xlabel="tokens generated", ylabel="GB", title="peak memory", yscale="log")
-    axis.minorticks_off()
+    axis.set(xlabel="tokens generated", ylabel="GB", title="peak memory")
+    axis.set_ylim(bottom=0)
 
 
 def _prefill(axis: Any, runs: Mapping[str, Record]) -> None:
