@@ -166,9 +166,9 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def release(device: str) -> None:
-    """Frees unused memory and resets the peak."""
-    gc.collect()
+    """Frees unused memory of a GPU and resets its peak."""
     if device == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
     reset_peak(device)
 
