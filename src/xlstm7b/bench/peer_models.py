@@ -6,6 +6,7 @@ CUDA graph. `check` compares a peer's cached decoding with its own pass over the
 """
 
 import copy
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -366,22 +367,33 @@ class Mamba(Peer):
 
     @property
     def engine(self) -> str:
-        if self.device.type == "cpu":
+        if not self._is_fast(*self._scans):
             return f"{_named('transformers')}, slow path"
-        try:
-            import_module("causal_conv1d")
-            convolution = _named("causal_conv1d")
-        except ImportError:
-            convolution = "convolution of PyTorch"
+        is_fast = self._is_fast("causal_conv1d_fn", "causal_conv1d_update")
+        convolution = _named("causal_conv1d") if is_fast else "convolution of PyTorch"
         return f"{_named('transformers')}, {_named('mamba_ssm')}, {convolution}"
+
+    @property
+    def _scans(self) -> tuple[str, str]:
+        if self.kind == "falcon-mamba":
+            return "mamba_selective_scan", "mamba_selective_state_update"
+        return "mamba2_chunk_scan", "mamba2_selective_state_update"
+
+    def _is_fast(self, *functions: str) -> bool:
+        """Whether transformers found another package's kernels for all of these functions."""
+        kind = "falcon_mamba" if self.kind == "falcon-mamba" else "mamba2"
+        module = import_module(f"transformers.models.{kind}.modeling_{kind}")
+        outer = [inspect.getclosurevars(getattr(module, name)).nonlocals for name in functions]
+        return all(variables["is_new_implementation"] for variables in outer)
 
     @property
     def vocab_size(self) -> int:
         return int(self.model.config.vocab_size)
 
     def build(self) -> torch.nn.Module:
-        if self.device.type == "cuda":
-            import_module("mamba_ssm")
+        if self.device.type == "cuda" and not self._is_fast(*self._scans):
+            import_module("mamba_ssm")  # says what is missing, if that is why
+            raise ValueError(f"{_named('transformers')} does not use the kernels of mamba_ssm")
         transformers: Any = import_module("transformers")
         fields = mamba_shape(self.kind, self.plan)
         if self.layers is not None:
