@@ -25,6 +25,7 @@ from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
 from xlstm7b.mlstm.autocast import to_autocast
 from xlstm7b.model.init import normal_, residual_std, small_std
 from xlstm7b.model.layers import Linear, padding, soft_cap, without_padding
+from xlstm7b.model.model_state import register_state
 from xlstm7b.registry import find, register
 
 _UP = 2  # the cell's width, relative to that of the residual stream
@@ -42,6 +43,9 @@ class PreviousState(NamedTuple):
     n: Tensor  # [B, NH, d]
     m: Tensor  # [B, NH]
     conv: Tensor  # [B, 3, 2 · embedding_dim], the newest last; 0 before the start of a document
+
+
+register_state(PreviousState)
 
 
 @register("block", "previous")
