@@ -191,6 +191,13 @@ def _with_last(x: Tensor, state: PreviousState | None) -> Tensor:
     """x [B, T, W] after the last inputs of the state, or after zeros: [B, T + 3, W]."""
     if state is None:
         return F.pad(x, (0, 0, _TAPS - 1, 0))  # torch.compile reads x itself, and makes no copy
+    if not isinstance(state, PreviousState):
+        raise TypeError(f"the state must be a PreviousState, not a {type(state).__name__}")
+    shape = [len(x), _TAPS - 1, x.shape[2]]
+    if list(state.conv.shape) != shape:
+        raise ValueError(
+            f"the state's conv must have the shape {shape}, not {list(state.conv.shape)}"
+        )
     return torch.cat([state.conv.to(x.dtype), x], dim=1)
 
 
