@@ -326,6 +326,10 @@ def test_first_weights():
         ({}, r"needs qk_dim_factor = v_dim_factor = 2, not 0\.5 and 1\.0; .*160m-previous"),
         ({"qk_dim_factor": 2.0}, r"factor = 2, not 2\.0 and 1\.0"),
         ({"embedding_dim": 15, "num_heads": 1, **FACTORS}, "needs an even embedding_dim, not 15"),
+        (
+            {"mlstm_round_up_to_multiple_of": 64, **FACTORS},
+            "of = 1, not 64, which makes the width 64 instead of 32$",
+        ),
     ],
 )
 def test_configs_that_the_block_refuses(fields, words):

@@ -121,11 +121,17 @@ class PreviousLayer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         dim, width, heads = config.embedding_dim, config.v_dim, config.num_heads
-        if not config.qk_dim == width == _UP * dim:
+        if not config.qk_dim_factor == config.v_dim_factor == _UP:
             raise ValueError(
                 f'block = "previous" needs qk_dim_factor = v_dim_factor = {_UP}, not '
                 f"{config.qk_dim_factor} and {config.v_dim_factor}; "
                 f'sizes such as "160m-previous" have them'
+            )
+        if width != _UP * dim:
+            raise ValueError(
+                f'block = "previous" needs mlstm_round_up_to_multiple_of = 1, not '
+                f"{config.mlstm_round_up_to_multiple_of}, which makes the width {width} instead of "
+                f"{_UP * dim}"
             )
         if width % _BLOCK:
             raise ValueError(f'block = "previous" needs an even embedding_dim, not {dim}')
