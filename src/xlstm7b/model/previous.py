@@ -24,7 +24,7 @@ from xlstm7b.config import ModelConfig
 from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
 from xlstm7b.mlstm.autocast import to_autocast
 from xlstm7b.model.init import normal_, residual_std, small_std
-from xlstm7b.model.layers import Linear, padding, soft_cap, without_padding
+from xlstm7b.model.layers import Linear, make_gates, padding, soft_cap, without_padding
 from xlstm7b.model.model_state import register_state
 from xlstm7b.registry import find, register
 
@@ -120,7 +120,7 @@ class PreviousLayer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        dim, width, heads = config.embedding_dim, config.v_dim, config.num_heads
+        dim, width = config.embedding_dim, config.v_dim
         if not config.qk_dim_factor == config.v_dim_factor == _UP:
             raise ValueError(
                 f'block = "previous" needs qk_dim_factor = v_dim_factor = {_UP}, not '
@@ -142,14 +142,12 @@ class PreviousLayer(nn.Module):
         self.q = BlockDiagonal(width)
         self.k = BlockDiagonal(width)
         self.v = BlockDiagonal(width)
-        igate_bias = config.igate_bias_init_range
-        igate, fgate = find("gate", config.input_gate or config.gate), find("gate", config.gate)
-        self.igate_preact = igate(3 * width, heads, biases=(igate_bias, igate_bias))
-        self.fgate_preact = fgate(3 * width, heads, biases=(3.0, 6.0))
+        self.igate_preact, self.fgate_preact = make_gates(config, 3 * width)
         self.multihead_norm = find("head_norm", config.head_norm)(width, config.cell_norm_eps)
         self.skip = Skip(width)
         self.out_proj = Linear(width, dim, std=residual)
-        self.heads, self.gate_soft_cap, self.eps = heads, config.gate_soft_cap, config.eps
+        self.heads = config.num_heads
+        self.gate_soft_cap, self.eps = config.gate_soft_cap, config.eps
 
     def forward(
         self,
