@@ -26,7 +26,7 @@ from xlstm7b.mlstm.autocast import to_autocast
 from xlstm7b.model.init import normal_, residual_std, small_std
 from xlstm7b.model.layers import Linear, make_gates, padding, soft_cap, without_padding
 from xlstm7b.model.model_state import register_state
-from xlstm7b.registry import find, register
+from xlstm7b.registry import STANDARD, find, register
 
 _UP = 2  # the cell's width, relative to that of the residual stream
 _TAPS = 4  # of the convolution
@@ -50,7 +50,7 @@ register_state(PreviousState)
 
 @register("block", "previous")
 class PreviousBlock(nn.Module):
-    """y = x + mLSTM(Norm(x)). The mLSTM is `PreviousLayer`; the config's `layer` is not used."""
+    """y = x + mLSTM(Norm(x)). The mLSTM is `PreviousLayer`; other layers are refused."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -121,6 +121,10 @@ class PreviousLayer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         dim, width = config.embedding_dim, config.v_dim
+        if config.layer != STANDARD["layer"]:
+            raise ValueError(
+                f'block = "previous" has a layer of its own: leave out layer = {config.layer!r}'
+            )
         if not config.qk_dim_factor == config.v_dim_factor == _UP:
             raise ValueError(
                 f'block = "previous" needs qk_dim_factor = v_dim_factor = {_UP}, not '
