@@ -244,8 +244,58 @@ def test_second_stage_continues_an_earlier_run(data: Path, tmp_path: Path) -> No
     assert found["two"]["curve"]["step"] == [4, 5, 6, 7]
     assert found["two"]["held_out_loss"] < found["one"]["held_out_loss"]
     assert not (out / "one" / "checkpoints").exists()
+    # The earlier run is trained too, even if the later one alone is asked for.
     alone = run_experiment(experiment, tmp_path / "alone", data=data, runs=["two"])
-    assert alone["two"]["reason"] == "the run one has not finished"
+    assert {name: run["curve"] for name, run in alone.items()} == {
+        name: run["curve"] for name, run in found.items()
+    }
+
+
+def test_second_stage_of_a_run_that_diverged_fails(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = FILE.replace('label = "seed 2"', 'label = "more"\nafter = "one"')
+    experiment = load_experiment(write(tmp_path, text))
+    monkeypatch.setattr(Trainer, "update", raise_diverged)
+    found = run_experiment(experiment, tmp_path / "out", data=data)
+    assert found["one"]["status"] == "diverged"
+    assert (found["two"]["status"], found["two"]["reason"]) == (
+        "failed",
+        "the run one has not finished",
+    )
+
+
+def raise_diverged(trainer: Trainer) -> Any:
+    raise FloatingPointError("loss nan")
+
+
+def test_results_alone_are_enough_to_go_on_with_other_runs(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some runs on one machine, then `results.json` alone is copied to another for the rest."""
+    text = FILE + "[runs.three]\nlabel = 'more'\nafter = 'two'\nseed = 2\n"
+    text += "[runs.four]\nlabel = 'still more'\nafter = 'three'\nseed = 2\n"
+    experiment = load_experiment(write(tmp_path, text))
+    whole = run_experiment(experiment, tmp_path / "whole", data=data)
+    here, there = tmp_path / "here", tmp_path / "there"
+    run_experiment(experiment, here, data=data, runs=["one", "three"])
+    there.mkdir()
+    (there / "results.json").write_bytes((here / "results.json").read_bytes())
+    trained = []
+    train = Trainer.train
+
+    def noted(self: Trainer, report: Any) -> None:
+        trained.append(self.folder.name)
+        train(self, report)
+
+    monkeypatch.setattr(Trainer, "train", noted)
+    found = run_experiment(experiment, there, data=data)
+    assert trained == ["two", "three", "four"]  # "four" needs their checkpoints
+    assert list(found) == ["one", "two", "three", "four"]
+    for name, run in found.items():
+        assert run["curve"] == whole[name]["curve"]
+    assert not list(there.glob("*/checkpoints"))
+    draw(experiment, found, tmp_path / "figure.png")
 
 
 # Tasks

@@ -35,7 +35,11 @@ def experiment(
     ] = None,
     runs: Annotated[
         str | None,
-        typer.Option(help="Runs to train, with commas between them.", show_default="all"),
+        typer.Option(
+            help="Runs to train, with commas between them. The earlier runs that they continue are "
+            "trained too.",
+            show_default="all",
+        ),
     ] = None,
     steps: Annotated[
         int | None,

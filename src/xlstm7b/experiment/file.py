@@ -10,7 +10,7 @@ setting or a wrong type is a `ValueError` of one sentence.
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -138,6 +138,14 @@ class Experiment:
                 known = ", ".join(self.runs)
                 raise ValueError(f"{self.name} has no run {name!r}; choose from {known}")
         return [name for name in self.runs if name in given]
+
+    def with_earlier(self, names: Iterable[str]) -> list[str]:
+        """These runs and the earlier runs that they continue, in the order of the file."""
+        found = set(names)
+        for name in reversed(self.runs):  # a run comes after the one that it continues
+            if name in found and self.runs[name].after:
+                found.add(self.runs[name].after)
+        return [name for name in self.runs if name in found]
 
     def recipe_of(
         self,
