@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 import torch
@@ -18,7 +19,13 @@ from train_runs import spoil_loss
 
 from xlstm7b.data.prepare import prepare
 from xlstm7b.data.shards import ShardWriter, write_manifest
-from xlstm7b.experiment import draw, experiment_names, load_experiment, run_experiment
+from xlstm7b.experiment import (
+    Experiment,
+    draw,
+    experiment_names,
+    load_experiment,
+    run_experiment,
+)
 from xlstm7b.experiment.figures import mean, over_previous
 from xlstm7b.experiment.results import ratios, results_table
 from xlstm7b.experiment.tasks import TASKS
@@ -368,6 +375,13 @@ def test_tasks_make_the_data_and_measure_the_models(task: list[Any], tmp_path: P
     assert [settings["texts"] for settings in task] == [[str(book)]] * 2
 
 
+def test_leftovers_of_a_killed_call_do_not_stop_the_next(tmp_path: Path) -> None:
+    (tmp_path / "out" / ".data.saving-12345678").mkdir(parents=True)
+    (tmp_path / "out" / ".results.json.12345678").write_text("{")
+    runs = run_experiment(load_experiment("pre-norm"), tmp_path / "out", smoke=True, runs=[])
+    assert runs == {}
+
+
 # Files
 
 
@@ -442,3 +456,28 @@ def test_speed_is_relative_to_the_first_run_of_its_group(tmp_path: Path) -> None
     assert ratios(experiment, found) == {"one": 1, "two": 3, "three": 1, "four": 3.5}
     del found["three"]
     assert ratios(experiment, found) == {"one": 1, "two": 3}
+
+
+def svg_text(experiment: Experiment, found: dict[str, Any], folder: Path) -> str:
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text as text, not as outlines
+        draw(experiment, found, folder / "figure.svg")
+    return (folder / "figure.svg").read_text()
+
+
+def test_speed_is_drawn_without_the_first_run_of_its_group(tmp_path: Path) -> None:
+    text = FILE.replace('kind = "loss"', 'kind = "speed"')
+    experiment = load_experiment(write(tmp_path, text))
+    found = {"two": {"tokens_per_second": 12345, "seconds_per_step": 0.5}}
+    drawn = svg_text(experiment, found, tmp_path)
+    assert "12,345 tok/s, 500 ms" in drawn
+    assert "seed 2" in drawn
+
+
+def test_accuracy_is_drawn_with_that_of_guessing(tmp_path: Path) -> None:
+    text = FILE.replace('kind = "loss"', 'kind = "accuracy"\n[evaluate]\ntask = "recall"')
+    experiment = load_experiment(write(tmp_path, text))
+    points = {str(n): {"accuracy": 0.5, "chance": 0.25} for n in (64, 2048)}
+    found = {name: {"evaluation": {"recall 4": points}} for name in ("one", "two")}
+    drawn = svg_text(experiment, found, tmp_path)
+    assert drawn.count("guessing: 0.25") == 1
+    assert ">2K<" in drawn

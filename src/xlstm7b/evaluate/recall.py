@@ -354,9 +354,10 @@ def _training_samples(
 def evaluate(
     model: XLSTM, settings: Mapping[str, Any], progress: Progress | None = None
 ) -> dict[str, dict[str, dict[str, float | int]]]:
-    """Accuracy with its 95% interval for each task and length.
+    """Accuracy with its 95% interval for each task and length. `chance` is that of guessing.
 
-        {"recall 64": {"512": {"accuracy": 0.98, "low": 0.94, "high": 1.0, "samples": 128}, …}, …}
+        {"recall 64": {"512": {"accuracy": 0.98, "low": 0.94, "high": 1.0, "chance": 0.0625,
+                               "samples": 128}, …}, …}
 
     On a GPU the model computes in bfloat16. Sequences are read in chunks, so memory does not grow
     with the length. `progress` gets the number of sequences that were just read.
@@ -385,6 +386,7 @@ def evaluate(
                 "accuracy": accuracy,
                 "low": low,
                 "high": high,
+                "chance": 1 / chosen.values,
                 "samples": chosen.samples,
             }
     return results

@@ -101,12 +101,12 @@ def _perplexity(axes: Any, experiment: Experiment, runs: Mapping[str, Record]) -
 
 def _speed(axes: Any, experiment: Experiment, runs: Mapping[str, Record]) -> None:
     speedups = ratios(experiment, runs)
-    names = [name for name in experiment.runs if name in speedups]
+    names = [name for name in experiment.runs if runs.get(name, {}).get("tokens_per_second")]
     speeds = [runs[name]["tokens_per_second"] for name in names]
     bars = axes.barh([experiment.runs[name].label for name in names], speeds)
     labels = [
-        f" {speed:,.0f} tok/s, {1000 * runs[name]['seconds_per_step']:,.0f} ms, "
-        f"{speedups[name]:.2f}×"
+        f" {speed:,.0f} tok/s, {1000 * runs[name]['seconds_per_step']:,.0f} ms"
+        + (f", {speedups[name]:.2f}×" if name in speedups else "")
         for name, speed in zip(names, speeds, strict=True)
     ]
     axes.bar_label(bars, labels, fontsize="small")
@@ -125,6 +125,7 @@ def _accuracy_panels(runs: Mapping[str, Record]) -> list[Panel]:
 
 def _accuracy(series: str, axes: Any, experiment: Experiment, runs: Mapping[str, Record]) -> None:
     lengths: set[int] = set()
+    chances: set[float] = set()
     for name, run in experiment.runs.items():
         found = runs.get(name, {}).get("evaluation", {}).get(series, {})
         if not found:
@@ -136,6 +137,9 @@ def _accuracy(series: str, axes: Any, experiment: Experiment, runs: Mapping[str,
             low, high = ([point[end] for _, point in points] for end in ("low", "high"))
             axes.fill_between(at, low, high, color=line.get_color(), alpha=0.15)
         lengths.update(at)
+        chances.update(point["chance"] for _, point in points if "chance" in point)
+    for chance in sorted(chances):
+        axes.axhline(chance, color="grey", linestyle=":", label=f"guessing: {chance:.3g}")
     if lengths:
         token_ticks(axes, sorted(lengths))
         axes.legend()

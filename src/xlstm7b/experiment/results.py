@@ -40,7 +40,9 @@ class Results:
             raise ValueError(f"{folder} is a file, not a folder: choose another --output")
         if not self._path.is_file():
             known = {*experiment.runs, "data"}
-            if folder.is_dir() and any(path.name not in known for path in folder.iterdir()):
+            # Hidden files may be those of a call that was killed while it wrote.
+            found = [path.name for path in folder.glob("[!.]*")]
+            if not known.issuperset(found):
                 raise ValueError(
                     f"{folder} holds files that are not of this experiment: choose another --output"
                 )
