@@ -242,6 +242,19 @@ def test_results_on_other_data_are_refused(data: Path, tmp_path: Path) -> None:
         run_experiment(experiment, out, data=tmp_path / "other")
 
 
+def test_runs_of_one_figure_have_the_same_settings_and_data(data: Path, tmp_path: Path) -> None:
+    experiment, out = load_experiment(write(tmp_path)), tmp_path / "out"
+    run_experiment(experiment, out, data=data, runs=["one"])
+    with pytest.raises(ValueError, match=r"the run one in .* has run\.steps 4, not 5"):
+        run_experiment(experiment, out, data=data, runs=["two"], settings=["run.steps=5"])
+    text = tmp_path / "other.txt"
+    text.write_text("glazed with rain water " * 40)
+    for part in ("train", "valid"):
+        prepare([text], tmp_path / "other" / part)
+    with pytest.raises(ValueError, match=r"the run one in .* has data\.train\.tokens 1601"):
+        run_experiment(experiment, out, data=tmp_path / "other", runs=["two"])
+
+
 def test_second_stage_continues_an_earlier_run(data: Path, tmp_path: Path) -> None:
     text = FILE.replace('label = "seed 2"', 'label = "more"\nafter = "one"')
     experiment, out = load_experiment(write(tmp_path, text)), tmp_path / "out"
@@ -373,6 +386,16 @@ def test_tasks_make_the_data_and_measure_the_models(task: list[Any], tmp_path: P
     book.write_text("a book")
     run_experiment(experiment, tmp_path / "texts", data=book, runs=["one"])
     assert [settings["texts"] for settings in task] == [[str(book)]] * 2
+    # On another machine, where only the results are: the other run needs the same data.
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "results.json").write_bytes((tmp_path / "texts" / "results.json").read_bytes())
+    assert run_experiment(experiment, there, runs=["one"])["one"]["texts"] == "book.txt"
+    with pytest.raises(ValueError, match=r"the run one in .* has texts 'book\.txt', not None"):
+        run_experiment(experiment, there)
+    changed = load_experiment(write(tmp_path, text.replace("length = 32", "length = 32\nseed = 2")))
+    with pytest.raises(ValueError, match=r"has data_task\.seed None, not 2"):
+        run_experiment(changed, there, data=book)
 
 
 def test_leftovers_of_a_killed_call_do_not_stop_the_next(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ class Results:
 
 def check_same(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises a `ValueError` that names the first setting that differs, if both have it."""
-    for part in ("recipe", "data", "evaluate"):
+    for part in ("recipe", "data", "data_task", "texts", "evaluate"):
         if part in before and part in now:
             plain = json.loads(json.dumps(now[part]))  # tuples become lists, as in the file
             for name, old, new in _differences(before[part], plain, part):

@@ -61,6 +61,7 @@ def run_experiment(
 
     `data` is a folder with the prepared folders `train` and `valid`. `settings` change the recipe
     of every run. `runs` are the runs to train; the earlier runs that they continue are trained too.
+    Settings or data that are not those of the runs with a result are a `ValueError`.
     If a run was stopped, by a signal or a time limit, no further run begins.
     """
     # 1. Check everything.
@@ -72,20 +73,25 @@ def run_experiment(
     texts = data if makes_data else None
     if texts is not None and not texts.exists():
         raise ValueError(f"there is no {texts}")
-    recipes = {
+    chosen = experiment.with_earlier(experiment.runs if runs is None else runs)
+    recipes = {  # also of the runs that have a result, because one figure shows all of them
         name: experiment.recipe_of(
             name, data=source or Path("DATA"), output=output, smoke=smoke, settings=settings
         )
-        for name in experiment.with_earlier(experiment.runs if runs is None else runs)
+        for name in experiment.runs
+        if name in chosen or results.is_final(name)
     }
     folders = None if makes_data or data is None else _open(data)
     evaluation = experiment.task("evaluate", smoke=smoke)
-    waiting = _waiting(experiment, results, recipes, output)
+    making = experiment.task("data", smoke=smoke)
+    waiting = _waiting(experiment, results, {name: recipes[name] for name in chosen}, output)
     settled: dict[str, Record] = {}  # what may not change afterwards
     for name, recipe in recipes.items():
         settled[name] = {"recipe": comparable(recipe.to_dict())}
         if evaluation is not None:
             settled[name]["evaluate"] = evaluation[1]
+        if making is not None:
+            settled[name]["data_task"] = making[1]
         if folders is not None:
             settled[name]["data"] = data_record(folders)
         results.check_same(name, settled[name])
@@ -102,7 +108,11 @@ def run_experiment(
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("an experiment trains in one process: start it without torchrun")
-    making = experiment.task("data", smoke=smoke, texts=texts)
+    if making is not None:
+        for name in recipes:  # not above: a figure can be drawn without the texts
+            settled[name]["texts"] = texts.name if texts else None
+            results.check_same(name, settled[name])
+        making = experiment.task("data", smoke=smoke, texts=texts)
     # 2. Make the data, if the experiment does.
     with _made(output), lock_folder(output, "running an experiment in"):
         if making is not None:

@@ -7,8 +7,8 @@ A task is a module with two functions:
         in its settings. A run reads those of its own context length.
     evaluate(model, settings) -> dict
         Measures an `XLSTM` with float32 weights on the device of the run. The figure "accuracy"
-        needs {SERIES: {LENGTH: {"accuracy": …}}}, with "low" and "high" if there is an interval, and
-        "chance" if guessing has a known accuracy.
+        needs {SERIES: {LENGTH: {"accuracy": …}}}, with "low" and "high" if there is an interval,
+        and "chance" if the accuracy of guessing is known.
 
 `settings` is the table `[data]` or `[evaluate]` of the file, without `task`. A wrong setting is a
 `ValueError`.
