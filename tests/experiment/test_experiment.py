@@ -414,6 +414,7 @@ def test_leftovers_of_a_killed_call_do_not_stop_the_next(tmp_path: Path) -> None
         ('kind = "loss"', 'kind = "pie"', "experiment.figure.kind must be 'loss', 'schedule', "),
         ('label = "seed 1"', "", "experiment.runs.one.label is missing"),
         ("seed = 1", "sed = 1", "unknown setting experiment.runs.one.sed; did you mean seed"),
+        ('label = "seed 1"', 'label = "seed 2"', "several runs have the label 'seed 2'"),
         ("[runs.one]", "[runs.data]", "'data' cannot be the name of a run"),
         ("[runs.one]", '[runs."../x"]', "'../x' cannot be the name of a run"),
         ("seed = 2", 'after = "two"', "runs.two.after must be an earlier run, not 'two'"),

@@ -111,9 +111,9 @@ def _speed(axes: Any, experiment: Experiment, runs: Mapping[str, Record]) -> Non
     ]
     axes.bar_label(bars, labels, fontsize="small")
     axes.invert_yaxis()  # the first run at the top
-    if speeds and max(speeds) > 10 * min(speeds):
-        axes.set_xscale("log")
     axes.margins(x=0.6)  # for the labels
+    if speeds and (ratio := max(speeds) / min(speeds)) > 10:
+        axes.set(xscale="log", xlim=(min(speeds) / 3, ratio * max(speeds)))
     axes.set(xlabel="tokens per second", title="speed, and × that of the first run of its group")
 
 
@@ -138,10 +138,10 @@ def _accuracy(series: str, axes: Any, experiment: Experiment, runs: Mapping[str,
             axes.fill_between(at, low, high, color=line.get_color(), alpha=0.15)
         lengths.update(at)
         chances.update(point["chance"] for _, point in points if "chance" in point)
-    for chance in sorted(chances):
-        axes.axhline(chance, color="grey", linestyle=":", label=f"guessing: {chance:.3g}")
     if lengths:
         token_ticks(axes, sorted(lengths))
+        for chance in sorted(chances):  # after the ticks: a line fixes the limits of the x axis
+            axes.axhline(chance, color="grey", linestyle=":", label=f"guessing: {chance:.3g}")
         axes.legend()
     axes.set(xlabel="tokens", ylabel="accuracy", title=series, ylim=(-0.03, 1.03))
 
