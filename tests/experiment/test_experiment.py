@@ -405,6 +405,16 @@ def test_leftovers_of_a_killed_call_do_not_stop_the_next(tmp_path: Path) -> None
     assert runs == {}
 
 
+@pytest.mark.parametrize("text", ["", "[]", '{"experiment": "seeds"}', "\xff", "5", '{"one": {}}'])
+def test_damaged_results_are_named(text: str, tmp_path: Path) -> None:
+    experiment, path = load_experiment(write(tmp_path)), tmp_path / "out" / "results.json"
+    path.parent.mkdir()
+    for content in (text, json.dumps({"experiment": "seeds", "runs": {"one": text}})):
+        path.write_bytes(content.encode("latin-1"))
+        with pytest.raises(ValueError, match=r"results\.json is damaged: "):
+            run_experiment(experiment, path.parent, smoke=True)
+
+
 # Files
 
 

@@ -118,7 +118,9 @@ class Experiment:
         labels = [run.label for run in self.runs.values()]
         for name, run in self.runs.items():
             if labels.count(run.label) > 1:
-                raise ValueError(f"several runs have the label {run.label!r}, which the figure shows")
+                raise ValueError(
+                    f"several runs have the label {run.label!r}, which the figure shows"
+                )
             if run.after and run.after not in names[: names.index(name)]:
                 raise ValueError(f"runs.{name}.after must be an earlier run, not {run.after!r}")
             if run.after and self.runs[run.after].speed_only:

@@ -50,6 +50,9 @@ class Results:
         try:
             content = json.loads(self._path.read_text(encoding="utf-8"))
             name, self.runs = content["experiment"], dict(content["runs"])
+            for run, record in self.runs.items():
+                if not {"status", "recipe", "curve"}.issubset(record):
+                    raise ValueError(f"the record of {run} is not complete")
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{self._path} is damaged: {error}") from error
         if name != experiment.name:
