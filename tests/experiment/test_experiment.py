@@ -350,6 +350,7 @@ def task(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         }
 
     module.write_task, module.evaluate = write_task, evaluate
+    module.check_settings = lambda data, evaluate: None
     monkeypatch.setitem(sys.modules, "double", module)
     monkeypatch.setitem(TASKS, "double", "double")
     return calls
@@ -396,6 +397,26 @@ def test_tasks_make_the_data_and_measure_the_models(task: list[Any], tmp_path: P
     changed = load_experiment(write(tmp_path, text.replace("length = 32", "length = 32\nseed = 2")))
     with pytest.raises(ValueError, match=r"has data_task\.seed None, not 2"):
         run_experiment(changed, there, data=book)
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ("[data]\ntask='recall'\n[evaluate]\ntask='recall'\nlenght=3", "unknown setting lenght"),
+        ("[data]\ntask='recall'\nshortest=8\n", "shortest must be greater than or equal to 16"),
+        (
+            "[data]\ntask='recall'\nkeys=64\n[evaluate]\ntask='recall'",
+            r"keys must be the same in \[data\] and \[evaluate\], not 64 and 128",
+        ),
+    ],
+)
+def test_wrong_settings_of_tasks_are_refused_before_training(
+    tables: str, message: str, tmp_path: Path
+) -> None:
+    experiment = load_experiment(write(tmp_path, FILE + tables))
+    with pytest.raises(ValueError, match=f"^recall: {message}"):
+        run_experiment(experiment, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_leftovers_of_a_killed_call_do_not_stop_the_next(tmp_path: Path) -> None:

@@ -290,6 +290,21 @@ def read_text(texts: Sequence[str], *, held_out: bool) -> Text:
     return part
 
 
+def check_settings(data: Mapping[str, Any] | None, evaluate: Mapping[str, Any] | None) -> None:
+    """Checks the settings of training and evaluation, and that they have the same ids."""
+    training = None if data is None else TrainingSettings.read(data)
+    evaluation = None if evaluate is None else EvaluationSettings.read(evaluate)
+    if training is None or evaluation is None:
+        return
+    for name in ("keys", "values"):
+        trained, evaluated = getattr(training, name), getattr(evaluation, name)
+        if trained != evaluated:
+            raise ValueError(
+                f"recall: {name} must be the same in [data] and [evaluate], not {trained} and "
+                f"{evaluated}"
+            )
+
+
 # Training data
 
 

@@ -31,7 +31,7 @@ from xlstm7b.experiment.results import (
     data_record,
     measured,
 )
-from xlstm7b.experiment.tasks import find_task
+from xlstm7b.experiment.tasks import check_tasks, find_task
 from xlstm7b.files import lock_folder, replacing
 from xlstm7b.report import machine
 from xlstm7b.train.metrics_log import read_metrics
@@ -84,6 +84,7 @@ def run_experiment(
     folders = None if makes_data or data is None else _open(data)
     evaluation = experiment.task("evaluate", smoke=smoke)
     making = experiment.task("data", smoke=smoke)
+    check_tasks(making, evaluation)
     waiting = _waiting(experiment, results, {name: recipes[name] for name in chosen}, output)
     settled: dict[str, Record] = {}  # what may not change afterwards
     for name, recipe in recipes.items():
