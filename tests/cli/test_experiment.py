@@ -40,6 +40,7 @@ def test_lists_experiments_and_runs(cli: Cli) -> None:
     assert "schedule            Learning-rate schedules" in lines
     listed = succeeded(cli("experiment", "input-gate-bias", "--list"))
     assert "model.igate_bias_init_range=-10.0" in listed
+    assert "all runs: recipe 160m, optimizer.lr=5e-3 " in listed
 
 
 @pytest.mark.parametrize(

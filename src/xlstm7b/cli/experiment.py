@@ -35,7 +35,11 @@ def experiment(
     ] = None,
     runs: Annotated[
         str | None,
-        typer.Option(help="Runs to train, with commas between them.", show_default="all"),
+        typer.Option(
+            help="Runs to train, with commas between them. The earlier runs that they continue are "
+            "trained too.",
+            show_default="all",
+        ),
     ] = None,
     steps: Annotated[
         int | None,
@@ -127,4 +131,6 @@ def _list_runs(name: str) -> str:
 
     chosen = load_experiment(name)
     rows = [(run, given.label, " ".join(given.set)) for run, given in chosen.runs.items()]
-    return f"{chosen.title}\n{chosen.paper}\n\n{table(['run', 'label', 'settings'], rows)}"
+    common = f"all runs: recipe {chosen.recipe}, {' '.join(chosen.set)}".rstrip(", ")
+    runs = table(["run", "label", "settings"], rows)
+    return f"{chosen.title}\n{chosen.paper}\n{common}\n\n{runs}"

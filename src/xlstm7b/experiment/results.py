@@ -40,7 +40,9 @@ class Results:
             raise ValueError(f"{folder} is a file, not a folder: choose another --output")
         if not self._path.is_file():
             known = {*experiment.runs, "data"}
-            if folder.is_dir() and any(path.name not in known for path in folder.iterdir()):
+            # Hidden files may be those of a call that was killed while it wrote.
+            found = [path.name for path in folder.glob("[!.]*")]
+            if not known.issuperset(found):
                 raise ValueError(
                     f"{folder} holds files that are not of this experiment: choose another --output"
                 )
@@ -48,6 +50,9 @@ class Results:
         try:
             content = json.loads(self._path.read_text(encoding="utf-8"))
             name, self.runs = content["experiment"], dict(content["runs"])
+            for run, record in self.runs.items():
+                if not {"status", "recipe", "curve"}.issubset(record):
+                    raise ValueError(f"the record of {run} is not complete")
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{self._path} is damaged: {error}") from error
         if name != experiment.name:
@@ -79,7 +84,7 @@ class Results:
 
 def check_same(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises a `ValueError` that names the first setting that differs, if both have it."""
-    for part in ("recipe", "data", "evaluate"):
+    for part in ("recipe", "data", "data_task", "texts", "evaluate"):
         if part in before and part in now:
             plain = json.loads(json.dumps(now[part]))  # tuples become lists, as in the file
             for name, old, new in _differences(before[part], plain, part):
