@@ -1,8 +1,9 @@
 """`xlstm7b experiment NAME`: a figure or table of the paper, from its training runs."""
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -85,9 +86,6 @@ def experiment(
     names = chosen.chosen(runs)
     target = output or Path("experiments") / chosen.name
     changes = [*([] if steps is None else [f"run.steps={steps}"]), *(settings or [])]
-    from xlstm7b.report import check_matplotlib
-
-    check_matplotlib()
     if device not in (None, "cuda", "cpu"):
         raise ValueError(f"the device must be cuda or cpu, not {device!r}")
     import torch
@@ -95,10 +93,20 @@ def experiment(
     where = device or ("cuda" if torch.cuda.is_available() and not smoke else "cpu")
     if where == "cuda" and not torch.cuda.is_available():
         raise ValueError("the device cuda cannot be used here: PyTorch finds no GPU")
-    from xlstm7b.experiment.figures import draw
-    from xlstm7b.experiment.results import results_table
+    from xlstm7b.experiment.results import accuracy_table, results_table
     from xlstm7b.experiment.runs import run_experiment
 
+    draws = find_spec("matplotlib") is not None
+
+    def draw_figures(records: dict[str, Any]) -> None:
+        if draws:
+            from xlstm7b.experiment.figures import draw
+
+            for ending in ("png", "svg"):
+                draw(chosen, records, target / f"{chosen.name}.{ending}")
+
+    if not draws:
+        print("no figure is drawn, because matplotlib is not installed", file=sys.stderr)
     found = run_experiment(
         chosen,
         target,
@@ -108,13 +116,16 @@ def experiment(
         smoke=smoke,
         device=where,
         progress=progress,
+        recorded=draw_figures,
         say=lambda line: print(line, file=sys.stderr),
     )
     if found:
-        for ending in ("png", "svg"):
-            draw(chosen, found, target / f"{chosen.name}.{ending}")
+        draw_figures(found)
         print(results_table(chosen, found))
-        print(f"wrote {target / 'results.json'} and {target / chosen.name}.png and .svg")
+        if chosen.figure.kind == "accuracy":
+            print(f"\n{accuracy_table(chosen, found)}")
+        figures = f" and {target / chosen.name}.png and .svg" if draws else ""
+        print(f"wrote {target / 'results.json'}{figures}")
     if any(run not in found for run in names):
         print(f"{target}: not finished; the same command continues")
 

@@ -192,6 +192,24 @@ def results_table(experiment: Experiment, runs: Mapping[str, Record]) -> str:
     return table(header, rows)
 
 
+def accuracy_table(experiment: Experiment, runs: Mapping[str, Record]) -> str:
+    """The accuracy of each run that was evaluated, by task and length."""
+    found = {name: runs[name].get("evaluation", {}) for name in experiment.runs if name in runs}
+    lengths = {
+        int(length) for tasks in found.values() for task in tasks.values() for length in task
+    }
+    rows = [
+        [
+            name,
+            task,
+            *(_shown(by_length.get(str(n), {}).get("accuracy"), ".3f") for n in sorted(lengths)),
+        ]
+        for name, tasks in found.items()
+        for task, by_length in tasks.items()
+    ]
+    return table(["run", "accuracy", *(f"{length:,}" for length in sorted(lengths))], rows)
+
+
 def _shown(value: float | None, form: str) -> str | None:
     return None if value is None else format(value, form)
 

@@ -55,6 +55,7 @@ def run_experiment(
     smoke: bool = False,
     device: str = "cpu",
     progress: Progress = lambda recipe, step, device: nullcontext(lambda line: None),
+    recorded: Callable[[dict[str, Record]], None] = lambda records: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Record]:
     """Trains the runs that have no result yet. Returns the records of all runs, by name.
@@ -154,6 +155,7 @@ def run_experiment(
             if task is not None and outcome.status == "finished" and not is_continued:
                 record["evaluation"] = _evaluate(recipe, folder, device, *task)
             results.add(name, record)
+            recorded(results.runs)
             _drop_checkpoints(experiment, results, output, waiting[position:])
             say(f"{name}: {outcome.describe()}, {time.monotonic() - began:.0f} s")
     return results.runs
