@@ -37,10 +37,10 @@ quickstart: $(PACKAGE)
 # For memcheck every tensor has its own allocation, so that it sees what lies outside of a tensor.
 SANITIZE = compute-sanitizer --error-exitcode 1 --tool
 sanitize: $(PACKAGE)
-	$(BIN)/python tests/sanitize.py
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZE) memcheck $(BIN)/python tests/sanitize.py
-	$(SANITIZE) initcheck $(BIN)/python tests/sanitize.py
-	$(SANITIZE) racecheck $(BIN)/python tests/sanitize.py
+	$(BIN)/python tests/every_kernel.py
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZE) memcheck $(BIN)/python tests/every_kernel.py
+	$(SANITIZE) initcheck $(BIN)/python tests/every_kernel.py
+	$(SANITIZE) racecheck $(BIN)/python tests/every_kernel.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

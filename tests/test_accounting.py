@@ -293,6 +293,12 @@ def test_the_summary_has_its_sections_and_is_json(size: str) -> None:
     flops = summary["flops"]
     assert flops["forward_per_sequence"] == sum(flops["forward_by_part"].values())
     assert flops["training_per_token"] == pytest.approx(3 * flops["forward_per_token"])
+    # A Transformer with as many blocks is of the model's size for the standard block only.
+    assert ("transformer_forward_per_token" in flops) == bool(paper)
+    assert ("kv_cache_equivalent_tokens" in summary["state"]) == bool(paper)
+    # The paper prints a vocabulary of 50,257 for one of 50,304, and none for another.
+    printed = "forward_with_printed_sizes" in summary.get("paper_count", {})
+    assert printed == (bool(paper) and size != "tiny")
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,13 @@ CHOICES = [
 
 
 @pytest.mark.usefixtures("page")
+def test_the_previous_block_refuses_a_layer_that_it_would_not_use():
+    factors = {"block": "previous", "qk_dim_factor": 2.0, "v_dim_factor": 2.0}
+    with pytest.raises(ValueError, match=r"has a layer of its own: leave out layer = 'qk_norm'$"):
+        XLSTM(ModelConfig(64, 1, 2, vocab_size=320, layer="qk_norm", **factors))
+
+
+@pytest.mark.usefixtures("page")
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 class TestEveryRegisteredClass:
     def test_keeps_the_rules(self, choice):

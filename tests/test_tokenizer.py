@@ -156,7 +156,9 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 # Unigram's pre-tokenizer puts no space before a text that has one, so there it would be lost.
-texts = (st.text() | st.sampled_from(LINES)).filter(lambda text: not text.startswith((" ", "▁")))
+# Without special tokens that are written out, such as <s>: their ids have no text.
+plain = (st.text() | st.sampled_from(LINES)).filter(lambda text: not re.search(r"<\S+>", text))
+texts = plain.filter(lambda text: not text.startswith((" ", "▁")))
 
 
 @settings(deadline=None)
@@ -170,7 +172,7 @@ def test_every_kind_has_the_ids_and_the_text_of_its_library(kind: Kind, text: st
 
 
 @settings(deadline=None)
-@given(first=texts, second=st.text())
+@given(first=texts, second=plain)
 def test_a_text_that_continues_another_has_no_space_before_it(
     kind: Kind, first: str, second: str
 ) -> None:

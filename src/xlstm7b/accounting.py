@@ -485,11 +485,19 @@ def summary(
 ) -> dict[str, Any]:
     """The counts above for one model, by section, as plain numbers.
 
-    The paper's own count is there for the paper's own block.
+    The Transformer is there for the standard block: with as many blocks of another class it would
+    not be of the model's size. The paper's own count is there for the paper's own model.
     """
     forward = forward_flops(config, context_length, chunk_size)
-    transformer = transformer_forward_flops(config, context_length)
     state, parameters = state_bytes(config), parameter_counts(config)
+    equivalent, transformer = {}, {}
+    if config.block == STANDARD["block"]:
+        equivalent = {"kv_cache_equivalent_tokens": kv_cache_equivalent_tokens(config)}
+        total = transformer_forward_flops(config, context_length)["total"]
+        transformer = {
+            "transformer_forward_per_sequence": total,
+            "transformer_forward_per_token": total / context_length,
+        }
     return {
         "shape": {
             "embedding_dim": config.embedding_dim,
@@ -505,7 +513,7 @@ def summary(
         "state": {
             "C_bytes_float32": state.get("C", 0),
             "total_bytes_float32": state["total"],
-            "kv_cache_equivalent_tokens": kv_cache_equivalent_tokens(config),
+            **equivalent,
         },
         "flops": {
             "context_length": context_length,
@@ -517,8 +525,7 @@ def summary(
             "training_per_token": training_flops(config, context_length, chunk_size)
             / context_length,
             "decode_per_token": step_flops(config)["total"],
-            "transformer_forward_per_sequence": transformer["total"],
-            "transformer_forward_per_token": transformer["total"] / context_length,
+            **transformer,
         },
         **_paper_count(config, context_length, chunk_size),
         "memory": {
@@ -535,19 +542,23 @@ def _paper_count(
     if config.other_classes():
         return {}
     forward = paper_forward_flops(config, context_length, chunk_size)
-    printed = paper_forward_flops(
-        config,
-        context_length,
-        chunk_size,
-        vocab_size=PRINTED_VOCABULARY,
-        ffn_factor=PRINTED_FFN_FACTOR,
-    )
+    printed = {}
+    released = ModelConfig.vocab_size, ModelConfig.ffn_proj_factor
+    if (config.vocab_size, config.ffn_proj_factor) == released:
+        total = paper_forward_flops(
+            config,
+            context_length,
+            chunk_size,
+            vocab_size=PRINTED_VOCABULARY,
+            ffn_factor=PRINTED_FFN_FACTOR,
+        )["total"]
+        printed = {"forward_with_printed_sizes": total}
     transformer = paper_transformer_flops(config, context_length)
     return {
         "paper_count": {
             "forward_by_part": {part: n for part, n in forward.items() if part != "total"},
             "forward_per_sequence": forward["total"],
-            "forward_with_printed_sizes": printed["total"],
+            **printed,
             "transformer_forward_per_sequence": transformer["total"],
             "transformer_parameters": transformer_parameter_counts(config)["total"],
         }

@@ -257,6 +257,15 @@ def test_the_command_measures_in_a_process_and_draws(tmp_path: Path) -> None:
     assert [row["equal_tokens"] for row in found["check"]] == [16]
     assert [row.get("summed") for row in found["figures"]["generated"]] == [None, None, True, True]
     assert "speed-full.png" in result.output
+    (tmp_path / "out" / "speed-full.png").unlink()
+    drawn = invoke(
+        "--device", "cpu", "--output", str(tmp_path / "out")
+    )  # as on a machine with no GPU
+    assert drawn.exit_code == 0, drawn.output
+    assert (tmp_path / "out" / "speed-full.png").is_file()
+    assert json.loads((tmp_path / "out" / speed.NAME).read_text())["runs"] == {
+        "codestral-mamba": found
+    }
 
 
 @pytest.mark.parametrize(

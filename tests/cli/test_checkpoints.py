@@ -1,7 +1,7 @@
 """`info`, `verify`, `convert` and `compare`: what they print and write, and their errors."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -187,14 +187,14 @@ def test_convert_shards(cli: Cli, tmp_path: Path) -> None:
     assert verify(target) == len(shards) + 2
 
 
-def standalone(folder: Path) -> dict[str, torch.Tensor]:
+def standalone(folder: Path, config: ModelConfig = CONFIG) -> dict[str, torch.Tensor]:
     """Writes a folder in the authors' format, with fused layers. Returns its tensors."""
-    tensors = draw()
+    tensors = draw(config)
     theirs = fuse(tensors)
     theirs["embedding.weight"] = theirs.pop("backbone.embeddings.weight")
     folder.mkdir()
     save_file(theirs, folder / "model_0.safetensors")
-    values = {**asdict(CONFIG), "weight_mode": "fused"}
+    values = {**asdict(config), "weight_mode": "fused"}
     (folder / "config.yaml").write_text(yaml.dump(values))
     return tensors
 
@@ -287,7 +287,7 @@ def test_compare_without_a_tokenizer_prints_a_table(cli: Cli, tmp_path: Path) ->
 @pytest.mark.usefixtures("quiet_transformers")
 def test_compare_names_a_folder_that_transformers_cannot_load(cli: Cli, tmp_path: Path) -> None:
     folder = tmp_path / "theirs"
-    standalone(folder)
+    standalone(folder, replace(CONFIG, embedding_dim=128))
     sentence = refused(cli("compare", folder))
     assert sentence.startswith(f"transformers does not load {folder}: ")
 
@@ -295,7 +295,19 @@ def test_compare_names_a_folder_that_transformers_cannot_load(cli: Cli, tmp_path
 @pytest.mark.usefixtures("quiet_transformers")
 def test_compare_names_widths_that_transformers_cannot_run(cli: Cli, tmp_path: Path) -> None:
     XLSTM(ModelConfig(64, 1, 2, vocab_size=320)).save_pretrained(tmp_path)
-    want = "transformers runs qk and v widths that are multiples of 64, not 32 and 64"
+    want = "transformers cannot run this model: qk_dim_factor gives its queries and keys a width "
+    assert refused(cli("compare", tmp_path)) == f"{want}of 32, which is not a multiple of 64"
+
+
+@pytest.mark.parametrize(
+    "variant", [{"norm": "layer_norm"}, {"gate_soft_cap": None}, {"input_gate": "fixed"}]
+)
+def test_compare_refuses_variants_that_transformers_does_not_compute(
+    cli: Cli, tmp_path: Path, variant: dict[str, str | None]
+) -> None:
+    XLSTM(ModelConfig(128, 1, 2, vocab_size=320, **variant)).save_pretrained(tmp_path)
+    [(name, value)] = variant.items()
+    want = f"transformers cannot load this model: it has {name} = {value!r}"
     assert refused(cli("compare", tmp_path)) == want
 
 

@@ -35,11 +35,30 @@ def test_smoke_writes_results_and_figures_and_then_only_draws(cli: Cli, tmp_path
     )
 
 
+def test_without_matplotlib_the_results_are_kept(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("experiment", "recall-gate", "--smoke", "--runs", "fixed-0", "--output", tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr("xlstm7b.cli.experiment.find_spec", lambda name: None)
+        code, printed, err = cli(*command)
+    assert code == 0
+    assert err.startswith("no figure is drawn, because matplotlib is not installed\n")
+    *_, header, row, _, last = printed.splitlines()
+    assert header.split() == ["run", "accuracy", "64", "128"]
+    assert row.split()[0] == "fixed-0"
+    assert last == f"wrote {tmp_path / 'results.json'}"
+    assert not [*tmp_path.glob("*.png")]
+    succeeded(cli(*command))
+    assert (tmp_path / "recall-gate.png").exists()
+
+
 def test_lists_experiments_and_runs(cli: Cli) -> None:
     lines = succeeded(cli("experiment", "--list")).splitlines()
     assert "schedule            Learning-rate schedules" in lines
     listed = succeeded(cli("experiment", "input-gate-bias", "--list"))
     assert "model.igate_bias_init_range=-10.0" in listed
+    assert "all runs: recipe 160m, optimizer.lr=5e-3 " in listed
 
 
 @pytest.mark.parametrize(

@@ -334,12 +334,30 @@ def test_a_damaged_recipe_of_a_run_is_named(cli: Cli, settings: list[str], train
     assert contents(trained) == before
 
 
+def test_a_run_that_is_older_than_a_field_of_the_model_is_continued(
+    cli: Cli, settings: list[str], trained: Path
+) -> None:
+    recipe = json.loads((trained / "recipe.json").read_text())
+    for name in ("head_norm", "input_gate"):
+        del recipe["model"][name]
+    (trained / "recipe.json").write_text(json.dumps(recipe))
+    more = ["--set", "run.steps=4"]
+    sentence = refused(train(cli, trained, *settings, *more, "--set", "model.input_gate=fixed"))
+    assert "was started with model.input_gate '', not 'fixed': choose another --run" in sentence
+    code, out, _ = train(cli, trained, *settings, *more)
+    assert (code, out) == (0, f"{trained}: trained to step 4 of 4\n")
+    del recipe["model"]["num_heads"]
+    (trained / "recipe.json").write_text(json.dumps(recipe))
+    sentence = refused(train(cli, trained, *settings, *more))
+    assert sentence == f"{trained}/recipe.json is damaged: KeyError: 'num_heads'"
+
+
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
         ("model.num_heads=4", "was started with model.num_heads 2, not 4: choose another --run"),
         ("batch.sequences=4", "was started with batch.sequences 2, not 4: choose another --run"),
-        ("data.packing=best-fit", "was started with data.packing windows, not best-fit: choose"),
+        ("data.packing=best-fit", "started with data.packing 'windows', not 'best-fit': choose"),
         ("data.sources.more={path='data'}", "with text 1/2 of 1601 tokens; more 1/2 of 1601"),
         (
             "run.seed=1",

@@ -133,3 +133,8 @@ def test_a_board_is_there_only_if_all_its_tasks_are(make: Any) -> None:
         found = leaderboards(results)
         assert (found == {}) == (task not in ("mmlu", "mmlu_stem", "mmlu_pro")), task
     assert leaderboards({"results": {}, "group_subtasks": {}}) == {}
+
+
+def test_a_score_that_is_no_number_costs_the_board_not_the_evaluation() -> None:
+    for score in ("N/A", None):
+        assert leaderboards(v2_results(gpqa=score)) == {}

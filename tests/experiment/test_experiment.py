@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 import torch
@@ -18,7 +19,13 @@ from train_runs import spoil_loss
 
 from xlstm7b.data.prepare import prepare
 from xlstm7b.data.shards import ShardWriter, write_manifest
-from xlstm7b.experiment import draw, experiment_names, load_experiment, run_experiment
+from xlstm7b.experiment import (
+    Experiment,
+    draw,
+    experiment_names,
+    load_experiment,
+    run_experiment,
+)
 from xlstm7b.experiment.figures import mean, over_previous
 from xlstm7b.experiment.results import ratios, results_table
 from xlstm7b.experiment.tasks import TASKS
@@ -235,6 +242,19 @@ def test_results_on_other_data_are_refused(data: Path, tmp_path: Path) -> None:
         run_experiment(experiment, out, data=tmp_path / "other")
 
 
+def test_runs_of_one_figure_have_the_same_settings_and_data(data: Path, tmp_path: Path) -> None:
+    experiment, out = load_experiment(write(tmp_path)), tmp_path / "out"
+    run_experiment(experiment, out, data=data, runs=["one"])
+    with pytest.raises(ValueError, match=r"the run one in .* has run\.steps 4, not 5"):
+        run_experiment(experiment, out, data=data, runs=["two"], settings=["run.steps=5"])
+    text = tmp_path / "other.txt"
+    text.write_text("glazed with rain water " * 40)
+    for part in ("train", "valid"):
+        prepare([text], tmp_path / "other" / part)
+    with pytest.raises(ValueError, match=r"the run one in .* has data\.train\.tokens 1601"):
+        run_experiment(experiment, out, data=tmp_path / "other", runs=["two"])
+
+
 def test_second_stage_continues_an_earlier_run(data: Path, tmp_path: Path) -> None:
     text = FILE.replace('label = "seed 2"', 'label = "more"\nafter = "one"')
     experiment, out = load_experiment(write(tmp_path, text)), tmp_path / "out"
@@ -244,8 +264,58 @@ def test_second_stage_continues_an_earlier_run(data: Path, tmp_path: Path) -> No
     assert found["two"]["curve"]["step"] == [4, 5, 6, 7]
     assert found["two"]["held_out_loss"] < found["one"]["held_out_loss"]
     assert not (out / "one" / "checkpoints").exists()
+    # The earlier run is trained too, even if the later one alone is asked for.
     alone = run_experiment(experiment, tmp_path / "alone", data=data, runs=["two"])
-    assert alone["two"]["reason"] == "the run one has not finished"
+    assert {name: run["curve"] for name, run in alone.items()} == {
+        name: run["curve"] for name, run in found.items()
+    }
+
+
+def test_second_stage_of_a_run_that_diverged_fails(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = FILE.replace('label = "seed 2"', 'label = "more"\nafter = "one"')
+    experiment = load_experiment(write(tmp_path, text))
+    monkeypatch.setattr(Trainer, "update", raise_diverged)
+    found = run_experiment(experiment, tmp_path / "out", data=data)
+    assert found["one"]["status"] == "diverged"
+    assert (found["two"]["status"], found["two"]["reason"]) == (
+        "failed",
+        "the run one has not finished",
+    )
+
+
+def raise_diverged(trainer: Trainer) -> Any:
+    raise FloatingPointError("loss nan")
+
+
+def test_results_alone_are_enough_to_go_on_with_other_runs(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some runs on one machine, then `results.json` alone is copied to another for the rest."""
+    text = FILE + "[runs.three]\nlabel = 'more'\nafter = 'two'\nseed = 2\n"
+    text += "[runs.four]\nlabel = 'still more'\nafter = 'three'\nseed = 2\n"
+    experiment = load_experiment(write(tmp_path, text))
+    whole = run_experiment(experiment, tmp_path / "whole", data=data)
+    here, there = tmp_path / "here", tmp_path / "there"
+    run_experiment(experiment, here, data=data, runs=["one", "three"])
+    there.mkdir()
+    (there / "results.json").write_bytes((here / "results.json").read_bytes())
+    trained = []
+    train = Trainer.train
+
+    def noted(self: Trainer, report: Any) -> None:
+        trained.append(self.folder.name)
+        train(self, report)
+
+    monkeypatch.setattr(Trainer, "train", noted)
+    found = run_experiment(experiment, there, data=data)
+    assert trained == ["two", "three", "four"]  # "four" needs their checkpoints
+    assert list(found) == ["one", "two", "three", "four"]
+    for name, run in found.items():
+        assert run["curve"] == whole[name]["curve"]
+    assert not list(there.glob("*/checkpoints"))
+    draw(experiment, found, tmp_path / "figure.png")
 
 
 # Tasks
@@ -280,6 +350,7 @@ def task(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         }
 
     module.write_task, module.evaluate = write_task, evaluate
+    module.check_settings = lambda data, evaluate: None
     monkeypatch.setitem(sys.modules, "double", module)
     monkeypatch.setitem(TASKS, "double", "double")
     return calls
@@ -316,6 +387,53 @@ def test_tasks_make_the_data_and_measure_the_models(task: list[Any], tmp_path: P
     book.write_text("a book")
     run_experiment(experiment, tmp_path / "texts", data=book, runs=["one"])
     assert [settings["texts"] for settings in task] == [[str(book)]] * 2
+    # On another machine, where only the results are: the other run needs the same data.
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "results.json").write_bytes((tmp_path / "texts" / "results.json").read_bytes())
+    assert run_experiment(experiment, there, runs=["one"])["one"]["texts"] == "book.txt"
+    with pytest.raises(ValueError, match=r"the run one in .* has texts 'book\.txt', not None"):
+        run_experiment(experiment, there)
+    changed = load_experiment(write(tmp_path, text.replace("length = 32", "length = 32\nseed = 2")))
+    with pytest.raises(ValueError, match=r"has data_task\.seed None, not 2"):
+        run_experiment(changed, there, data=book)
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ("[data]\ntask='recall'\n[evaluate]\ntask='recall'\nlenght=3", "unknown setting lenght"),
+        ("[data]\ntask='recall'\nshortest=8\n", "shortest must be greater than or equal to 16"),
+        (
+            "[data]\ntask='recall'\nkeys=64\n[evaluate]\ntask='recall'",
+            r"keys must be the same in \[data\] and \[evaluate\], not 64 and 128",
+        ),
+    ],
+)
+def test_wrong_settings_of_tasks_are_refused_before_training(
+    tables: str, message: str, tmp_path: Path
+) -> None:
+    experiment = load_experiment(write(tmp_path, FILE + tables))
+    with pytest.raises(ValueError, match=f"^recall: {message}"):
+        run_experiment(experiment, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_leftovers_of_a_killed_call_do_not_stop_the_next(tmp_path: Path) -> None:
+    (tmp_path / "out" / ".data.saving-12345678").mkdir(parents=True)
+    (tmp_path / "out" / ".results.json.12345678").write_text("{")
+    runs = run_experiment(load_experiment("pre-norm"), tmp_path / "out", smoke=True, runs=[])
+    assert runs == {}
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"experiment": "seeds"}', "\xff", "5", '{"one": {}}'])
+def test_damaged_results_are_named(text: str, tmp_path: Path) -> None:
+    experiment, path = load_experiment(write(tmp_path)), tmp_path / "out" / "results.json"
+    path.parent.mkdir()
+    for content in (text, json.dumps({"experiment": "seeds", "runs": {"one": text}})):
+        path.write_bytes(content.encode("latin-1"))
+        with pytest.raises(ValueError, match=r"results\.json is damaged: "):
+            run_experiment(experiment, path.parent, smoke=True)
 
 
 # Files
@@ -327,6 +445,7 @@ def test_tasks_make_the_data_and_measure_the_models(task: list[Any], tmp_path: P
         ('kind = "loss"', 'kind = "pie"', "experiment.figure.kind must be 'loss', 'schedule', "),
         ('label = "seed 1"', "", "experiment.runs.one.label is missing"),
         ("seed = 1", "sed = 1", "unknown setting experiment.runs.one.sed; did you mean seed"),
+        ('label = "seed 1"', 'label = "seed 2"', "several runs have the label 'seed 2'"),
         ("[runs.one]", "[runs.data]", "'data' cannot be the name of a run"),
         ("[runs.one]", '[runs."../x"]', "'../x' cannot be the name of a run"),
         ("seed = 2", 'after = "two"', "runs.two.after must be an earlier run, not 'two'"),
@@ -392,3 +511,28 @@ def test_speed_is_relative_to_the_first_run_of_its_group(tmp_path: Path) -> None
     assert ratios(experiment, found) == {"one": 1, "two": 3, "three": 1, "four": 3.5}
     del found["three"]
     assert ratios(experiment, found) == {"one": 1, "two": 3}
+
+
+def svg_text(experiment: Experiment, found: dict[str, Any], folder: Path) -> str:
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text as text, not as outlines
+        draw(experiment, found, folder / "figure.svg")
+    return (folder / "figure.svg").read_text()
+
+
+def test_speed_is_drawn_without_the_first_run_of_its_group(tmp_path: Path) -> None:
+    text = FILE.replace('kind = "loss"', 'kind = "speed"')
+    experiment = load_experiment(write(tmp_path, text))
+    found = {"two": {"tokens_per_second": 12345, "seconds_per_step": 0.5}}
+    drawn = svg_text(experiment, found, tmp_path)
+    assert "12,345 tok/s, 500 ms" in drawn
+    assert "seed 2" in drawn
+
+
+def test_accuracy_is_drawn_with_that_of_guessing(tmp_path: Path) -> None:
+    text = FILE.replace('kind = "loss"', 'kind = "accuracy"\n[evaluate]\ntask = "recall"')
+    experiment = load_experiment(write(tmp_path, text))
+    points = {str(n): {"accuracy": 0.5, "chance": 0.25} for n in (64, 2048)}
+    found = {name: {"evaluation": {"recall 4": points}} for name in ("one", "two")}
+    drawn = svg_text(experiment, found, tmp_path)
+    assert drawn.count("guessing: 0.25") == 1
+    assert ">2K<" in drawn

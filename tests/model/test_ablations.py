@@ -308,6 +308,8 @@ def test_a_fixed_gate_must_be_the_one_of_the_weights():
     fixed = replace(config, input_gate="fixed")
     with pytest.raises(ValueError, match=r"^the model in here has igate_bias_init_range -10\.0"):
         check_same_model("here", fixed, replace(fixed, igate_bias_init_range=0))
+    with pytest.raises(ValueError, match=r"^the model in here has input_gate '', the recipe 'fix"):
+        check_same_model("here", config, fixed)
 
 
 @pytest.mark.parametrize(

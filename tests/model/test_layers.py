@@ -226,9 +226,12 @@ def test_a_detached_state_has_no_history():
     assert_states_match(detached, state, 0)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"block": "previous", "qk_dim_factor": 2.0, "v_dim_factor": 2.0}]
+)
 @torch.no_grad()
-def test_a_step_can_be_exported_saved_and_loaded():
-    stack, x = MLSTMStack(DIM, HEADS, 1).eval(), torch.randn(3, 5, DIM)
+def test_a_step_can_be_exported_saved_and_loaded(options):
+    stack, x = MLSTMStack(DIM, HEADS, 1, **options).eval(), torch.randn(3, 5, DIM)
     _, state = stack(x)
     step = torch.export.export(stack, (x[:, :1],), {"state": state})
     file = io.BytesIO()

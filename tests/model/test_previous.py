@@ -15,6 +15,7 @@ from torch import Tensor
 
 from xlstm7b import MLSTMStack, accounting
 from xlstm7b.config import ModelConfig
+from xlstm7b.mlstm import MLSTMState
 from xlstm7b.model import XLSTM, ModelState
 from xlstm7b.model.contract import check_model
 from xlstm7b.model.previous import BlockDiagonal, CausalConvolution, PreviousBlock, PreviousState
@@ -325,6 +326,10 @@ def test_first_weights():
         ({}, r"needs qk_dim_factor = v_dim_factor = 2, not 0\.5 and 1\.0; .*160m-previous"),
         ({"qk_dim_factor": 2.0}, r"factor = 2, not 2\.0 and 1\.0"),
         ({"embedding_dim": 15, "num_heads": 1, **FACTORS}, "needs an even embedding_dim, not 15"),
+        (
+            {"mlstm_round_up_to_multiple_of": 64, **FACTORS},
+            "of = 1, not 64, which makes the width 64 instead of 32$",
+        ),
     ],
 )
 def test_configs_that_the_block_refuses(fields, words):
@@ -336,6 +341,14 @@ def test_configs_that_the_block_refuses(fields, words):
 def test_wrong_resets_are_refused():
     with pytest.raises(ValueError, match=r"^resets must have the shape \[2, 5\], not \[2, 4\]$"):
         random_block()(torch.randn(2, 5, 12).double(), resets=torch.ones(2, 4).bool())
+
+
+def test_states_of_other_models_are_refused():
+    x, wider = torch.randn(2, 5, 12).double(), replace(SMALL, embedding_dim=24)
+    with pytest.raises(TypeError, match=r"^the state must be a PreviousState, not a MLS"):
+        random_block()(x, MLSTMState.zeros(2, 4, 6, 6, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"^the state's conv must have the shape \[2, 3, 24\]"):
+        random_block()(x, PreviousBlock.zero_state(wider, 2, dtype=torch.float64))
 
 
 # Files, torch.compile and autocast

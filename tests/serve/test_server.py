@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from commands import environment
-from live_server import error_of, events, serving, wait_for
+from live_server import LiveServer, error_of, events, serving, wait_for
 
 from xlstm7b.generate import Generator
 from xlstm7b.serve import server
@@ -42,6 +42,20 @@ def test_a_connection_without_headers_is_closed(
             began, lines = time.monotonic(), answer.iter_lines()
             while time.monotonic() < began + 1:  # an answer may take any time
                 assert next(lines) is not None
+
+
+def test_headers_that_do_not_end_are_refused(live: LiveServer) -> None:
+    """Memory is not filled with them. A body may come with the headers in one packet."""
+    for line in (b"a: " + b"b" * 1000 + b"\r\n", b"b" * 1000):
+        with live.connect() as endless:
+            endless.sendall(b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\n")
+            sent = 0
+            with suppress(ConnectionError):
+                while sent < 50_000_000:
+                    endless.sendall(line * 100)
+                    sent += 100 * len(line)
+            assert sent < 10_000_000  # what fits into the buffers of both sockets
+    assert live.client.post("/tokenize", json={"prompt": "a" * 200_000}).json()["count"] > 100_000
 
 
 def test_an_answer_that_is_not_read_is_dropped(

@@ -175,7 +175,7 @@ def test_an_export_is_read_by_the_model_and_the_generator(whole, data, tmp_path)
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
     plot_runs([whole], tmp_path / "curves.pdf")
     assert (tmp_path / "curves.pdf").read_bytes()[:4] == b"%PDF"
-    with pytest.raises(ValueError, match="Format 'doc' is not supported"):
+    with pytest.raises(ValueError, match=r"a figure is a \.png, \.pdf or \.svg file"):
         plot_runs([whole], tmp_path / "curves.doc")
     assert not list(tmp_path.glob(".*"))
 

@@ -21,6 +21,7 @@ import torch
 
 from xlstm7b.bench.cases import Result
 from xlstm7b.bench.measure import random_module
+from xlstm7b.checkpoint import transformers_limits
 from xlstm7b.config import ModelConfig
 
 TRITON_KERNELS = {
@@ -46,6 +47,8 @@ def load_transformers(
         import transformers
     except ImportError as error:
         raise ValueError("this needs transformers: pip install 'xlstm7b[bench]'") from error
+    if limits := transformers_limits(config):
+        raise ValueError("; ".join(limits))
     # Our config names the native kernels, whichever kernels the folder's own config names.
     named = config.to_dict(str(dtype).removeprefix("torch."))
     theirs = transformers.xLSTMConfig(**named | dict(options or {}))
@@ -56,15 +59,10 @@ def load_transformers(
         try:
             model = factory.from_pretrained(folder, config=theirs, dtype=dtype).to(device)
         except (RuntimeError, OSError) as error:
-            # It does not round widths up to a multiple of 64, and cannot read the authors' own
-            # format, which `xlstm7b convert` turns into one that it reads.
+            # It cannot read the authors' own format, which `xlstm7b convert` turns into one that
+            # it reads.
             reason = " ".join(str(error).split())
             raise ValueError(f"transformers does not load {folder}: {reason}") from error
-    if config.qk_dim % 64 or config.v_dim % 64:
-        widths = f"{config.qk_dim} and {config.v_dim}"
-        raise ValueError(
-            f"transformers runs qk and v widths that are multiples of 64, not {widths}"
-        )
     module: torch.nn.Module = model.eval()
     return module
 

@@ -398,15 +398,8 @@ class _Records:
             raise ValueError(f"{folder} is a file, not a folder: choose another --output")
         if not self._path.is_file():
             return
-        try:
-            content = json.loads(self._path.read_text(encoding="utf-8"))
-            name, before, self.runs = content["experiment"], content["plan"], content["runs"]
-        except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"{self._path} is damaged: {error}") from error
-        if name != "speed":
-            raise ValueError(
-                f"{folder} holds the experiment {name}, not speed: choose another --output"
-            )
+        content = read_records(folder)
+        before, self.runs = content["plan"], content["runs"]
         for key, value in self._plan.items():
             if before.get(key) != value:
                 raise ValueError(
@@ -441,6 +434,21 @@ class _Records:
         in_order = {name: self.runs[name] for name in RUNS if name in self.runs}
         about = {"experiment": "speed", "title": TITLE, "plan": self._plan}
         write_json(self._path, {**about, "runs": in_order})
+
+
+def read_records(folder: Path) -> dict[str, Any]:
+    """The content of `results.json`: the plan, and the records of all runs by name."""
+    path = folder / NAME
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        name, _, _ = content["experiment"], content["plan"], content["runs"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if name != "speed":
+        raise ValueError(
+            f"{folder} holds the experiment {name}, not speed: choose another --output"
+        )
+    return content
 
 
 def with_sums(generated: Sequence[Record], contexts: Sequence[Record]) -> list[Record]:

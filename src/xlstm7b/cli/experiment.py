@@ -1,8 +1,9 @@
 """`xlstm7b experiment NAME`: a figure or table of the paper, from its training runs."""
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -35,7 +36,11 @@ def experiment(
     ] = None,
     runs: Annotated[
         str | None,
-        typer.Option(help="Runs to train, with commas between them.", show_default="all"),
+        typer.Option(
+            help="Runs to train, with commas between them. The earlier runs that they continue are "
+            "trained too.",
+            show_default="all",
+        ),
     ] = None,
     steps: Annotated[
         int | None,
@@ -87,14 +92,21 @@ def experiment(
     names = chosen.chosen(runs)
     target = output or Path("experiments") / chosen.name
     changes = [*([] if steps is None else [f"run.steps={steps}"]), *(settings or [])]
-    from xlstm7b.report import check_matplotlib
-
-    check_matplotlib()
     where = _device(device, smoke)
-    from xlstm7b.experiment.figures import draw
-    from xlstm7b.experiment.results import results_table
+    from xlstm7b.experiment.results import accuracy_table, results_table
     from xlstm7b.experiment.runs import run_experiment
 
+    draws = find_spec("matplotlib") is not None
+
+    def draw_figures(records: dict[str, Any]) -> None:
+        if draws:
+            from xlstm7b.experiment.figures import draw
+
+            for ending in ("png", "svg"):
+                draw(chosen, records, target / f"{chosen.name}.{ending}")
+
+    if not draws:
+        print("no figure is drawn, because matplotlib is not installed", file=sys.stderr)
     found = run_experiment(
         chosen,
         target,
@@ -104,13 +116,16 @@ def experiment(
         smoke=smoke,
         device=where,
         progress=progress,
+        recorded=draw_figures,
         say=lambda line: print(line, file=sys.stderr),
     )
     if found:
-        for ending in ("png", "svg"):
-            draw(chosen, found, target / f"{chosen.name}.{ending}")
+        draw_figures(found)
         print(results_table(chosen, found))
-        print(f"wrote {target / 'results.json'} and {target / chosen.name}.png and .svg")
+        if chosen.figure.kind == "accuracy":
+            print(f"\n{accuracy_table(chosen, found)}")
+        figures = f" and {target / chosen.name}.png and .svg" if draws else ""
+        print(f"wrote {target / 'results.json'}{figures}")
     if any(run not in found for run in names):
         print(f"{target}: not finished; the same command continues")
 
@@ -128,29 +143,34 @@ def _device(device: str | None, smoke: bool) -> str:
 
 def _speed(target: Path, runs: str | None, smoke: bool, device: str | None, listed: bool) -> None:
     """Measures models instead of training them. Those in --runs are measured again."""
-    from xlstm7b.report import check_matplotlib
-
-    check_matplotlib()
     from xlstm7b.bench import speed
     from xlstm7b.bench.plans import Speed
-    from xlstm7b.bench.speed_figures import draw
 
     if listed:
         print(f"{speed.TITLE}\n\n{table(['run', 'label'], list(speed.RUNS.items()))}")
         return
     names = speed.chosen(runs, smoke)
     where = _device(device, smoke)
-    if where == "cpu" and not smoke:
+    if where == "cuda" or smoke:
+        found = speed.run_speed(target, names, Speed.of(device=where), again=runs is not None)
+    elif runs is None and (target / speed.NAME).is_file():
+        found = speed.read_records(target)["runs"]
+        print("there is no GPU here: results are only drawn", file=sys.stderr)
+    else:
         raise ValueError("speed measures 7B models on a GPU; on a CPU, try it with --smoke")
-    plan = Speed.of(device=where)
-    found = speed.run_speed(target, names, plan, again=runs is not None)
     rows = [
         (name, record["status"], len(record["figures"]), record.get("reason"))
         for name, record in found.items()
     ]
     print(f"\n{table(['run', 'status', 'figures', 'reason'], rows)}")
-    drawn = draw(found, target)
-    print(f"wrote {target / speed.NAME}" + "".join(f", {name}.png and .svg" for name in drawn))
+    drawn = []
+    if find_spec("matplotlib") is not None:
+        from xlstm7b.bench.speed_figures import draw
+
+        drawn = draw(found, target)
+    else:
+        print("no figure is drawn, because matplotlib is not installed", file=sys.stderr)
+    print(f"{target / speed.NAME}" + "".join(f", {name}.png and .svg" for name in drawn))
 
 
 def _list_experiments() -> str:
@@ -166,4 +186,6 @@ def _list_runs(name: str) -> str:
 
     chosen = load_experiment(name)
     rows = [(run, given.label, " ".join(given.set)) for run, given in chosen.runs.items()]
-    return f"{chosen.title}\n{chosen.paper}\n\n{table(['run', 'label', 'settings'], rows)}"
+    common = f"all runs: recipe {chosen.recipe}, {' '.join(chosen.set)}".rstrip(", ")
+    runs = table(["run", "label", "settings"], rows)
+    return f"{chosen.title}\n{chosen.paper}\n{common}\n\n{runs}"

@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ import typer
 from xlstm7b.accounting import A100_FLOPS, H100_FLOPS, PAPER_MFU, training_flops
 from xlstm7b.cli.options import to_target
 from xlstm7b.cli.sections import print_sections
+from xlstm7b.config import ModelConfig
 from xlstm7b.devices import to_dtype
 
 if TYPE_CHECKING:
@@ -189,8 +191,12 @@ def _check_same_run(folder: Path, recipe: "Recipe") -> None:
     now = json.loads(json.dumps(recipe.to_dict()))
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
+        # Fields that are newer than the run have their defaults, as when a checkpoint is read.
+        optional = [field for field in fields(ModelConfig) if field.default is not MISSING]
+        defaults = {field.name: field.default for field in optional}
+        before["model"] = {**defaults, **before["model"]}
         changes = [
-            f"{section}.{name} {before[section][name]}, not {now[section][name]}"
+            f"{section}.{name} {before[section][name]!r}, not {now[section][name]!r}"
             for section, names in {"model": now["model"], **_FIXED}.items()
             for name in names
             if before[section][name] != now[section][name]

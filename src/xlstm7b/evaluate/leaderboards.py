@@ -52,12 +52,12 @@ class Row(NamedTuple):
 
 
 def leaderboards(results: Mapping[str, Any]) -> dict[str, list[Row]]:
-    """The boards whose tasks are all in the results of the harness, by the name of our preset."""
+    """The boards whose tasks all have a score in the harness's results, by our preset's name."""
     found = {}
     for name, rows in (("leaderboard-v2", _v2), ("leaderboard-v1", _v1)):
         try:
             found[name] = rows(results)
-        except KeyError:  # a task of the board was not run
+        except (KeyError, TypeError):  # a task was not run, or the harness wrote "N/A" for it
             continue
     return found
 

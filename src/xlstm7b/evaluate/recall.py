@@ -290,6 +290,21 @@ def read_text(texts: Sequence[str], *, held_out: bool) -> Text:
     return part
 
 
+def check_settings(data: Mapping[str, Any] | None, evaluate: Mapping[str, Any] | None) -> None:
+    """Checks the settings of training and evaluation, and that they have the same ids."""
+    training = None if data is None else TrainingSettings.read(data)
+    evaluation = None if evaluate is None else EvaluationSettings.read(evaluate)
+    if training is None or evaluation is None:
+        return
+    for name in ("keys", "values"):
+        trained, evaluated = getattr(training, name), getattr(evaluation, name)
+        if trained != evaluated:
+            raise ValueError(
+                f"recall: {name} must be the same in [data] and [evaluate], not {trained} and "
+                f"{evaluated}"
+            )
+
+
 # Training data
 
 
@@ -354,9 +369,10 @@ def _training_samples(
 def evaluate(
     model: XLSTM, settings: Mapping[str, Any], progress: Progress | None = None
 ) -> dict[str, dict[str, dict[str, float | int]]]:
-    """Accuracy with its 95% interval for each task and length.
+    """Accuracy with its 95% interval for each task and length. `chance` is that of guessing.
 
-        {"recall 64": {"512": {"accuracy": 0.98, "low": 0.94, "high": 1.0, "samples": 128}, …}, …}
+        {"recall 64": {"512": {"accuracy": 0.98, "low": 0.94, "high": 1.0, "chance": 0.0625,
+                               "samples": 128}, …}, …}
 
     On a GPU the model computes in bfloat16. Sequences are read in chunks, so memory does not grow
     with the length. `progress` gets the number of sequences that were just read.
@@ -385,6 +401,7 @@ def evaluate(
                 "accuracy": accuracy,
                 "low": low,
                 "high": high,
+                "chance": 1 / chosen.values,
                 "samples": chosen.samples,
             }
     return results

@@ -101,19 +101,19 @@ def _perplexity(axes: Any, experiment: Experiment, runs: Mapping[str, Record]) -
 
 def _speed(axes: Any, experiment: Experiment, runs: Mapping[str, Record]) -> None:
     speedups = ratios(experiment, runs)
-    names = [name for name in experiment.runs if name in speedups]
+    names = [name for name in experiment.runs if runs.get(name, {}).get("tokens_per_second")]
     speeds = [runs[name]["tokens_per_second"] for name in names]
     bars = axes.barh([experiment.runs[name].label for name in names], speeds)
     labels = [
-        f" {speed:,.0f} tok/s, {1000 * runs[name]['seconds_per_step']:,.0f} ms, "
-        f"{speedups[name]:.2f}×"
+        f" {speed:,.0f} tok/s, {1000 * runs[name]['seconds_per_step']:,.0f} ms"
+        + (f", {speedups[name]:.2f}×" if name in speedups else "")
         for name, speed in zip(names, speeds, strict=True)
     ]
     axes.bar_label(bars, labels, fontsize="small")
     axes.invert_yaxis()  # the first run at the top
-    if speeds and max(speeds) > 10 * min(speeds):
-        axes.set_xscale("log")
     axes.margins(x=0.6)  # for the labels
+    if speeds and (ratio := max(speeds) / min(speeds)) > 10:
+        axes.set(xscale="log", xlim=(min(speeds) / 3, ratio * max(speeds)))
     axes.set(xlabel="tokens per second", title="speed, and × that of the first run of its group")
 
 
@@ -125,6 +125,7 @@ def _accuracy_panels(runs: Mapping[str, Record]) -> list[Panel]:
 
 def _accuracy(series: str, axes: Any, experiment: Experiment, runs: Mapping[str, Record]) -> None:
     lengths: set[int] = set()
+    chances: set[float] = set()
     for name, run in experiment.runs.items():
         found = runs.get(name, {}).get("evaluation", {}).get(series, {})
         if not found:
@@ -136,8 +137,11 @@ def _accuracy(series: str, axes: Any, experiment: Experiment, runs: Mapping[str,
             low, high = ([point[end] for _, point in points] for end in ("low", "high"))
             axes.fill_between(at, low, high, color=line.get_color(), alpha=0.15)
         lengths.update(at)
+        chances.update(point["chance"] for _, point in points if "chance" in point)
     if lengths:
         token_ticks(axes, sorted(lengths))
+        for chance in sorted(chances):  # after the ticks: a line fixes the limits of the x axis
+            axes.axhline(chance, color="grey", linestyle=":", label=f"guessing: {chance:.3g}")
         axes.legend()
     axes.set(xlabel="tokens", ylabel="accuracy", title=series, ylim=(-0.03, 1.03))
 

@@ -10,7 +10,7 @@ setting or a wrong type is a `ValueError` of one sentence.
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -115,7 +115,12 @@ class Experiment:
                     'letters, digits, "-", "." and "_", and not data'
                 )
         names = list(self.runs)
+        labels = [run.label for run in self.runs.values()]
         for name, run in self.runs.items():
+            if labels.count(run.label) > 1:
+                raise ValueError(
+                    f"several runs have the label {run.label!r}, which the figure shows"
+                )
             if run.after and run.after not in names[: names.index(name)]:
                 raise ValueError(f"runs.{name}.after must be an earlier run, not {run.after!r}")
             if run.after and self.runs[run.after].speed_only:
@@ -138,6 +143,14 @@ class Experiment:
                 known = ", ".join(self.runs)
                 raise ValueError(f"{self.name} has no run {name!r}; choose from {known}")
         return [name for name in self.runs if name in given]
+
+    def with_earlier(self, names: Iterable[str]) -> list[str]:
+        """These runs and the earlier runs that they continue, in the order of the file."""
+        found = set(names)
+        for name in reversed(self.runs):  # a run comes after the one that it continues
+            if name in found and self.runs[name].after:
+                found.add(self.runs[name].after)
+        return [name for name in self.runs if name in found]
 
     def recipe_of(
         self,

@@ -40,7 +40,9 @@ class Results:
             raise ValueError(f"{folder} is a file, not a folder: choose another --output")
         if not self._path.is_file():
             known = {*experiment.runs, "data"}
-            if folder.is_dir() and any(path.name not in known for path in folder.iterdir()):
+            # Hidden files may be those of a call that was killed while it wrote.
+            found = [path.name for path in folder.glob("[!.]*")]
+            if not known.issuperset(found):
                 raise ValueError(
                     f"{folder} holds files that are not of this experiment: choose another --output"
                 )
@@ -48,6 +50,9 @@ class Results:
         try:
             content = json.loads(self._path.read_text(encoding="utf-8"))
             name, self.runs = content["experiment"], dict(content["runs"])
+            for run, record in self.runs.items():
+                if not {"status", "recipe", "curve"}.issubset(record):
+                    raise ValueError(f"the record of {run} is not complete")
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{self._path} is damaged: {error}") from error
         if name != experiment.name:
@@ -79,7 +84,7 @@ class Results:
 
 def check_same(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises a `ValueError` that names the first setting that differs, if both have it."""
-    for part in ("recipe", "data", "evaluate"):
+    for part in ("recipe", "data", "data_task", "texts", "evaluate"):
         if part in before and part in now:
             plain = json.loads(json.dumps(now[part]))  # tuples become lists, as in the file
             for name, old, new in _differences(before[part], plain, part):
@@ -185,6 +190,24 @@ def results_table(experiment: Experiment, runs: Mapping[str, Record]) -> str:
             ]
         )
     return table(header, rows)
+
+
+def accuracy_table(experiment: Experiment, runs: Mapping[str, Record]) -> str:
+    """The accuracy of each run that was evaluated, by task and length."""
+    found = {name: runs[name].get("evaluation", {}) for name in experiment.runs if name in runs}
+    lengths = {
+        int(length) for tasks in found.values() for task in tasks.values() for length in task
+    }
+    rows = [
+        [
+            name,
+            task,
+            *(_shown(by_length.get(str(n), {}).get("accuracy"), ".3f") for n in sorted(lengths)),
+        ]
+        for name, tasks in found.items()
+        for task, by_length in tasks.items()
+    ]
+    return table(["run", "accuracy", *(f"{length:,}" for length in sorted(lengths))], rows)
 
 
 def _shown(value: float | None, form: str) -> str | None:

@@ -31,7 +31,7 @@ from xlstm7b.experiment.results import (
     data_record,
     measured,
 )
-from xlstm7b.experiment.tasks import find_task
+from xlstm7b.experiment.tasks import check_tasks, find_task
 from xlstm7b.files import lock_folder, replacing
 from xlstm7b.report import machine
 from xlstm7b.train.metrics_log import read_metrics
@@ -55,12 +55,15 @@ def run_experiment(
     smoke: bool = False,
     device: str = "cpu",
     progress: Progress = lambda recipe, step, device: nullcontext(lambda line: None),
+    recorded: Callable[[dict[str, Record]], None] = lambda records: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Record]:
     """Trains the runs that have no result yet. Returns the records of all runs, by name.
 
     `data` is a folder with the prepared folders `train` and `valid`. `settings` change the recipe
-    of every run. If a run was stopped, by a signal or a time limit, no further run begins.
+    of every run. `runs` are the runs to train; the earlier runs that they continue are trained too.
+    Settings or data that are not those of the runs with a result are a `ValueError`.
+    If a run was stopped, by a signal or a time limit, no further run begins.
     """
     # 1. Check everything.
     results = Results(output, experiment)
@@ -71,27 +74,33 @@ def run_experiment(
     texts = data if makes_data else None
     if texts is not None and not texts.exists():
         raise ValueError(f"there is no {texts}")
-    recipes = {
+    chosen = experiment.with_earlier(experiment.runs if runs is None else runs)
+    recipes = {  # also of the runs that have a result, because one figure shows all of them
         name: experiment.recipe_of(
             name, data=source or Path("DATA"), output=output, smoke=smoke, settings=settings
         )
-        for name in (experiment.runs if runs is None else runs)
+        for name in experiment.runs
+        if name in chosen or results.is_final(name)
     }
     folders = None if makes_data or data is None else _open(data)
     evaluation = experiment.task("evaluate", smoke=smoke)
+    making = experiment.task("data", smoke=smoke)
+    check_tasks(making, evaluation)
+    waiting = _waiting(experiment, results, {name: recipes[name] for name in chosen}, output)
     settled: dict[str, Record] = {}  # what may not change afterwards
     for name, recipe in recipes.items():
         settled[name] = {"recipe": comparable(recipe.to_dict())}
         if evaluation is not None:
             settled[name]["evaluate"] = evaluation[1]
+        if making is not None:
+            settled[name]["data_task"] = making[1]
         if folders is not None:
             settled[name]["data"] = data_record(folders)
         results.check_same(name, settled[name])
-        if not results.is_final(name):
+        if name in waiting:
             _check_unfinished(output / name, settled[name])
             if folders is not None:
                 check_tokenizers(folders, recipe.model)
-    waiting = [name for name in recipes if not results.is_final(name)]
     if not waiting:
         return results.runs
     if source is None:
@@ -101,7 +110,11 @@ def run_experiment(
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("an experiment trains in one process: start it without torchrun")
-    making = experiment.task("data", smoke=smoke, texts=texts)
+    if making is not None:
+        for name in recipes:  # not above: a figure can be drawn without the texts
+            settled[name]["texts"] = texts.name if texts else None
+            results.check_same(name, settled[name])
+        making = experiment.task("data", smoke=smoke, texts=texts)
     # 2. Make the data, if the experiment does.
     with _made(output), lock_folder(output, "running an experiment in"):
         if making is not None:
@@ -142,7 +155,8 @@ def run_experiment(
             if task is not None and outcome.status == "finished" and not is_continued:
                 record["evaluation"] = _evaluate(recipe, folder, device, *task)
             results.add(name, record)
-            _drop_checkpoints(experiment, results, output)
+            recorded(results.runs)
+            _drop_checkpoints(experiment, results, output, waiting[position:])
             say(f"{name}: {outcome.describe()}, {time.monotonic() - began:.0f} s")
     return results.runs
 
@@ -158,14 +172,37 @@ def _made(folder: Path) -> Iterator[None]:
             folder.rmdir()
 
 
-def _drop_checkpoints(experiment: Experiment, results: Results, output: Path) -> None:
+def _waiting(
+    experiment: Experiment, results: Results, recipes: dict[str, Recipe], output: Path
+) -> list[str]:
+    """The runs to train, in order: those without a result, and earlier runs that they continue.
+
+    An earlier run that has finished is trained again if its last checkpoint is missing, as on
+    another machine to which only `results.json` was copied.
+    """
+    waiting = {name for name in recipes if not results.is_final(name)}
+    for name in reversed(recipes):  # a run comes after the one that it continues
+        earlier, start = experiment.runs[name].after, f"step-{recipes[name].start_step:08}"
+        if name not in waiting or not earlier or saved_steps(output / name / "checkpoints"):
+            continue
+        has_finished = results.runs.get(earlier, {}).get("status") == "finished"
+        if has_finished and not (output / earlier / "checkpoints" / start).is_dir():
+            waiting.add(earlier)
+    return [name for name in recipes if name in waiting]
+
+
+def _drop_checkpoints(
+    experiment: Experiment, results: Results, output: Path, left: Sequence[str]
+) -> None:
     """Removes weights and averages that are not needed any more: they take gigabytes for each run.
 
-    A run that a later one continues is needed until that one has its result.
+    A run that a later one continues is needed until that one has its result. `left` are the runs
+    that will still be trained.
     """
-    needed = {run.after for name, run in experiment.runs.items() if not results.is_final(name)}
+    unfinished = {name for name in experiment.runs if name in left or not results.is_final(name)}
+    needed = unfinished | {experiment.runs[name].after for name in unfinished}
     for name in experiment.runs:
-        if results.is_final(name) and name not in needed:
+        if name not in needed:
             shutil.rmtree(output / name / "checkpoints", ignore_errors=True)
 
 

@@ -321,7 +321,7 @@ def _differences(state: SavedState, config: ModelConfig) -> str:
     for field in fields(config):
         theirs, ours = getattr(state.config, field.name), getattr(config, field.name)
         if theirs != ours:
-            parts.append(f"it has {field.name} {theirs}, the loaded model {ours}")
+            parts.append(f"it has {field.name} {theirs!r}, the loaded model {ours!r}")
     return "; ".join(parts)
 
 

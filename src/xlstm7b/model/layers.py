@@ -179,17 +179,13 @@ class MLSTMLayer(nn.Module):
     ) -> None:
         super().__init__()
         config = ModelConfig(dim, num_blocks, num_heads, **options)
-        self.dim, igate_bias = dim, config.igate_bias_init_range
+        self.dim = dim
         std, residual = small_std(dim), residual_std(dim, num_blocks)
         self.q = Linear(dim, config.qk_dim, std=std)
         self.k = Linear(dim, config.qk_dim, std=std)
         self.v = Linear(dim, config.v_dim, std=std)
         self.ogate_preact = Linear(dim, config.v_dim, std=0)
-        # The input gate starts nearly closed (paper, "Negative Input Gate Bias Initialization"),
-        # the forget gates open, over a range of time scales.
-        igate, fgate = find("gate", config.input_gate or config.gate), find("gate", config.gate)
-        self.igate_preact = igate(dim, num_heads, biases=(igate_bias, igate_bias))
-        self.fgate_preact = fgate(dim, num_heads, biases=(3.0, 6.0))
+        self.igate_preact, self.fgate_preact = make_gates(config, dim)
         self.multihead_norm = find("head_norm", config.head_norm)(
             config.v_dim, config.cell_norm_eps
         )
@@ -245,6 +241,20 @@ class MLSTMLayer(nn.Module):
     def qkv(self, x: Tensor, heads: tuple[int, int]) -> tuple[Tensor, ...]:
         """q, k, v as [B, T, NH, d]. `heads` is (NH, −1). For subclasses that change them."""
         return tuple(layer(x).unflatten(-1, heads) for layer in (self.q, self.k, self.v))
+
+
+def make_gates(config: ModelConfig, width: int) -> tuple[nn.Module, nn.Module]:
+    """The input and the forget gate of a layer; they read vectors of this width.
+
+    The input gate starts nearly closed (paper, "Negative Input Gate Bias Initialization"), the
+    forget gates open, over a range of time scales.
+    """
+    igate, fgate = find("gate", config.input_gate or config.gate), find("gate", config.gate)
+    biases = config.igate_bias_init_range, config.igate_bias_init_range
+    return (
+        igate(width, config.num_heads, biases=biases),
+        fgate(width, config.num_heads, biases=(3.0, 6.0)),
+    )
 
 
 def padding(lengths: Tensor, batch: int, length: int) -> Tensor:

@@ -142,7 +142,11 @@ class ModelState(NamedTuple):
         )
 
 
-# For `torch.export.save` and `load` of a module that takes and returns states.
-torch.serialization.add_safe_globals([MLSTMState, ModelState])
-for _kind in (MLSTMState, ModelState):
-    _pytree._register_namedtuple(_kind, serialized_type_name=f"xlstm7b.{_kind.__name__}")
+def register_state(kind: type) -> None:
+    """For `torch.export.save` and `load` of modules that take and return this NamedTuple."""
+    torch.serialization.add_safe_globals([kind])
+    _pytree._register_namedtuple(kind, serialized_type_name=f"xlstm7b.{kind.__name__}")
+
+
+register_state(MLSTMState)
+register_state(ModelState)

@@ -24,8 +24,9 @@ from xlstm7b.config import ModelConfig
 from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
 from xlstm7b.mlstm.autocast import to_autocast
 from xlstm7b.model.init import normal_, residual_std, small_std
-from xlstm7b.model.layers import Linear, padding, soft_cap, without_padding
-from xlstm7b.registry import find, register
+from xlstm7b.model.layers import Linear, make_gates, padding, soft_cap, without_padding
+from xlstm7b.model.model_state import register_state
+from xlstm7b.registry import STANDARD, find, register
 
 _UP = 2  # the cell's width, relative to that of the residual stream
 _TAPS = 4  # of the convolution
@@ -44,9 +45,12 @@ class PreviousState(NamedTuple):
     conv: Tensor  # [B, 3, 2 · embedding_dim], the newest last; 0 before the start of a document
 
 
+register_state(PreviousState)
+
+
 @register("block", "previous")
 class PreviousBlock(nn.Module):
-    """y = x + mLSTM(Norm(x)). The mLSTM is `PreviousLayer`; the config's `layer` is not used."""
+    """y = x + mLSTM(Norm(x)). The mLSTM is `PreviousLayer`; other layers are refused."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -116,12 +120,22 @@ class PreviousLayer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        dim, width, heads = config.embedding_dim, config.v_dim, config.num_heads
-        if not config.qk_dim == width == _UP * dim:
+        dim, width = config.embedding_dim, config.v_dim
+        if config.layer != STANDARD["layer"]:
+            raise ValueError(
+                f'block = "previous" has a layer of its own: leave out layer = {config.layer!r}'
+            )
+        if not config.qk_dim_factor == config.v_dim_factor == _UP:
             raise ValueError(
                 f'block = "previous" needs qk_dim_factor = v_dim_factor = {_UP}, not '
                 f"{config.qk_dim_factor} and {config.v_dim_factor}; "
                 f'sizes such as "160m-previous" have them'
+            )
+        if width != _UP * dim:
+            raise ValueError(
+                f'block = "previous" needs mlstm_round_up_to_multiple_of = 1, not '
+                f"{config.mlstm_round_up_to_multiple_of}, which makes the width {width} instead of "
+                f"{_UP * dim}"
             )
         if width % _BLOCK:
             raise ValueError(f'block = "previous" needs an even embedding_dim, not {dim}')
@@ -132,14 +146,12 @@ class PreviousLayer(nn.Module):
         self.q = BlockDiagonal(width)
         self.k = BlockDiagonal(width)
         self.v = BlockDiagonal(width)
-        igate_bias = config.igate_bias_init_range
-        igate, fgate = find("gate", config.input_gate or config.gate), find("gate", config.gate)
-        self.igate_preact = igate(3 * width, heads, biases=(igate_bias, igate_bias))
-        self.fgate_preact = fgate(3 * width, heads, biases=(3.0, 6.0))
+        self.igate_preact, self.fgate_preact = make_gates(config, 3 * width)
         self.multihead_norm = find("head_norm", config.head_norm)(width, config.cell_norm_eps)
         self.skip = Skip(width)
         self.out_proj = Linear(width, dim, std=residual)
-        self.heads, self.gate_soft_cap, self.eps = heads, config.gate_soft_cap, config.eps
+        self.heads = config.num_heads
+        self.gate_soft_cap, self.eps = config.gate_soft_cap, config.eps
 
     def forward(
         self,
@@ -187,6 +199,13 @@ def _with_last(x: Tensor, state: PreviousState | None) -> Tensor:
     """x [B, T, W] after the last inputs of the state, or after zeros: [B, T + 3, W]."""
     if state is None:
         return F.pad(x, (0, 0, _TAPS - 1, 0))  # torch.compile reads x itself, and makes no copy
+    if not isinstance(state, PreviousState):
+        raise TypeError(f"the state must be a PreviousState, not a {type(state).__name__}")
+    shape = [len(x), _TAPS - 1, x.shape[2]]
+    if list(state.conv.shape) != shape:
+        raise ValueError(
+            f"the state's conv must have the shape {shape}, not {list(state.conv.shape)}"
+        )
     return torch.cat([state.conv.to(x.dtype), x], dim=1)
 
 

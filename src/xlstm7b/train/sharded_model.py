@@ -110,7 +110,7 @@ def check_same_model(place: str, theirs: ModelConfig, ours: ModelConfig) -> None
     if (ours.input_gate or ours.gate) != STANDARD["gate"]:
         free = free - {"igate_bias_init_range"}
     differing = [
-        f"has {name} {getattr(theirs, name)}, the recipe {getattr(ours, name)}"
+        f"has {name} {getattr(theirs, name)!r}, the recipe {getattr(ours, name)!r}"
         for name in vars(ours)
         if name not in free and getattr(theirs, name) != getattr(ours, name)
     ]

@@ -192,6 +192,9 @@ def state_normaliser_kernel(
 
     It is a separate launch because of a compiler error: with q used both in a pipelined product and
     in registers, Triton 3.6 on Hopper gives some wrong rows, others in every run (docs/kernels.md).
+
+    It is launched without fusion of products and sums. All threads of a warp store a row's sum to
+    the same place in shared memory. With fusion the sums of its two halves differ in the last bit.
     """
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row // NH, row % NH

@@ -62,6 +62,7 @@ def mlstm_chunkwise(
     state_normaliser_kernel[(triton.cdiv(length, block), batch * heads)](
         q, n, weights.from_state, state_share, *q.stride()[:3], scale, length, heads,
         n.shape[2] - 1, DK=d_qk, CHUNK=chosen.chunk, BLOCK_T=block, PADDED_K=padded(d_qk),
+        enable_fp_fusion=False,
     )  # fmt: skip
     # 4. h, and all of n·q.
     unused = weights.b

@@ -1,20 +1,28 @@
-"""Runs every GPU kernel once or more on odd shapes, for NVIDIA's compute-sanitizer.
+"""Launches every GPU kernel of the package once or more, on odd shapes.
 
-`make sanitize` runs this program alone, then under each of the sanitizer's tools. It checks that
-every kernel of the package was launched, not the results: tests do that.
+    python tests/every_kernel.py              # on a GPU: run them, as make sanitize does
+    python tests/every_kernel.py --compile    # without a GPU: compile them for an H100 or H200
+
+It checks that no kernel was left out, not the results: tests do that.
 """
 
 import importlib
 import os
 import pkgutil
+import sys
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
 
 import torch
 import triton
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
 
 import xlstm7b
 from xlstm7b import XLSTM, Engine, ModelConfig, Request, SamplingParams
 from xlstm7b.generate.fused import FusedModel, Slots
+from xlstm7b.generate.kernels import gpu
 from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
 from xlstm7b.model import ModelState
 from xlstm7b.tokenizer import ByteTokenizer
@@ -31,29 +39,69 @@ HEADS = (
 )
 LENGTH = 259  # more than one chunk, and not a multiple of any tile
 LAUNCHED = set[str]()
+ONLY_COMPILE = "--compile" in sys.argv
+DEVICE = torch.device("cpu" if ONLY_COMPILE else "cuda")
 
 
 def main() -> None:
-    triton.knobs.runtime.launch_enter_hook.add(
-        lambda launch: LAUNCHED.add(launch.get()["name"].split(".")[-1])
-    )
+    if ONLY_COMPILE:
+        triton.runtime.driver.set_active(NoGPU())
+        mock.patch("xlstm7b.mlstm._pick", return_value="triton").start()
+        mock.patch("xlstm7b.generate.fused.FusedModel._compare_logits").start()
+        mock.patch("xlstm7b.model.head.has_kernels", return_value=True).start()
+    else:
+        triton.knobs.runtime.launch_enter_hook.add(
+            lambda launch: LAUNCHED.add(launch.get()["name"].split(".")[-1])
+        )
     torch.manual_seed(0)
-    for d_qk, d_hv, dtype in HEADS:
-        run_sequences(dtype, d_qk, d_hv)
-        run_step(dtype, d_qk, d_hv)
-    run_sequences(BFLOAT16, 64, 96, batch=16)  # enough rows for one pass over the chunks
-    run_sequences(FLOAT32, 48, 80, has_resets=True)
-    run_head()
-    for dtype, rows in ((BFLOAT16, 1), (BFLOAT16, 3), (BFLOAT16, 20), (FLOAT32, 40)):
-        run_steps(dtype, rows)
-    run_prompts(rows=3)
-    if "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ:  # CUDA graphs need PyTorch's allocator
-        run_engine()
-    torch.cuda.synchronize()
+    launch_all(HEADS[4:5] if ONLY_COMPILE else HEADS)
+    if not ONLY_COMPILE:
+        run_sequences(FLOAT32, 48, 80, has_resets=True)
+        run_steps(FLOAT32, 40)
+        if "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ:  # graphs need PyTorch's allocator
+            run_engine()
+        torch.cuda.synchronize()
     missing = kernels() - LAUNCHED
     if missing:
         raise SystemExit(f"these kernels were not launched: {', '.join(sorted(missing))}")
-    print(f"launched all {len(kernels())} kernels")
+    print(f"{'compiled' if ONLY_COMPILE else 'launched'} all {len(kernels())} kernels")
+
+
+def launch_all(heads: Sequence[tuple[int, int, torch.dtype]]) -> None:
+    for d_qk, d_hv, dtype in heads:
+        run_sequences(dtype, d_qk, d_hv)
+        run_step(dtype, d_qk, d_hv)
+    run_sequences(BFLOAT16, 64, 96, batch=16)  # enough rows for one pass over the chunks
+    run_head()
+    for rows in (1, 3, 20):
+        run_steps(BFLOAT16, rows)
+    run_prompts(BFLOAT16 if ONLY_COMPILE else FLOAT32, rows=3)
+
+
+class NoGPU:
+    """What Triton asks of a GPU's driver. Kernels are compiled to machine code, and not run."""
+
+    def __init__(self) -> None:
+        self.utils = self
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232_448, "multiprocessor_count": 132}
+
+    def load_binary(self, name: str, *_: Any) -> tuple[int, ...]:
+        LAUNCHED.add(name)
+        return 0, 0, 0, 0, 1024  # module, function, registers, spills, most threads in a block
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        return lambda *_, **__: None
 
 
 def kernels() -> set[str]:
@@ -68,7 +116,7 @@ def kernels() -> set[str]:
 
 
 def draw(*shape: int, dtype: torch.dtype = FLOAT32, shift: float = 0.0) -> Tensor:
-    return (torch.randn(shape, device="cuda") + shift).to(dtype)
+    return (torch.randn(shape, device=DEVICE) + shift).to(dtype)
 
 
 def run_sequences(
@@ -79,7 +127,7 @@ def run_sequences(
     inputs = [draw(*shape, d, dtype=dtype) for d in (d_qk, d_qk, d_hv)]
     inputs += [draw(*shape), draw(*shape, shift=4)]
     inputs = [x.requires_grad_() for x in inputs]
-    resets = torch.rand(batch, LENGTH, device="cuda") < 0.02 if has_resets else None
+    resets = torch.rand(batch, LENGTH, device=DEVICE) < 0.02 if has_resets else None
     state = MLSTMState(draw(batch, 2, d_qk, d_hv), draw(batch, 2, d_qk), draw(batch, 2))
     h, after = mlstm_sequence(*inputs, state=state, resets=resets)
     (h.float().sum() + after.C.sum() + after.n.sum()).backward()
@@ -97,13 +145,19 @@ def run_step(dtype: torch.dtype, d_qk: int, d_hv: int) -> None:
 
 
 def new_model(dtype: torch.dtype) -> XLSTM:
-    with torch.device("cuda"):
+    with DEVICE:
         return XLSTM(ModelConfig(96, 2, 2, vocab_size=331)).to(dtype)
+
+
+def fused_model(dtype: torch.dtype) -> FusedModel:
+    fused = FusedModel(new_model(dtype))
+    fused.operations = gpu
+    return fused
 
 
 def run_head() -> None:
     model = new_model(FLOAT32)
-    tokens = torch.randint(331, (2, 37), device="cuda")
+    tokens = torch.randint(331, (2, 37), device=DEVICE)
     model.loss(tokens, tokens, draw(2, 37)).backward()
     model.token_logprobs(tokens, tokens)[0].sum().backward()
 
@@ -111,20 +165,20 @@ def run_head() -> None:
 @torch.inference_mode()
 def run_steps(dtype: torch.dtype, rows: int) -> None:
     """Single tokens; some rows keep their state."""
-    fused = FusedModel(new_model(dtype))
-    state = ModelState.zeros(fused.config, rows, device=torch.device("cuda"))
-    live = torch.rand(rows, device="cuda") < 0.5
-    fused.step(torch.randint(331, (rows,), device="cuda"), state, live)
+    fused = fused_model(dtype)
+    state = ModelState.zeros(fused.config, rows, device=DEVICE)
+    live = torch.rand(rows, device=DEVICE) < 0.5
+    fused.step(torch.randint(331, (rows,), device=DEVICE), state, live)
 
 
 @torch.inference_mode()
-def run_prompts(rows: int) -> None:
+def run_prompts(dtype: torch.dtype, rows: int) -> None:
     """Prompts of different lengths, with states that are read and written by slot."""
-    fused = FusedModel(new_model(FLOAT32))
-    state = ModelState.zeros(fused.config, rows + 1, device=torch.device("cuda"))
-    order = torch.randperm(rows, device="cuda")
-    tokens = torch.randint(331, (rows, 70), device="cuda")
-    lengths = torch.randint(71, (rows,), device="cuda")
+    fused = fused_model(dtype)
+    state = ModelState.zeros(fused.config, rows + 1, device=DEVICE)
+    order = torch.randperm(rows, device=DEVICE)
+    tokens = torch.randint(331, (rows, 70), device=DEVICE)
+    lengths = torch.randint(71, (rows,), device=DEVICE)
     fused.logits(fused.read(tokens, state, lengths, Slots(order, order.flip(0))))
 
 
