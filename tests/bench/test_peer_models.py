@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 from xlstm7b.bench import peer_models
-from xlstm7b.bench.peer_models import EAGER, PEERS, Decoder, Peer, check
+from xlstm7b.bench.peer_models import EAGER, GRAPH, PEERS, Decoder, Peer, check
 from xlstm7b.bench.plans import ModelPlan
 
 MODELS = ("transformers", "llama2", "llama3", "falcon-mamba", "codestral-mamba")
@@ -39,6 +39,15 @@ def test_cached_decoding_agrees_with_the_whole_pass(name: str, dtype: str) -> No
         found = check(partial(_of_two_layers, name), peer, decoder)
         assert found["equal_tokens"] == 16
         assert found["cached_error"] < (1e-5 if dtype == "float32" else 0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama2", "llama3"])
+def test_cached_decoding_in_a_cuda_graph(name: str) -> None:
+    peer = make(name, dtype="bfloat16", device="cuda")
+    for attention in peer.attentions:
+        decoder = Decoder(peer, GRAPH, peer.new_cache(1, 300), attention=attention)
+        assert check(partial(_of_two_layers, name), peer, decoder)["cached_error"] < 0.1
 
 
 def _of_two_layers(name: str, plan: ModelPlan, layers: int | None) -> Peer:

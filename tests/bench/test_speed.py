@@ -118,6 +118,18 @@ def test_a_crash_ends_one_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(calls) == 2
 
 
+def test_a_figure_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails if it had all the time, and is measured again if others before it took the time."""
+    every, late = list(SPEED_PARTS), "stopped after 480 s"
+    script: Script = {"llama2": [(every[:2], late), ([], late), (every[3:], None)]}
+    calls = pretend(monkeypatch, script)
+    assert run(tmp_path, "llama2")["llama2"]["status"] == "stopped"
+    found = run(tmp_path, "llama2")["llama2"]
+    assert calls == [("llama2", every), ("llama2", every[2:]), ("llama2", every[3:])]
+    assert found["status"] == "finished"
+    assert found["figures"][every[2]][0]["error"] == late
+
+
 def test_a_model_that_cannot_start_keeps_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ input gate, normaliser and stabiliser; its gated delta rule (`gated_deltanet`) u
 the same size. `sdpa` is PyTorch's causal attention (FlashAttention) at the same width.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -55,11 +56,13 @@ def results(plan: Kernels) -> Iterator[Result]:
 
 def _peer_results(plan: Kernels, waiting: list[Result]) -> Iterator[Result]:
     """All cases of a peer in one process. After a crash the next cases run in a new one."""
+    left, began = plan.timeout, time.monotonic()
     while waiting:
         rows = [case.to_dict() for case in waiting]
-        for result in in_process(waiting[0], time_peer, plan.timeout, cases=rows):
+        for result in in_process(waiting[0], time_peer, max(0.0, left), cases=rows):
             yield replace(waiting[0], seconds=result.seconds, error=result.error)
             del waiting[0]
+        left = plan.timeout - (time.monotonic() - began)
 
 
 def cases(plan: Kernels, size: str) -> Iterator[Result]:

@@ -15,6 +15,7 @@ stopped continues with the figures that are missing.
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -300,15 +301,18 @@ def largest_batch(
     release(plan.device)
     batch = min(plan.most_rows, int(_FREE_SHARE * free_memory(plan.device) // per_row))
     result = replace(case, error="out of memory")
-    while batch and result.error is not None:
-        result = attempt(replace(case, batch=batch), timed, ValueError)
+    for _ in range(_TRIES):
+        if not batch:
+            break
+        result = attempt(replace(case, batch=batch), timed, Exception)
         release(plan.device)
-        if result.error is not None and "memory" not in result.error and "fit" not in result.error:
+        if result.error is None or not re.search("memory|do not fit", result.error):
             break
         batch = batch * 7 // 8
     return result
 
 
+_TRIES = 8
 _FREE_SHARE = 0.9  # the rest is for what a step computes
 
 
@@ -379,6 +383,9 @@ def _measure(name: str, plan: Speed, records: "_Records", say: Callable[[str], N
             say(f"{name}: {current or 'start'}: {error}")
             if not current:
                 records.fail(name, error)
+                return
+            if error.startswith("stopped after") and current != missing[0]:
+                say(f"{name}: the same command continues with this figure")
                 return
             records.add(name, current, [*rows, Result(current, name, error=error).to_dict()])
     records.finish(name)
