@@ -175,6 +175,7 @@ def test_a_peer_reports_from_its_process(tmp_path: Path, monkeypatch: pytest.Mon
     assert [(r.part, r.length, r.error) for r in cases.run(PEER)] == [
         ("ways", START_TOKENS, None),
         ("check", 0, None),
+        ("decode", START_TOKENS, None),
         ("context", 0, None),
         ("context", 20, None),
         ("first", 1, None),

@@ -251,7 +251,7 @@ def run_peer(peer: str, options: dict[str, Any]) -> Iterator[Result]:
     plan = Generation.of(**options)
     timer = PeerTimer(peer, plan)
     yield from timer.start()
-    for part in ("context", "first", "prefill"):
+    for part in ("decode", "context", "first", "prefill"):
         if part in plan.parts:
             yield from timer.results(part)
 
@@ -377,13 +377,22 @@ class PeerTimer:
         return f"{self.peer.engine}, prompts {'eager' if is_eager else 'compiled'}"
 
     def results(self, part: str) -> Iterator[Result]:
-        """Of `context`, `first` or `prefill`, which comes last: it needs the cache's memory."""
-        measured = {"context": self._context, "first": self._first, "prefill": self._prefill}
+        """Of one part. `prefill` comes last: it needs the cache's memory."""
+        measured = {
+            "decode": self._decode,
+            "context": self._context,
+            "first": self._first,
+            "prefill": self._prefill,
+        }
         yield from measured[part]()
 
     def drop_decoder(self) -> None:
         self.decoder = self._cache = None
         release(self.plan.device)
+
+    def _decode(self) -> Iterator[Result]:
+        case = Result("decode", self.name, self.decoding(), "", 1, START_TOKENS)
+        yield attempt(case, self._timed, Exception)
 
     def _context(self) -> Iterator[Result]:
         shortest = None
