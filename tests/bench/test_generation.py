@@ -123,23 +123,12 @@ def test_weights_are_random_in_their_dtype_and_the_default_stays() -> None:
 # Peers. Theirs is not asked to be fast, only to be called as it wants to be.
 
 
-@pytest.mark.parametrize("peer", ["transformers", "xlstm", "llama2", "llama3"])
-def test_peers_run_on_a_cpu(peer: str) -> None:
-    pytest.importorskip("xlstm.xlstm_large.model" if peer == "xlstm" else "transformers")
-    results = list(generation.run_peer(peer, SMALL.to_dict()))
-    assert [result for result in results if result.error or not result.seconds] == []
-    decoding = [(r.batch, r.length) for r in results if r.part in ("decode", "context")]
-    assert decoding == ([(1, 0), (1, 20)] if peer.startswith("llama") else [(1, START_TOKENS)])
-    reading = [(r.part, r.batch, r.length) for r in results if r.part in ("first", "prefill")]
-    assert reading == [("first", 1, 1), ("first", 1, 70), ("prefill", 1, 64), ("prefill", 2, 32)]
-    assert all((r.limit is None) == peer.startswith("llama") for r in results)
-
-
-def test_llamas_of_the_7b_are_the_real_ones() -> None:
-    seven = replace(SMALL, size="7b")
-    two, three = (generation.llama_shape(peer, seven) for peer in ("llama2", "llama3"))
-    assert (two["intermediate_size"], two["num_key_value_heads"]) == (11008, 32)
-    assert (three["intermediate_size"], three["num_key_value_heads"]) == (14336, 8)
+def test_an_installed_xlstm_runs_on_a_cpu() -> None:
+    """The other peers are tested with the speed experiment."""
+    pytest.importorskip("xlstm.xlstm_large.model")
+    results = list(generation.run_peer("xlstm", SMALL.to_dict()))
+    assert [result for result in results if result.error] == []
+    assert all(r.limit is not None for r in results if r.part in ("context", "first", "prefill"))
 
 
 FAKE = """
@@ -157,7 +146,12 @@ class xLSTMLarge(torch.nn.Module):
     def forward(self, tokens, state=None):
         if self.config.num_blocks == 4 and tokens.shape[1] == 70:
             raise RuntimeError("too long\\nfor this")
-        return torch.zeros(*tokens.shape, self.config.vocab_size), {}
+        total = tokens.cumsum(1) + (0 if state is None else state[0])
+        if state is None:
+            state = {0: total[:, -1:].clone()}
+        else:
+            state[0].copy_(total[:, -1:])
+        return (total[..., None] % 97 * torch.arange(self.config.vocab_size)).cos(), state
 """
 
 
@@ -177,10 +171,17 @@ PEER = replace(SMALL, peers=("xlstm",), only_peers=True)
 
 def test_a_peer_reports_from_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peers_from(tmp_path, monkeypatch, FAKE)
+    too_long = "RuntimeError: too long for this"
     assert [(r.part, r.length, r.error) for r in cases.run(PEER)] == [
+        ("ways", START_TOKENS, None),
+        ("check", 0, None),
         ("decode", START_TOKENS, None),
+        ("context", 0, None),
+        ("context", 20, None),
         ("first", 1, None),
-        ("first", 70, "RuntimeError: too long for this"),
+        ("first", 1, None),
+        ("first", 70, too_long),
+        ("first", 70, too_long),
         ("prefill", 64, None),
         ("prefill", 32, None),
     ]

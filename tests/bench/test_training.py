@@ -71,17 +71,18 @@ def test_a_case_that_fails_is_a_line() -> None:
 
 
 def test_the_cpu_benchmark_compares_with_transformers() -> None:
-    pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers")
     plan = Cpu.of(size="tiny", length=64, cases=["tiny:1x64"], steps=1)
     results = cases.run(plan)
     assert [result.error for result in results] == [None] * len(results)
     rows = [(result.part, result.name, result.work) for result in results]
+    engine = f"transformers {transformers.__version__}, native kernels"
     assert rows == [
         ("decode", "ours", "greedy, float32"),
         ("decode", "ours", "temperature 0.8, top_p 0.95, float32"),
         ("prefill", "ours", "float32"),
-        ("decode", "transformers", "native kernels, float32"),
-        ("prefill", "transformers", "native kernels, float32"),
+        ("decode", "transformers", f"{engine}, eager, float32"),
+        ("prefill", "transformers", f"{engine}, prompts eager, float32"),
         ("decode", "ours", "greedy, bfloat16"),
         ("decode", "ours", "temperature 0.8, top_p 0.95, bfloat16"),
         ("prefill", "ours", "bfloat16"),

@@ -173,6 +173,7 @@ def _with_ratio(result: Result, done: Sequence[Result]) -> Result:
     if result.name == "ours" or result.seconds is None:
         return result
     ours = [each for each in done if each.name == "ours" and each.case == result.case]
+    ours = [each for each in ours if each.get("new") == result.get("new")]
     ours.sort(key=lambda each: each.work != result.work)
     if not ours or not ours[0].seconds:
         return result

@@ -5,26 +5,19 @@ decoding at several batch sizes, and after contexts of several lengths; the time
 its first tokens; prefill of a constant number of tokens as many short or few long prompts; with a
 folder, the time from saved weights to the first token. Every figure is shown with its limit.
 
-Peers run in processes of their own, at batch 1 except for prefill, with random weights:
-
-- `transformers`: its xLSTM, with the kernels of `xlstm` if that is installed.
-- `xlstm`: the authors' package with fused weights and the kernels of `mlstm_kernels`: eager, in a
-  CUDA graph, and compiled in a CUDA graph. Like `transformers`, it computes the logits of every
-  token of a prompt.
-- `llama2`, `llama3`: Llama-2-7B and Llama-3.1-8B in `transformers` if the size is 7b, else a Llama
-  of the size's width and depth. They decode from a static cache that is just large enough,
-  compiled in a CUDA graph if that works. The cache holds random numbers: the time is the same.
+Peers run in processes of their own, with random weights, in the fastest way that works: compiled
+in a CUDA graph, in a CUDA graph, or eager (`peer_models.py`). Before a peer is timed, its cached
+decoding is checked against its own pass over the whole text. `xlstm7b experiment speed` measures
+the same, and more, and keeps the results of one model while another is measured.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from xlstm7b import accounting
 from xlstm7b.bench.cases import Column, Part, Result
@@ -32,18 +25,25 @@ from xlstm7b.bench.measure import (
     GREEDY,
     SAMPLED,
     attempt,
-    capture,
     find_peaks,
     make_generator,
     measure,
     measure_decoding,
-    measure_steps,
     random_model,
-    random_module,
     random_prompts,
     release,
+    time_limit,
 )
-from xlstm7b.bench.peers import TRITON_KERNELS, in_process, load_transformers, load_xlstm
+from xlstm7b.bench.peer_models import (
+    COMPILED,
+    EAGER,
+    GRAPH,
+    MOST_STEPS,
+    PEERS,
+    Decoder,
+    check,
+)
+from xlstm7b.bench.peers import in_process
 from xlstm7b.bench.plans import Generation
 from xlstm7b.devices import to_dtype
 from xlstm7b.generate.engine import peak_memory
@@ -53,8 +53,11 @@ START_TOKENS = 16  # length of the prompt before decoding is timed
 
 _DECODE = ("batch", "tokens", "ms", "tok/s", "GB/s", "limit", "% of limit", "speed of ours, ×")
 _SAME = Column("of shortest, ×", "of_shortest", digits=3)  # speed, over that after the shortest
-_FIRST = ("batch", "tokens", "ms", "limit, ms", "% of limit", "speed of ours, ×")
+_NEW = Column("new tokens", "new")
+_FIRST = ("batch", "tokens", _NEW, "ms", "limit, ms", "% of limit", "speed of ours, ×")
 PARTS = {
+    "ways": Part("ways to decode one token", ("batch", "tokens", "ms")),
+    "check": Part("cached decoding agrees with the whole pass", ("batch", "tokens")),
     "start": Part("from a saved folder to the first token", ("batch", "tokens", "ms")),
     "memory": Part(
         "peak memory; the limit is the weights and the state",
@@ -89,20 +92,20 @@ def results(plan: Generation) -> Iterator[Result]:
 def with_limit(case: Result, plan: Generation, seconds: float, *, decoded: int = 0) -> Result:
     """The case with its time and limit: one decoding step, or a prefill and `decoded` tokens more.
 
-    A Llama has no limit.
+    Only an xLSTM has a limit.
     """
-    is_step = case.part in ("decode", "context")
+    is_step = case.part in ("decode", "context", "full", "ways")
     tokens = case.batch if is_step else case.batch * case.length
     counts_time = case.part == "first"  # else the speed counts
     result = replace(case, seconds=seconds)
     if not counts_time:
         result = replace(result, tokens_per_second=tokens / seconds)
-    if case.name.startswith("llama"):
+    if case.name not in ("ours", "transformers", "xlstm"):
         return result
     assert plan.peak_tflops is not None
     assert plan.peak_tbs is not None
     config, peaks = plan.config, (1e12 * plan.peak_tflops, 1e12 * plan.peak_tbs)
-    sizes = _itemsizes(plan)
+    sizes = itemsizes(plan)
     step = accounting.least_decode_seconds(config, *peaks, case.batch, **sizes)
     if is_step:
         least = step
@@ -115,7 +118,7 @@ def with_limit(case: Result, plan: Generation, seconds: float, *, decoded: int =
     return replace(result, limit=limit, percent_of_limit=100 * least / seconds)
 
 
-def _itemsizes(plan: Generation) -> dict[str, int]:
+def itemsizes(plan: Generation) -> dict[str, int]:
     """Bytes of one weight and of one number of the state, as `accounting` takes them."""
     names = {"weight_itemsize": plan.dtype, "state_itemsize": plan.state_dtype}
     return {key: to_dtype(name).itemsize for key, name in names.items()}
@@ -131,18 +134,15 @@ def _our_results(plan: Generation) -> Iterator[Result]:
     if not plan.parts:
         return
     model = random_model(plan)
-    # Memory comes first: on a CPU the peak is that of the whole process.
-    measured = {
-        "memory": _memory,
-        "decode": _decode,
-        "context": _context,
-        "first": _first,
-        "prefill": _prefill,
-    }
-    for part, results in measured.items():
+    for part in _OURS:
         if part in plan.parts:
-            yield from results(model, plan)
-            release(plan.device)
+            yield from our_part(part, model, plan)
+
+
+def our_part(part: str, model: XLSTM, plan: Generation) -> Iterator[Result]:
+    """The results of one part of this package."""
+    yield from _OURS[part](model, plan)
+    release(plan.device)
 
 
 def _start(plan: Generation, folder: str) -> Result:
@@ -156,7 +156,7 @@ def _start(plan: Generation, folder: str) -> Result:
 
 def _memory(model: XLSTM, plan: Generation) -> Iterator[Result]:
     """Each case in a generator of its own, so that what its CUDA graphs hold counts too."""
-    sizes, vocab_size = _itemsizes(plan), plan.config.vocab_size
+    sizes, vocab_size = itemsizes(plan), plan.config.vocab_size
     weights = accounting.weight_bytes(plan.config, sizes["weight_itemsize"])
     state = accounting.state_bytes(plan.config, sizes["state_itemsize"])["total"]
 
@@ -217,7 +217,7 @@ def _first(model: XLSTM, plan: Generation) -> Iterator[Result]:
             generate = partial(generator.generate, prompts, max_new_tokens=tokens, **GREEDY)
             seconds = measure(generate, plan.device)
             work = "1 token" if tokens == 1 else f"{tokens} tokens"
-            case = Result("first", work=work, batch=1, length=length)
+            case = Result("first", work=work, batch=1, length=length, figures={"new": tokens})
             yield with_limit(case, plan, seconds, decoded=tokens - 1)
 
 
@@ -233,182 +233,226 @@ def _prefill(model: XLSTM, plan: Generation) -> Iterator[Result]:
         release(plan.device)
 
 
+_OURS: dict[str, Callable[[XLSTM, Generation], Iterator[Result]]] = {
+    "memory": _memory,  # first: on a CPU the peak is that of the whole process
+    "decode": _decode,
+    "context": _context,
+    "first": _first,
+    "prefill": _prefill,
+}
+
+
 # Peers
-
-_Logits = Callable[[Tensor], Tensor]  # of token ids [B, T], at every position or at the last one
-
-
-class PeerModel(NamedTuple):
-    """A model of another library."""
-
-    work: str  # describes a plain call of the model
-    vocab_size: int
-    forward: Any
-    read: _Logits
-    # Takes `forward`, perhaps compiled, and a context length. Returns the logits after one more
-    # token, and a function that goes back to that length.
-    decoder: Callable[[Any, int], tuple[_Logits, Callable[[], None]]]
 
 
 @torch.no_grad()
 def run_peer(peer: str, options: dict[str, Any]) -> Iterator[Result]:
     """All results of a peer. Runs in a process of its own. `options` are those of the plan."""
     plan = Generation.of(**options)
-    makers = {"transformers": _transformers, "xlstm": _xlstm}
-    is_xlstm = peer in makers
-    model = makers[peer](plan) if is_xlstm else _llama(peer, plan)
-    if is_xlstm and "decode" in plan.parts:
-        case = Result("decode", peer, model.work, batch=1, length=START_TOKENS)
-        yield _time_decoding(case, plan, model)
-        if peer == "xlstm" and plan.device == "cuda":
-            yield _time_decoding(replace(case, work="CUDA graph"), plan, model)
-    elif not is_xlstm and "context" in plan.parts:
-        yield from _time_contexts(peer, plan, model)
-    torch.compiler.reset()
-    release(plan.device)
-    case = Result("first", peer, f"1 token, {model.work}", batch=1)
-    lengths = plan.prompts if "first" in plan.parts else ()
-    cases = [replace(case, length=length) for length in lengths]
-    case = Result("prefill", peer, model.work)
-    lengths = plan.lengths if "prefill" in plan.parts else ()
-    cases += [replace(case, batch=plan.tokens // length, length=length) for length in lengths]
-    for case in cases:
-        yield attempt(case, partial(_time_reading, plan, model), Exception)
-        release(plan.device)
-    if peer == "xlstm" and plan.device == "cuda" and "decode" in plan.parts:
-        case = Result("decode", peer, "compiled, CUDA graph", batch=1, length=START_TOKENS)
-        yield _time_decoding(case, plan, model)  # last: it takes the longest
+    timer = PeerTimer(peer, plan)
+    yield from timer.start()
+    for part in ("decode", "context", "first", "prefill"):
+        if part in plan.parts:
+            yield from timer.results(part)
 
 
-def _time_contexts(peer: str, plan: Generation, model: PeerModel) -> Iterator[Result]:
-    """After each context in the fastest way that works."""
-    ways = ["eager"] if plan.device == "cpu" else ["compiled, CUDA graph", "CUDA graph", "eager"]
-    shortest = None
-    for length in plan.contexts:
-        for way in [*ways]:
-            result = _time_decoding(Result("context", peer, way, "", 1, length), plan, model)
+class PeerTimer:
+    """Times one peer. `start` comes first: it chooses the fastest way, and checks it."""
+
+    def __init__(self, name: str, plan: Generation) -> None:
+        self.name, self.plan = name, plan
+        self.peer = PEERS[name](plan)
+        self.attentions = self.peer.attentions  # those that passed the check
+        self.decoder: Decoder | None = None
+        self._cache: Any = None
+        self._room = max(START_TOKENS, *plan.contexts, *plan.prompts) + 2 * MOST_STEPS
+
+    def start(self) -> Iterator[Result]:
+        """The time of each way to decode, then the check. Raises a `ValueError` if it fails."""
+        fastest = None
+        for way in decoding_ways(self.plan.device):
+            if way == EAGER and fastest is not None:
+                continue
+            case = Result("ways", self.name, f"{self.peer.engine}, {way}", "", 1, START_TOKENS)
+            result = attempt(case, partial(self._try, way), Exception)
+            yield result
+            if result.seconds is not None and (fastest is None or result.seconds < fastest[0]):
+                fastest = result.seconds, self.decoder
+            elif result.error is not None:
+                torch.compiler.reset()
+            self.decoder = None
+        if fastest is None:
+            raise ValueError(f"{self.name} cannot decode in any way; see the rows above")
+        self.decoder = fastest[1]
+        assert self.decoder is not None
+        fastest_attention, self.attentions = self.decoder.attention, ()
+        for attention in self.peer.attentions:
+            self.decoder.attention = attention
+            case = Result("check", self.name, self.decoding(), batch=1)
+            result = attempt(case, self._check, Exception)
+            yield result
+            if result.error is None:
+                self.attentions += (attention,)
+        if not self.attentions:
+            raise ValueError(f"{self.name} is not timed: {result.error}")
+        if fastest_attention in self.attentions:
+            self.decoder.attention = fastest_attention
+        if self.peer.compiles_prompts and self.plan.device == "cuda":
+            yield attempt(Result("ways", self.name), self._try_compiled_prompts, Exception)
+
+    def _check(self, case: Result) -> Result:
+        assert self.decoder is not None
+        figures: dict[str, Any] = check(PEERS[self.name], self.peer, self.decoder)
+        return replace(case, figures=figures)
+
+    def _try(self, way: str, case: Result) -> Result:
+        while self._cache is None:
+            try:
+                self._cache = self.peer.new_cache(1, self._room)
+            except torch.OutOfMemoryError:
+                self._room //= 2  # longer contexts are then out of memory
+        self.decoder = Decoder(self.peer, way, self._cache)
+        with time_limit(self.plan.compile_seconds):
+            return self._timed(case)
+
+    def _timed(self, case: Result) -> Result:
+        """The case with the time of a step, by the faster way to attend to the cache."""
+        decoder = self.decoder
+        assert decoder is not None
+        if case.length + 2 * MOST_STEPS > self._room:
+            raise torch.OutOfMemoryError
+        if not self.peer.grows and case.length:
+            decoder.read(self.peer.tokens(1, case.length))
+        results = []
+        for attention in self.attentions:
+            decoder.attention = attention
+            results.append(attempt(case, self._step, Exception))
+        measured = [each for each in results if each.seconds is not None]
+        if not measured:
+            return results[0]
+        best = min(measured, key=lambda each: each.seconds or 0)
+        decoder.attention = self.attentions[results.index(best)]
+        return replace(best, work=self.decoding())
+
+    def _step(self, case: Result) -> Result:
+        assert self.decoder is not None
+        seconds = self.decoder.seconds(case.length, seconds=self.plan.seconds)
+        return with_limit(case, self.plan, seconds)
+
+    def decoding(self) -> str:
+        """The engine, and how it decodes."""
+        assert self.decoder is not None
+        return joined(self.peer.engine, self.decoder.way, self.decoder.attention)
+
+    def _try_compiled_prompts(self, case: Result) -> Result:
+        """Compiles the reading of prompts, if that is faster."""
+        prompts = self.peer.tokens(1, min(2048, self._room))
+        cache = self.peer.new_cache(1, prompts.shape[1])
+        eager = self.peer.reader
+
+        def seconds() -> float:
+            def read() -> None:
+                self.peer.set_length(cache, 0)
+                self.peer.reader(prompts, cache)
+
+            return measure(read, self.plan.device, repeats=2)
+
+        before = seconds()
+        self.peer.compile_prompts()
+        try:
+            with time_limit(self.plan.compile_seconds):
+                after = seconds()
+        except BaseException:
+            self.peer.reader = eager
+            raise
+        if after > before:
+            self.peer.reader = eager
+        work = f"{self._reading()} (eager {1e3 * before:.1f} ms, compiled {1e3 * after:.1f} ms)"
+        return replace(
+            case, work=work, batch=1, length=prompts.shape[1], seconds=min(before, after)
+        )
+
+    def _reading(self) -> str:
+        is_eager = self.peer.reader == self.peer.prompt_logits
+        return f"{self.peer.engine}, prompts {'eager' if is_eager else 'compiled'}"
+
+    def results(self, part: str) -> Iterator[Result]:
+        """Of one part. `prefill` comes last: it needs the cache's memory."""
+        measured = {
+            "decode": self._decode,
+            "context": self._context,
+            "first": self._first,
+            "prefill": self._prefill,
+        }
+        yield from measured[part]()
+
+    def drop_decoder(self) -> None:
+        self.decoder = self._cache = None
+        release(self.plan.device)
+
+    def _decode(self) -> Iterator[Result]:
+        case = Result("decode", self.name, self.decoding(), "", 1, START_TOKENS)
+        yield attempt(case, self._timed, Exception)
+
+    def _context(self) -> Iterator[Result]:
+        shortest = None
+        for length in self.plan.contexts:
+            case = Result("context", self.name, self.decoding(), "", 1, length)
+            result = attempt(case, self._timed, Exception)
             if result.seconds is not None:
                 shortest = shortest or result.seconds
-                yield replace(result, figures={"of_shortest": shortest / result.seconds})
-                break
-            ways.remove(way)  # longer contexts would fail too, and take long
+                result = replace(result, figures={"of_shortest": shortest / result.seconds})
             yield result
 
+    def _first(self) -> Iterator[Result]:
+        for length in self.plan.prompts:
+            for tokens in (1, self.plan.first):
+                assert self.decoder is not None
+                steps = joined(self.decoder.way, self.decoder.attention)
+                work = f"{self._reading()}, steps {steps}"
+                case = Result("first", self.name, work, "", 1, length, figures={"new": tokens})
+                yield attempt(case, partial(self._time_first, tokens), Exception)
 
-def _time_reading(plan: Generation, model: PeerModel, case: Result) -> Result:
-    prompts = _tokens(plan, case.batch, case.length, model.vocab_size)
-    read = partial(model.read, prompts)
-    seconds = measure(lambda: read()[:, -1].argmax(-1).tolist(), plan.device, repeats=2)
-    return with_limit(case, plan, seconds)
+    def _time_first(self, tokens: int, case: Result) -> Result:
+        decoder = self.decoder
+        assert decoder is not None
+        if case.length + tokens > self._room:
+            raise torch.OutOfMemoryError
+        decoder.prepare(case.length, case.length + tokens)
+        prompts = self.peer.tokens(1, case.length)
 
+        def generate() -> object:
+            decoder.read(prompts)
+            for more in range(tokens - 1):
+                decoder.step(case.length + more)
+            return decoder.token.tolist()
 
-def _time_decoding(case: Result, plan: Generation, model: PeerModel) -> Result:
-    """A greedy step at batch 1. The case's work says whether it is compiled, and in a graph."""
+        seconds = measure(generate, self.plan.device, repeats=2)
+        return with_limit(case, self.plan, seconds, decoded=tokens - 1)
 
-    def timed(case: Result) -> Result:
-        torch.compiler.reset()  # else the second length would be compiled for any length
-        release(plan.device)
-        forward = model.forward
-        if "compiled" in case.work:
-            # Chosen by measurement: this mode helps products of one row.
-            mode = "max-autotune-no-cudagraphs"
-            forward = torch.compile(forward, mode=mode, dynamic=False)
-        logits, rewind = model.decoder(forward, case.length)
-        token = torch.zeros(1, 1, dtype=torch.long, device=plan.device)
+    def _prefill(self) -> Iterator[Result]:
+        self.drop_decoder()
+        for length in self.plan.lengths:
+            batch = self.plan.tokens // length
+            case = Result("prefill", self.name, self._reading(), "", batch, length)
+            yield attempt(case, self._time_reading, Exception)
+            release(self.plan.device)
 
-        def step() -> None:
-            token.copy_(logits(token)[:, -1:].argmax(-1))
+    def _time_reading(self, case: Result) -> Result:
+        prompts = self.peer.tokens(case.batch, case.length)
+        cache = self.peer.new_cache(case.batch, case.length) if self.peer.grows else None
 
-        rewind()
-        repeated = capture(step) if "CUDA graph" in case.work else step
+        def read() -> object:
+            if cache is not None:
+                self.peer.set_length(cache, 0)
+            return self.peer.reader(prompts, cache)[0][:, -1].argmax(-1).tolist()
 
-        def steps(count: int) -> None:
-            rewind()
-            for _ in range(count):
-                repeated()
-
-        return with_limit(case, plan, measure_steps(steps, plan.device, seconds=plan.seconds))
-
-    return attempt(case, timed, Exception)
-
-
-def _tokens(plan: Generation, batch: int, length: int, vocab_size: int) -> Tensor:
-    return torch.tensor(random_prompts(vocab_size, batch, length), device=plan.device)
-
-
-def _transformers(plan: Generation) -> PeerModel:
-    transformers: Any = import_module("transformers")
-    has_kernels = plan.device == "cuda" and transformers.utils.is_xlstm_available()
-    options = (TRITON_KERNELS if has_kernels else {}) | {"autocast_kernel_dtype": plan.dtype}
-    dtype, vocab_size = to_dtype(plan.dtype), plan.config.vocab_size
-    model: Any = load_transformers(plan.config, dtype, plan.device, options=options)
-
-    def decoder(forward: Any, length: int) -> tuple[_Logits, Callable[[], None]]:
-        state = model(_tokens(plan, 1, length, vocab_size), use_cache=True).cache_params
-        return lambda t: forward(t, cache_params=state, use_cache=True).logits, lambda: None
-
-    work = "Triton kernels" if has_kernels else "native kernels"
-    return PeerModel(work, vocab_size, model, lambda t: model(t, use_cache=True).logits, decoder)
+        return with_limit(case, self.plan, measure(read, self.plan.device, repeats=2))
 
 
-def _xlstm(plan: Generation) -> PeerModel:
-    model: Any = load_xlstm(
-        plan.config,
-        to_dtype(plan.dtype),
-        plan.device,
-        weight_mode="fused",
-        mode="inference",
-        autocast_kernel_dtype=plan.dtype,
-        inference_state_dtype=plan.state_dtype,
-    )
-    vocab_size = plan.config.vocab_size
-
-    def decoder(forward: Any, length: int) -> tuple[_Logits, Callable[[], None]]:
-        _, state = model(_tokens(plan, 1, length, vocab_size))
-        return lambda t: forward(t, state)[0], lambda: None  # it updates the state in place
-
-    return PeerModel("eager", vocab_size, model, lambda t: model(t)[0], decoder)
+def joined(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)
 
 
-def _llama(peer: str, plan: Generation) -> PeerModel:
-    transformers: Any = import_module("transformers")
-    config = transformers.LlamaConfig(**llama_shape(peer, plan), max_position_embeddings=1 << 18)
-    dtype, device = to_dtype(plan.dtype), torch.device(plan.device)
-    model: Any = random_module(lambda: transformers.LlamaForCausalLM(config), dtype, plan.device)
-
-    def decoder(forward: Any, length: int) -> tuple[_Logits, Callable[[], None]]:
-        cache = transformers.StaticCache(config, max_cache_len=length + 128)
-        heads, width = config.num_key_value_heads, config.head_dim
-        cache.early_initialization(1, heads, width, dtype, device)
-        for layer in cache.layers:
-            layer.keys.normal_()
-            layer.values.normal_()
-
-        def rewind() -> None:
-            for layer in cache.layers:
-                layer.cumulative_length.fill_(length)
-
-        return lambda t: forward(t, past_key_values=cache).logits, rewind
-
-    def read(tokens: Tensor) -> Tensor:
-        logits: Tensor = model(tokens, use_cache=True, logits_to_keep=1).logits
-        return logits
-
-    return PeerModel("eager", config.vocab_size, model, read, decoder)
-
-
-def llama_shape(peer: str, plan: Generation) -> dict[str, int]:
-    if plan.size.lower() == "7b":
-        llama2 = {"vocab_size": 32000, "intermediate_size": 11008, "num_key_value_heads": 32}
-        llama3 = {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8}
-        sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
-        return {**sizes, **(llama2 if peer == "llama2" else llama3)}
-    heads = plan.config.embedding_dim // 64
-    return {
-        "hidden_size": plan.config.embedding_dim,
-        "num_hidden_layers": plan.config.num_blocks,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads if peer == "llama2" else heads // 4,
-        "intermediate_size": plan.config.ffn_dim,
-        "vocab_size": plan.config.vocab_size,
-    }
+def decoding_ways(device: str) -> tuple[str, ...]:
+    return (EAGER,) if device == "cpu" else (COMPILED, GRAPH, EAGER)

@@ -5,9 +5,11 @@ forward + backward, in bf16. Single steps run over rotating states in a CUDA gra
 least time that any chunkwise kernel needs (`accounting.cell_floor`) at the GPU's measured peaks.
 
 Peers: `mlstm_kernels` does the same work. FLA's simple_gla (`fla`) is the same recurrence without
-input gate, normaliser and stabiliser. `sdpa` is PyTorch's causal attention at the same width.
+input gate, normaliser and stabiliser; its gated delta rule (`gated_deltanet`) updates a state of
+the same size. `sdpa` is PyTorch's causal attention (FlashAttention) at the same width.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from xlstm7b.accounting import cell_floor, state_bytes
 from xlstm7b.bench.cases import Column, Part, Result
-from xlstm7b.bench.measure import capture, find_peaks, measure
+from xlstm7b.bench.measure import attempt, capture, find_peaks, measure
 from xlstm7b.bench.peers import in_process
 from xlstm7b.bench.plans import Kernels
 from xlstm7b.config import ModelConfig
@@ -48,9 +50,19 @@ def results(plan: Kernels) -> Iterator[Result]:
             raise ValueError(f"the kernels give wrong results on this GPU: {errors}")
         for case in cases(plan, size):
             yield with_limit(case, time_ours(case), peaks)
-            for peer in plan.peers:
-                theirs = replace(case, name=peer)
-                yield from in_process(theirs, time_peer, plan.timeout, case=theirs.to_dict())
+        for peer in plan.peers:
+            yield from _peer_results(plan, [replace(case, name=peer) for case in cases(plan, size)])
+
+
+def _peer_results(plan: Kernels, waiting: list[Result]) -> Iterator[Result]:
+    """All cases of a peer in one process. After a crash the next cases run in a new one."""
+    left, began = plan.timeout, time.monotonic()
+    while waiting:
+        rows = [case.to_dict() for case in waiting]
+        for result in in_process(waiting[0], time_peer, max(0.0, left), cases=rows):
+            yield replace(waiting[0], seconds=result.seconds, error=result.error)
+            del waiting[0]
+        left = plan.timeout - (time.monotonic() - began)
 
 
 def cases(plan: Kernels, size: str) -> Iterator[Result]:
@@ -156,17 +168,20 @@ def with_limit(case: Result, seconds: float, peaks: tuple[float, float]) -> Resu
 # Peers
 
 
-def time_peer(case: dict[str, Any]) -> Iterator[Result]:
-    """Times one case in another library. Runs in its own process: the compiler may crash."""
-    blank = Result.from_dict(case)
-    config = ModelConfig.named(blank.size)
-    if blank.part == "step":
-        if blank.name != "mlstm_kernels":
-            raise RuntimeError(f"{blank.name} has no single step to compare")
-        yield replace(blank, seconds=time_steps(_mlstm_kernels_step(blank.batch, config)))
-        return
-    call, inputs = _peer_call(blank.name, blank.batch, blank.length, config)
-    yield replace(blank, seconds=_time_sequence(blank.work, call, inputs))
+def time_peer(cases: list[dict[str, Any]]) -> Iterator[Result]:
+    """Times cases in another library. Runs in its own process: the compiler may crash."""
+    for values in cases:
+        yield attempt(Result.from_dict(values), _time_peer, Exception)
+
+
+def _time_peer(case: Result) -> Result:
+    config = ModelConfig.named(case.size)
+    if case.part == "step":
+        if case.name != "mlstm_kernels":
+            raise RuntimeError(f"{case.name} has no single step to compare")
+        return replace(case, seconds=time_steps(_mlstm_kernels_step(case.batch, config)))
+    call, inputs = _peer_call(case.name, case.batch, case.length, config)
+    return replace(case, seconds=_time_sequence(case.work, call, inputs))
 
 
 def _peer_call(
@@ -185,6 +200,12 @@ def _peer_call(
 
         decay = F.logsigmoid(f).detach().requires_grad_()
         return (lambda: chunk_simple_gla(q, k, v, decay)[0]), [q, k, v, decay]
+    if peer == "gated_deltanet":
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        decay, rate = (gate(f).detach().requires_grad_() for gate in (F.logsigmoid, torch.sigmoid))
+        parts = [q, k, v, decay, rate]
+        return (lambda: chunk_gated_delta_rule(*parts, use_qk_l2norm_in_kernel=True)[0]), parts
     shape = batch, config.v_dim // _SDPA_HEAD_DIM, length, _SDPA_HEAD_DIM
     q, k, v = (torch.randn(shape, device="cuda").bfloat16().requires_grad_() for _ in "qkv")
     return (lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)), [q, k, v]

@@ -4,8 +4,11 @@ Weights and prompts are random, so nothing is downloaded. They are the same in e
 """
 
 import gc
+import os
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -129,22 +132,57 @@ def attempt(case: Result, run: Callable[[Result], Result], *failures: type[Excep
     """The result of `run(case)`. Out of memory, or one of `failures`, becomes the case's error."""
     try:
         return run(case)
-    except torch.OutOfMemoryError:
-        return replace(case, error="out of memory")
+    except torch.OutOfMemoryError as error:
+        return failed(case, error)
     except failures as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        return replace(case, error=reason[:200])
+        return failed(case, error)
+
+
+def failed(case: Result, error: BaseException) -> Result:
+    """The case with the reason why it could not be measured."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return replace(case, error="out of memory")
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return replace(case, error=reason[:200])
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises a `TimeoutError` in the main thread after this time, such as in a long compilation."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"stopped after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 # Memory
 
 
 def release(device: str) -> None:
-    """Frees unused memory and resets the peak."""
-    gc.collect()
+    """Frees unused memory of a GPU and resets its peak."""
     if device == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
+    reset_peak(device)
+
+
+def reset_peak(device: str) -> None:
+    if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
+
+
+def free_memory(device: str) -> int:
+    """Bytes that can still be allocated."""
+    if device == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 # Random models and prompts

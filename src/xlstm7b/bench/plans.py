@@ -112,9 +112,11 @@ class Kernels(Plan):
     peak_tflops: float | None = option(f"Peak FLOP/s of the GPU, in TFLOP/s. {_PEAK}", None)
     peak_tbs: float | None = option(f"Peak memory bandwidth in TB/s. {_PEAK}", None)
     peers: Names = option(
-        "Other libraries to measure.", (), choices=("mlstm_kernels", "fla", "sdpa")
+        "Other libraries to measure.",
+        (),
+        choices=("mlstm_kernels", "fla", "gated_deltanet", "sdpa"),
     )
-    timeout: float = option("Time limit for one case of a peer, in seconds.", 300.0)
+    timeout: float = option("Time limit for one peer, in seconds.", 300.0)
 
     runs_on = "cuda"
 
@@ -126,7 +128,10 @@ class Kernels(Plan):
 
 
 _PARTS = ("memory", "decode", "context", "first", "prefill")
-_PEERS = ("transformers", "xlstm", "llama2", "llama3")
+_PEERS = (
+    *("transformers", "xlstm", "llama2", "llama3"),
+    *("falcon-mamba", "codestral-mamba", "rwkv7"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +167,7 @@ class Generation(ModelPlan):
     peers: Names = option("Other libraries' models to measure.", (), choices=_PEERS)
     only_peers: bool = option("Measure only the peers, not this package.", False)
     timeout: float = option("Time limit for one peer, in seconds.", 300.0)
+    compile_seconds: float = option("Time limit for compiling a peer, in seconds.", 150.0)
 
     @classmethod
     def of(cls, **given: Any) -> Self:
@@ -179,6 +185,42 @@ class Generation(ModelPlan):
                 raise ValueError(f"prompts of {length} do not divide {self.tokens} tokens")
         if self.folder is not None and not (Path(self.folder) / "config.json").is_file():
             raise ValueError(f"there is no saved model in {self.folder}: it has no config.json")
+
+
+SPEED_PARTS = ("context", "first", "generated", "prefill", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed(Generation):
+    """What `xlstm7b experiment speed` measures of each model: the figures of the paper."""
+
+    size: str = option("Model size.", "7b", on_cpu="tiny")
+    parts: Names = option("Figures to measure.", SPEED_PARTS, choices=SPEED_PARTS)
+    contexts: Numbers = option(
+        "Tokens read before decoding.",
+        (0, 2048, 4096, 8192, 16384, 32768, 65536, 131072),
+        on_cpu=(0, 40, 80),
+        least=0,
+    )
+    prompts: Numbers = option(
+        "Prompt lengths.", (1, 128, 512, 2048, 8192, 16384, 32768, 65536), on_cpu=(1, 20)
+    )
+    first: int = option("Tokens generated after a prompt.", 100, on_cpu=3)
+    generated_counts: Numbers = option(
+        "Numbers of tokens generated without a prompt.",
+        (256, 512, 1024, 2048, 4096),
+        on_cpu=(4, 20),
+    )
+    tokens: int = option("Tokens of all prompts in a prefill.", 65536, on_cpu=64)
+    lengths: Numbers = option(
+        "Prompt lengths in a prefill.", (65536, 32768, 16384, 8192, 4096, 2048), on_cpu=(64, 32)
+    )
+    full_contexts: Numbers = option(
+        "Contexts of a full GPU.", (2048, 8192, 16384, 32768, 65536, 131072), on_cpu=(20, 40)
+    )
+    most_rows: int = option("Largest batch of a full GPU.", 2048, on_cpu=2)
+    seconds: float = option("Length of one timing of decoding.", 0.3, on_cpu=0.001)
+    timeout: float = option("Time limit for one model, in seconds.", 480.0)
 
 
 @dataclass(frozen=True, kw_only=True)

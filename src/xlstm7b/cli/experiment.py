@@ -75,24 +75,24 @@ def experiment(
     """
     from xlstm7b.experiment import experiment_names, load_experiment
 
+    if name == "speed":
+        if data or steps or settings:
+            raise ValueError("speed trains nothing: leave out --data, --steps and --set")
+        _speed(output or Path("experiments/speed"), runs, smoke, device, listed)
+        return
     if listed:
         print(_list_runs(name) if name else _list_experiments())
         return
     if name is None:
         raise ValueError(
-            f"name an experiment: {', '.join(experiment_names())}, or the path of a .toml file"
+            f"name an experiment: {', '.join([*experiment_names(), 'speed'])}, or the path of a "
+            ".toml file"
         )
     chosen = load_experiment(name)
     names = chosen.chosen(runs)
     target = output or Path("experiments") / chosen.name
     changes = [*([] if steps is None else [f"run.steps={steps}"]), *(settings or [])]
-    if device not in (None, "cuda", "cpu"):
-        raise ValueError(f"the device must be cuda or cpu, not {device!r}")
-    import torch
-
-    where = device or ("cuda" if torch.cuda.is_available() and not smoke else "cpu")
-    if where == "cuda" and not torch.cuda.is_available():
-        raise ValueError("the device cuda cannot be used here: PyTorch finds no GPU")
+    where = _device(device, smoke)
     from xlstm7b.experiment.results import accuracy_table, results_table
     from xlstm7b.experiment.runs import run_experiment
 
@@ -130,11 +130,55 @@ def experiment(
         print(f"{target}: not finished; the same command continues")
 
 
+def _device(device: str | None, smoke: bool) -> str:
+    if device not in (None, "cuda", "cpu"):
+        raise ValueError(f"the device must be cuda or cpu, not {device!r}")
+    import torch
+
+    where = device or ("cuda" if torch.cuda.is_available() and not smoke else "cpu")
+    if where == "cuda" and not torch.cuda.is_available():
+        raise ValueError("the device cuda cannot be used here: PyTorch finds no GPU")
+    return where
+
+
+def _speed(target: Path, runs: str | None, smoke: bool, device: str | None, listed: bool) -> None:
+    """Measures models instead of training them. Those in --runs are measured again."""
+    from xlstm7b.bench import speed
+    from xlstm7b.bench.plans import Speed
+
+    if listed:
+        print(f"{speed.TITLE}\n\n{table(['run', 'label'], list(speed.RUNS.items()))}")
+        return
+    names = speed.chosen(runs, smoke)
+    where = _device(device, smoke)
+    if where == "cuda" or smoke:
+        found = speed.run_speed(target, names, Speed.of(device=where), again=runs is not None)
+    elif runs is None and (target / speed.NAME).is_file():
+        found = speed.read_records(target)["runs"]
+        print("there is no GPU here: results are only drawn", file=sys.stderr)
+    else:
+        raise ValueError("speed measures 7B models on a GPU; on a CPU, try it with --smoke")
+    rows = [
+        (name, record["status"], len(record["figures"]), record.get("reason"))
+        for name, record in found.items()
+    ]
+    print(f"\n{table(['run', 'status', 'figures', 'reason'], rows)}")
+    drawn = []
+    if find_spec("matplotlib") is not None:
+        from xlstm7b.bench.speed_figures import draw
+
+        drawn = draw(found, target)
+    else:
+        print("no figure is drawn, because matplotlib is not installed", file=sys.stderr)
+    print(f"{target / speed.NAME}" + "".join(f", {name}.png and .svg" for name in drawn))
+
+
 def _list_experiments() -> str:
     from xlstm7b.experiment import experiment_names, load_experiment
 
-    loaded = {name: load_experiment(name) for name in experiment_names()}
-    return "\n".join(f"{name:20}{file.title}" for name, file in loaded.items())
+    titles = {name: load_experiment(name).title for name in experiment_names()}
+    titles["speed"] = "Speed beside Llama, Mamba and the authors' xLSTM"
+    return "\n".join(f"{name:20}{title}" for name, title in titles.items())
 
 
 def _list_runs(name: str) -> str:

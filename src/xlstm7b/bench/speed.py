@@ -1,0 +1,485 @@
+"""`xlstm7b experiment speed`: the paper's speed figures, beside Llama, Mamba and other xLSTMs.
+
+Each model is measured in a process of its own, which first checks that its cached decoding agrees
+with its pass over the whole text. The figures:
+
+    context     tokens per second at batch 1, after contexts of several lengths
+    first       seconds from a prompt to the first tokens
+    generated   seconds and memory of generating a text without a prompt
+    prefill     tokens per second of reading many short or few long prompts
+    full        tokens per second of a full GPU: the largest batch that fits beside the cache
+    cell        the cell's kernels beside FlashAttention and others (the run `kernels`)
+
+`results.json` holds the rows of every model. It is written after each figure, so a run that was
+stopped continues with the figures that are missing.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from xlstm7b import __version__, accounting
+from xlstm7b.bench import cases, generation
+from xlstm7b.bench.cases import Part, Result
+from xlstm7b.bench.generation import (
+    START_TOKENS,
+    PeerTimer,
+    decoding_ways,
+    itemsizes,
+    joined,
+    with_limit,
+)
+from xlstm7b.bench.measure import (
+    GREEDY,
+    attempt,
+    failed,
+    find_peaks,
+    free_memory,
+    make_generator,
+    measure_decoding,
+    random_model,
+    random_prompts,
+    release,
+    reset_peak,
+    synchronize,
+    time_limit,
+)
+from xlstm7b.bench.peer_models import EAGER, MOST_STEPS, Decoder
+from xlstm7b.bench.peers import in_process
+from xlstm7b.bench.plans import Kernels, Speed
+from xlstm7b.devices import to_dtype
+from xlstm7b.files import lock_folder, write_json
+from xlstm7b.generate.engine import peak_memory
+from xlstm7b.model import XLSTM
+from xlstm7b.report import machine
+
+NAME = "results.json"
+TITLE = "Speed beside Llama, Mamba and the authors' xLSTM"
+KERNELS = "kernels"
+RUNS = {
+    "ours": "xLSTM 7B, this package",
+    "xlstm": "xLSTM 7B, the authors' package",
+    "transformers": "xLSTM 7B, transformers",
+    "llama2": "Llama 2 7B",
+    "llama3": "Llama 3.1 8B",
+    "falcon-mamba": "Falcon-Mamba 7B",
+    "codestral-mamba": "Codestral-Mamba 7B",
+    "rwkv7": "RWKV-7 7.2B",
+    KERNELS: "the cell's kernels",
+}
+SMOKE_RUNS = ("ours", "transformers", "llama2", "llama3", "falcon-mamba", "codestral-mamba")
+PARTS = {
+    **{name: generation.PARTS[name] for name in ("ways", "check", "context", "first", "prefill")},
+    "generated": Part("generating without a prompt", ("tokens", "s", "GB")),
+    "full": Part("a full GPU", ("batch", "tokens", "ms", "tok/s")),
+    "cell": Part("the cell over whole sequences, bf16", ("batch", "tokens", "ms")),
+}
+_PACKAGES = ("transformers", "xlstm", "mlstm_kernels", "mamba_ssm", "causal_conv1d", "fla-core")
+Record = dict[str, Any]
+
+
+def chosen(names: str | None, smoke: bool) -> list[str]:
+    """The runs of a list with commas. None: all, or those that `--smoke` can build."""
+    if names is None:
+        return list(SMOKE_RUNS if smoke else RUNS)
+    given = [name.strip() for name in names.split(",")]
+    for name in given:
+        if name not in RUNS:
+            raise ValueError(f"speed has no run {name!r}; choose from {', '.join(RUNS)}")
+    return [name for name in RUNS if name in given]
+
+
+# The process that measures one model
+
+
+def measure_model(model: str, parts: Sequence[str], options: dict[str, Any]) -> Iterator[Result]:
+    """The results of one model. A result `began` comes before each part, `ended` after it."""
+    plan = Speed.of(**options)
+    facts = {"machine": machine(plan.device), "packages": _versions()}
+    yield Result("machine", model, figures=facts)
+    if model == KERNELS:
+        yield Result("began", model, "cell")
+        yield from _cell(plan)
+        yield Result("ended", model, "cell")
+    else:
+        yield from _figures(model, parts, plan)
+
+
+@torch.no_grad()
+def _figures(model: str, parts: Sequence[str], plan: Speed) -> Iterator[Result]:
+    peaks = find_peaks(plan.device, to_dtype(plan.dtype), plan.peak_tflops, plan.peak_tbs)
+    plan = replace(plan, peak_tflops=peaks[0] / 1e12, peak_tbs=peaks[1] / 1e12)
+    results: Callable[[str], Iterator[Result]]
+    if model == "ours":
+        results = _OurParts(plan)
+    else:
+        timer = SpeedPeer(model, plan)
+        yield from timer.start()
+        results = timer.results
+    for part in plan.parts:
+        if part in parts:
+            yield Result("began", model, part)
+            yield from results(part)
+            yield Result("ended", model, part)
+
+
+def _versions() -> dict[str, str]:
+    found = {"xlstm7b": __version__}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _cell(plan: Speed) -> Iterator[Result]:
+    from xlstm7b.bench import kernels  # needs Triton
+
+    peers = ("sdpa", "mlstm_kernels", "fla", "gated_deltanet")
+    cell = Kernels.of(sizes=["7b"], lengths=list(plan.lengths), batches=[], peers=list(peers))
+    for result in kernels.results(replace(cell, tokens=plan.tokens, timeout=plan.timeout / 5)):
+        yield replace(result, part="cell")
+
+
+class _OurParts:
+    """This package through `Generator`, as users call it."""
+
+    def __init__(self, plan: Speed) -> None:
+        self.plan, self.model = plan, random_model(plan)
+
+    def __call__(self, part: str) -> Iterator[Result]:
+        own = {"generated": _generated, "full": _full}
+        if part not in own:
+            return self._named(generation.our_part(part, self.model, self.plan))
+        return self._named(own[part](self.model, self.plan))
+
+    def _named(self, results: Iterator[Result]) -> Iterator[Result]:
+        """The results with the engine's name as their work."""
+        graphs = "CUDA graphs" if self.plan.device == "cuda" else ""
+        kinds = f"{self.plan.dtype} weights", f"{self.plan.state_dtype} state"
+        for result in results:
+            yield replace(result, work=joined(f"xlstm7b {__version__}", *kinds, graphs))
+
+
+def _generated(model: XLSTM, plan: Speed) -> Iterator[Result]:
+    """Generates one text without a prompt, as users stream it, then the memory of longer ones."""
+    counts, generator = plan.generated_counts, make_generator(model, plan)
+    prompt = random_prompts(plan.config.vocab_size, 1, 1)[0]
+    generator.generate([prompt], max_new_tokens=4, **GREEDY)  # captures the graphs
+    case = Result("generated", work="greedy", batch=1)
+    reset_peak(plan.device)
+    began = time.perf_counter()
+    outputs = generator.stream(prompt, max_new_tokens=counts[-1], **GREEDY)
+    for count, _ in enumerate(outputs, 1):
+        if count in counts:
+            seconds = time.perf_counter() - began
+            memory = peak_memory(torch.device(plan.device))
+            yield replace(case, length=count, seconds=seconds, memory=memory)
+    for longer in plan.contexts:
+        if longer > counts[-1]:
+            memory = peak_memory(torch.device(plan.device))
+            yield replace(case, length=longer, memory=memory, figures={"only_memory": True})
+
+
+def _full(model: XLSTM, plan: Speed) -> Iterator[Result]:
+    """The largest batch that fits. A step costs the same after any context, so it is timed once."""
+    sizes = itemsizes(plan)
+    per_row = accounting.state_bytes(plan.config, sizes["state_itemsize"])["total"]
+    per_row += 16 * plan.config.vocab_size
+
+    def timed(case: Result) -> Result:
+        generator = make_generator(model, plan, case.batch)
+        prompts = random_prompts(plan.config.vocab_size, case.batch, START_TOKENS)
+        step = measure_decoding(generator, prompts, seconds=plan.seconds, **GREEDY)
+        return with_limit(case, plan, step)
+
+    case = Result("full", work="greedy", length=plan.full_contexts[0])
+    result = largest_batch(case, per_row, plan, timed)
+    for length in plan.full_contexts:
+        yield replace(result, length=length)
+
+
+class SpeedPeer(PeerTimer):
+    """Times all figures of one peer."""
+
+    plan: Speed
+
+    def results(self, part: str) -> Iterator[Result]:
+        own = {"generated": self._generated, "full": self._full}
+        yield from own[part]() if part in own else super().results(part)
+
+    def _generated(self) -> Iterator[Result]:
+        """Generates texts without a prompt, then the memory of longer ones."""
+        counts = self.plan.generated_counts
+        case = Result("generated", self.name, self.decoding(), batch=1)
+        memory = None
+        try:
+            for count, seconds in self._generate(counts):
+                # A static cache is larger than this text needs: its memory is measured below.
+                memory = None if self.peer.grows else peak_memory(self.peer.device)
+                yield replace(case, length=count, seconds=seconds, memory=memory)
+        except Exception as error:
+            yield failed(replace(case, length=counts[-1]), error)
+        if self.peer.grows:
+            self.drop_decoder()
+        for count in sorted({*counts, *self.plan.contexts} - {0}):
+            longer = replace(case, length=count, figures={"only_memory": True})
+            if self.peer.grows:
+                yield attempt(longer, self._measure_memory, Exception)
+            elif count > counts[-1]:
+                yield replace(longer, memory=memory)
+
+    def _generate(self, counts: Sequence[int]) -> Iterator[tuple[int, float]]:
+        """The seconds after each number of tokens."""
+        decoder = self.decoder
+        assert decoder is not None
+        decoder.prepare(0, counts[-1])
+        first = self.peer.tokens(1, 1)
+        synchronize(self.plan.device)
+        reset_peak(self.plan.device)
+        began = time.perf_counter()
+        decoder.read(first)
+        for count in range(2, counts[-1] + 1):
+            decoder.step(count - 1)
+            if count in counts:
+                synchronize(self.plan.device)
+                yield count, time.perf_counter() - began
+
+    def _measure_memory(self, case: Result) -> Result:
+        """The peak of one step with a cache for this many tokens and no more."""
+        release(self.plan.device)
+        cache = self.peer.new_cache(1, case.length)
+        decoder = Decoder(self.peer, EAGER, cache)
+        self.peer.set_length(cache, case.length - 1)
+        decoder.step(case.length - 1)
+        return replace(case, memory=peak_memory(self.peer.device))
+
+    def _full(self) -> Iterator[Result]:
+        """The largest batch that fits beside the cache, after contexts of several lengths."""
+        self.drop_decoder()
+        ways = [way for way in decoding_ways(self.plan.device) if way != EAGER] or [EAGER]
+        result = None
+        for length in self.plan.full_contexts:
+            case = Result("full", self.name, self.peer.engine, "", 0, length)
+            if result is not None and not self.peer.grows:
+                yield replace(result, length=length)  # a step costs the same after any context
+                continue
+            results = [self._largest(case, way) for way in ways]
+            measured = [each for each in results if each.tokens_per_second is not None]
+            result = max(measured or results, key=lambda each: each.tokens_per_second or 0)
+            if len(measured) > 1:  # the other contexts in the faster way
+                ways = [ways[results.index(result)]]
+            yield result
+
+    def _largest(self, case: Result, way: str) -> Result:
+        room = case.length + 2 * MOST_STEPS
+        per_row = self.peer.cache_bytes(room) + 16 * self.peer.vocab_size
+
+        def timed(case: Result) -> Result:
+            cache = self.peer.new_cache(case.batch, room)
+            decoder = Decoder(self.peer, way, cache, batch=case.batch, attention=self.attentions[0])
+            with time_limit(self.plan.compile_seconds):
+                seconds = decoder.seconds(case.length, seconds=self.plan.seconds)
+            work = joined(self.peer.engine, way, decoder.attention)
+            return with_limit(replace(case, work=work), self.plan, seconds)
+
+        return largest_batch(case, per_row, self.plan, timed)
+
+
+def largest_batch(
+    case: Result, per_row: int, plan: Speed, timed: Callable[[Result], Result]
+) -> Result:
+    """`timed` with the largest batch whose rows fit into free memory: on failure a smaller one."""
+    release(plan.device)
+    batch = min(plan.most_rows, int(_FREE_SHARE * free_memory(plan.device) // per_row))
+    result = replace(case, error="out of memory")
+    for _ in range(_TRIES):
+        if not batch:
+            break
+        result = attempt(replace(case, batch=batch), timed, Exception)
+        release(plan.device)
+        if result.error is None or not re.search("memory|do not fit", result.error):
+            break
+        batch = batch * 7 // 8
+    return result
+
+
+_TRIES = 8
+_FREE_SHARE = 0.9  # the rest is for what a step computes
+
+
+# All models, one after another
+
+
+def run_speed(
+    output: Path,
+    names: Sequence[str],
+    plan: Speed,
+    *,
+    again: bool = False,
+    say: Callable[[str], None] = print,
+) -> dict[str, Record]:
+    """Measures the runs that have no result yet; with `again` also those that have one.
+
+    Returns the records of all runs, by name.
+    """
+    plan.check()
+    records = _Records(output, plan)
+    waiting = [name for name in names if again or not records.is_done(name)]
+    if not waiting:
+        return records.runs
+    output.mkdir(parents=True, exist_ok=True)
+    with lock_folder(output, "measuring in"):
+        for name in waiting:
+            say(f"\n{name}: {RUNS[name]}")
+            records.start(name)
+            _measure(name, plan, records, say)
+    return records.runs
+
+
+def _measure(name: str, plan: Speed, records: "_Records", say: Callable[[str], None]) -> None:
+    """Measures the missing figures. A crash ends a figure; the next goes on in a new process."""
+    record, began = records.runs[name], time.monotonic()
+    parts = ("cell",) if name == KERNELS else plan.parts
+    while missing := [part for part in parts if part not in record["figures"]]:
+        left = plan.timeout - (time.monotonic() - began)
+        if left < plan.timeout / 8:  # too little to load a model and measure a figure
+            say(f"{name}: the time limit is reached; the same command continues")
+            return
+        current, heading, error = "", "", None
+        rows: list[Record] = []
+        job = {"model": name, "parts": missing, "options": plan.to_dict()}
+        for result in in_process(Result("end", name), measure_model, left, **job):
+            match result.part:
+                case "end":
+                    error = result.error
+                case "machine":
+                    record |= result.figures | {"ways": [], "check": []}
+                case "began":
+                    current, rows = result.work, []
+                case "ended":
+                    records.add(name, current, rows)
+                case _:
+                    row = result.to_dict()
+                    if name != KERNELS and result.work:
+                        row["engine"] = row.pop("work")
+                    if result.part in ("ways", "check"):
+                        record[result.part].append(row)
+                    else:
+                        rows.append(row)
+                    if result.part != heading:
+                        heading = result.part
+                        say(cases.heading(PARTS[heading]))
+                    say(cases.line(result, PARTS[heading]))
+        if error is not None:
+            say(f"{name}: {current or 'start'}: {error}")
+            if not current:
+                records.fail(name, error)
+                return
+            if error.startswith("stopped after") and current != missing[0]:
+                say(f"{name}: the same command continues with this figure")
+                return
+            records.add(name, current, [*rows, Result(current, name, error=error).to_dict()])
+    records.finish(name)
+
+
+class _Records:
+    """`results.json`: a record for each run.
+
+    `status` is `finished`, `failed` (no figure could be measured, for the reason `reason`) or
+    `stopped`: the next call measures the figures that are missing.
+    """
+
+    def __init__(self, folder: Path, plan: Speed) -> None:
+        self._path, self._plan = folder / NAME, json.loads(json.dumps(plan.to_dict()))
+        self.runs: dict[str, Record] = {}
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"{folder} is a file, not a folder: choose another --output")
+        if not self._path.is_file():
+            return
+        content = read_records(folder)
+        before, self.runs = content["plan"], content["runs"]
+        for key, value in self._plan.items():
+            if before.get(key) != value:
+                raise ValueError(
+                    f"the results in {folder} have {key} {before.get(key)!r}, not {value!r}: "
+                    "choose another --output"
+                )
+
+    def is_done(self, name: str) -> bool:
+        return self.runs.get(name, {}).get("status") in ("finished", "failed")
+
+    def start(self, name: str) -> None:
+        """A new record, unless this one is only partly measured."""
+        if name not in self.runs or self.is_done(name):
+            self.runs[name] = {"label": RUNS[name], "status": "stopped", "figures": {}}
+
+    def add(self, name: str, part: str, rows: list[Record]) -> None:
+        self.runs[name]["figures"][part] = rows
+        self._write()
+
+    def fail(self, name: str, reason: str) -> None:
+        self.runs[name] |= {"status": "failed", "reason": reason}
+        self._write()
+
+    def finish(self, name: str) -> None:
+        self.runs[name] |= {"status": "finished"}
+        figures = self.runs[name]["figures"]
+        if "generated" in figures and "context" in figures:
+            figures["generated"] = with_sums(figures["generated"], figures["context"])
+        self._write()
+
+    def _write(self) -> None:
+        in_order = {name: self.runs[name] for name in RUNS if name in self.runs}
+        about = {"experiment": "speed", "title": TITLE, "plan": self._plan}
+        write_json(self._path, {**about, "runs": in_order})
+
+
+def read_records(folder: Path) -> dict[str, Any]:
+    """The content of `results.json`: the plan, and the records of all runs by name."""
+    path = folder / NAME
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        name, _, _ = content["experiment"], content["plan"], content["runs"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if name != "speed":
+        raise ValueError(
+            f"{folder} holds the experiment {name}, not speed: choose another --output"
+        )
+    return content
+
+
+def with_sums(generated: Sequence[Record], contexts: Sequence[Record]) -> list[Record]:
+    """The rows of `generated`, with times for those of which only the memory was measured.
+
+    Such a time is that of the longest text that was generated, plus the time of a step after each
+    further token, interpolated between the contexts. It is marked `summed`.
+    """
+    steps = {row["length"]: row["seconds"] for row in contexts if "seconds" in row}
+    timed = {row["length"]: row["seconds"] for row in generated if "seconds" in row}
+    if not timed or not steps:
+        return list(generated)
+    count, total = max(timed.items())
+    sums: dict[int, float] = {}
+    for longer in sorted(length for length in steps if length > count):
+        earlier = max((length for length in steps if length <= count), default=longer)
+        share = (count - earlier) / (longer - earlier) if longer > earlier else 1.0
+        now = steps[earlier] + share * (steps[longer] - steps[earlier])
+        total += (longer - count) * (now + steps[longer]) / 2
+        count = longer
+        sums[longer] = total
+    return [
+        row | {"seconds": sums[row["length"]], "summed": True}
+        if "seconds" not in row and row["length"] in sums
+        else row
+        for row in generated
+    ]

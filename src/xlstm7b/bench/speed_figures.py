@@ -1,0 +1,156 @@
+"""The figures of `xlstm7b experiment speed`, from its records."""
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from xlstm7b.bench.speed import KERNELS, RUNS, Record
+from xlstm7b.report import figure, token_ticks
+
+Points = list[tuple[int, float]]
+_CELLS = {
+    "ours": "mLSTM, this package",
+    "mlstm_kernels": "mLSTM, mlstm_kernels",
+    "sdpa": "FlashAttention (SDPA)",
+    "fla": "simple GLA, FLA",
+    "gated_deltanet": "gated delta rule, FLA",
+}
+
+
+def draw(runs: Mapping[str, Record], folder: Path) -> list[str]:
+    """Draws every figure that has rows, as PNG and SVG. Returns their names."""
+    drawn = []
+    for name, panels in _FIGURES.items():
+        if any(_rows(record, name) for record in runs.values()):
+            for ending in ("png", "svg"):
+                with figure(folder / f"speed-{name}.{ending}", columns=len(panels)) as axes:
+                    all_axes = [axes] if len(panels) == 1 else list(axes)
+                    for axis, panel in zip(all_axes, panels, strict=True):
+                        panel(axis, runs)
+                    caption = textwrap.fill(_caption(runs, name), 75 * len(panels))
+                    all_axes[0].figure.supxlabel(caption, fontsize=7)
+            drawn.append(f"speed-{name}")
+    return drawn
+
+
+def _rows(record: Record, part: str) -> list[Record]:
+    """The rows of a figure that could be measured."""
+    return [row for row in record["figures"].get(part, []) if "error" not in row]
+
+
+def _caption(runs: Mapping[str, Record], part: str) -> str:
+    """What ran each model, and what failed."""
+    notes = []
+    for name, record in runs.items():
+        rows = record["figures"].get(part, [])
+        if name == KERNELS or not rows:
+            continue
+        engine = " or ".join(dict.fromkeys(row["engine"] for row in rows if "engine" in row))
+        failed = {row["error"]: row.get("length") for row in rows if "error" in row}
+        errors = "".join(f"; from {length} on: {error}" for error, length in failed.items())
+        notes.append(f"{RUNS[name]}: {engine}{errors}.")
+    if any(name.startswith("llama") for name in runs) and part != "cell":
+        notes.append("The Llamas run under transformers, not vLLM.")
+    machines = {record.get("machine", {}).get("gpu") for record in runs.values()} - {None}
+    return " ".join([*sorted(machines), "Random weights.", *notes])
+
+
+def _lines(axis: Any, runs: Mapping[str, Record], part: str, key: str, **wanted: Any) -> None:
+    """A line for each model that has such rows. What is summed is dashed."""
+    lengths: set[int] = set()
+    for position, (name, record) in enumerate(_models(runs)):
+        rows = [
+            row
+            for row in _rows(record, part)
+            if key in row and all(row.get(field) == value for field, value in wanted.items())
+        ]
+        points = sorted((row["length"], row[key]) for row in rows)
+        summed = {row["length"] for row in rows if row.get("summed") and key == "seconds"}
+        measured = [point for point in points if point[0] not in summed]
+        style = {"color": f"C{position}", "linewidth": 2.2 if name == "ours" else 1.2}
+        if measured:
+            axis.plot(*zip(*measured, strict=True), "o-", markersize=3, label=RUNS[name], **style)
+        if summed:
+            axis.plot(*zip(*points[len(measured) - 1 :], strict=True), "--", **style)
+        lengths.update(length for length, _ in points)
+    if lengths:
+        token_ticks(axis, sorted(lengths))
+        axis.tick_params(axis="x", labelsize="small")
+        axis.legend(fontsize="small")
+
+
+def _models(runs: Mapping[str, Record]) -> Iterator[tuple[str, Record]]:
+    return ((name, runs.get(name, {"figures": {}})) for name in RUNS if name != KERNELS)
+
+
+def _context(axis: Any, runs: Mapping[str, Record]) -> None:
+    _lines(axis, runs, "context", "tokens_per_second")
+    axis.set(xlabel="tokens before", ylabel="tokens per second", title="generation, batch 1")
+    axis.set_ylim(bottom=0)
+
+
+def _first(index: int, axis: Any, runs: Mapping[str, Record]) -> None:
+    counts = {row["new"] for _, record in _models(runs) for row in _rows(record, "first")}
+    count = sorted(counts)[min(index, len(counts) - 1)]
+    _lines(axis, runs, "first", "seconds", new=count)
+    title = "time to the first token" if count == 1 else f"time to {count} tokens"
+    axis.set(xlabel="tokens of the prompt", ylabel="seconds", title=title, yscale="log")
+
+
+def _generated_time(axis: Any, runs: Mapping[str, Record]) -> None:
+    _lines(axis, runs, "generated", "seconds")
+    title = "time of a text without a prompt (dashed: summed)"
+    axis.set(xlabel="tokens generated", ylabel="seconds", title=title, yscale="log")
+
+
+def _generated_memory(axis: Any, runs: Mapping[str, Record]) -> None:
+    _lines(axis, runs, "generated", "memory")
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value / 1e9:.0f}")
+    axis.set(xlabel="tokens generated", ylabel="GB", title="peak memory")
+    axis.set_ylim(bottom=0)
+
+
+def _prefill(axis: Any, runs: Mapping[str, Record]) -> None:
+    _lines(axis, runs, "prefill", "tokens_per_second")
+    axis.set(xlabel="tokens of each prompt", ylabel="tokens per second", title="reading prompts")
+    axis.set_ylim(bottom=0)
+
+
+def _full(axis: Any, runs: Mapping[str, Record]) -> None:
+    _lines(axis, runs, "full", "tokens_per_second")
+    for _, record in _models(runs):
+        for row in _rows(record, "full"):
+            at = row["length"], row["tokens_per_second"]
+            axis.annotate(row["batch"], at, fontsize=6, ha="center", va="bottom")
+    title = "a full GPU (numbers: sequences at once)"
+    axis.set(xlabel="tokens before", ylabel="tokens per second", title=title, yscale="log")
+
+
+def _cell(work: str, axis: Any, runs: Mapping[str, Record]) -> None:
+    rows = [row for row in _rows(runs[KERNELS], "cell") if row["work"] == work]
+    for name, label in _CELLS.items():
+        points = sorted(
+            (row["length"], 1e3 * row["seconds"]) for row in rows if row["name"] == name
+        )
+        if points:
+            width = 2.2 if name == "ours" else 1.2
+            axis.plot(*zip(*points, strict=True), "o-", markersize=3, label=label, linewidth=width)
+    if rows:
+        token_ticks(axis, [row["length"] for row in rows])
+        axis.legend(fontsize="small")
+    axis.set(xlabel="tokens of each sequence", ylabel="ms", title=f"{work}", yscale="log")
+
+
+def _panel(function: Any, value: Any) -> Any:
+    return lambda axis, runs: function(value, axis, runs)
+
+
+_FIGURES: dict[str, list[Any]] = {
+    "context": [_context],
+    "generated": [_generated_time, _generated_memory],
+    "first": [_panel(_first, 0), _panel(_first, 1)],
+    "prefill": [_prefill],
+    "full": [_full],
+    "cell": [_panel(_cell, "forward"), _panel(_cell, "forward + backward")],
+}

@@ -1,0 +1,119 @@
+"""Models of other libraries: their cached decoding is right, and a wrong one is found."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("transformers")
+from xlstm7b.bench import peer_models
+from xlstm7b.bench.peer_models import EAGER, GRAPH, PEERS, Decoder, Peer, check
+from xlstm7b.bench.plans import ModelPlan
+
+MODELS = ("transformers", "llama2", "llama3", "falcon-mamba", "codestral-mamba")
+PLAN = ModelPlan.of(device="cpu", size="tiny")
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def make(name: str, **changes: Any) -> Peer:
+    return PEERS[name](replace(PLAN, **changes), 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_cached_decoding_agrees_with_the_whole_pass(name: str, dtype: str) -> None:
+    peer = make(name, dtype=dtype)
+    for attention in peer.attentions:
+        decoder = Decoder(peer, EAGER, peer.new_cache(1, 300), attention=attention)
+        found = check(partial(_of_two_layers, name), peer, decoder)
+        assert found["equal_tokens"] == 16
+        assert found["cached_error"] < (1e-5 if dtype == "float32" else 0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama2", "llama3"])
+def test_cached_decoding_in_a_cuda_graph(name: str) -> None:
+    peer = make(name, dtype="bfloat16", device="cuda")
+    for attention in peer.attentions:
+        decoder = Decoder(peer, GRAPH, peer.new_cache(1, 300), attention=attention)
+        assert check(partial(_of_two_layers, name), peer, decoder)["cached_error"] < 0.1
+
+
+def _of_two_layers(name: str, plan: ModelPlan, layers: int | None) -> Peer:
+    """In the place of four: half the time."""
+    return PEERS[name](plan, 2)
+
+
+class Forgetful(peer_models.Mamba):
+    """Starts each step from the same state."""
+
+    def step(self, tokens: Tensor, cache: Any) -> Tensor:
+        before = [each.clone() for each in self.tensors(cache)]
+        logits = super().step(tokens, cache)
+        for each, old in zip(self.tensors(cache), before, strict=True):
+            each.copy_(old)
+        return logits
+
+
+def test_a_wrong_cache_is_found() -> None:
+    broken = partial(Forgetful, "codestral-mamba")
+    peer = broken(PLAN, 2)
+    with pytest.raises(ValueError, match="cached decoding is wrong: its logits differ"):
+        check(broken, peer, Decoder(peer, EAGER, peer.new_cache(1, 300)))
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    position=st.integers(0, 1023),
+    key_heads=st.sampled_from([1, 2, 4]),
+    room=st.sampled_from([1024, 1536]),
+    seed=st.integers(0, 9),
+)
+def test_both_ways_to_attend_equal_plain_attention(
+    position: int, key_heads: int, room: int, seed: int
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    q = torch.randn(2, 4, 1, 16, generator=draw)
+    k, v = (torch.randn(2, key_heads, room, 16, generator=draw) for _ in "kv")
+    seen = [x[:, :, : position + 1].repeat_interleave(4 // key_heads, 1) for x in (k, v)]
+    weights = (q @ seen[0].transpose(2, 3) * 0.3).softmax(-1)
+    want = (weights @ seen[1]).transpose(1, 2)
+    keys = -(-(position + 1) // 256) * 256
+    llama = object.__new__(peer_models.Llama)
+    for way in peer_models.Llama.attentions:
+        with llama.attending(way, keys):
+            got = peer_models._attend(q, k, v, torch.tensor(position), 0.3)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+def test_the_published_shapes() -> None:
+    seven = replace(PLAN, size="7b")
+    two, three = (peer_models.llama_shape(name, seven) for name in ("llama2", "llama3"))
+    assert (two["intermediate_size"], two["num_key_value_heads"]) == (11008, 32)
+    assert (three["intermediate_size"], three["num_key_value_heads"]) == (14336, 8)
+    counts = {"llama2": 6.74e9, "llama3": 8.03e9, "falcon-mamba": 7.27e9, "codestral-mamba": 7.29e9}
+    for name, count in counts.items():
+        with torch.device("meta"):
+            model = PEERS[name](replace(seven, device="meta")).model
+        found = sum(each.numel() for each in model.parameters())
+        assert found == pytest.approx(count, rel=0.005), (name, found)
+
+
+def test_bytes_of_a_cache() -> None:
+    llama = make("llama3")
+    assert llama.cache_bytes(300) == sum(
+        each.nbytes for each in llama.tensors(llama.new_cache(1, 300))
+    )
+    mamba = make("falcon-mamba")
+    assert mamba.cache_bytes(10) == mamba.cache_bytes(1000)
