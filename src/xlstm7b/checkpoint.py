@@ -20,8 +20,8 @@ import yaml
 from xlstm7b import files, hub
 from xlstm7b.config import ModelConfig
 from xlstm7b.files import Progress, Stored
-from xlstm7b.quantize.config import Quantization, Scheme
-from xlstm7b.quantize.weight import QuantizedWeight
+from xlstm7b.quantize.config import GROUP_SIZES, Quantization, Scheme
+from xlstm7b.quantize.weight import QuantizedWeight, unpack_int8
 
 # Layers that some files hold as one matrix, with their rows in this order.
 _FUSED = {
@@ -73,9 +73,11 @@ class Checkpoint:
                     scheme = self.schemes.get(names[0])
                     if scheme is not None:
                         rows, columns = shapes[names[0]]
-                        data, scale = handle.get_tensor(part.key).clone(), self._scale(names[0])
-                        weight = QuantizedWeight(scheme, (rows, columns), data, scale)
-                        yield names[0], weight
+                        data = handle.get_tensor(part.key).clone()
+                        if part.key != names[0] and scheme.name == "int8":
+                            data = unpack_int8(data, columns)
+                        scale = self._scale(names[0])
+                        yield names[0], QuantizedWeight(scheme, (rows, columns), data, scale)
                         continue
                     sizes = [shapes[name][0] for name in names]
                     yield from zip(names, handle.get_tensor(part.key).split(sizes), strict=True)
@@ -84,8 +86,8 @@ class Checkpoint:
         part = self._scales[name]
         with files.opened_safetensors(part.file) as handle:
             scale: torch.Tensor = handle.get_tensor(part.key)
-        if not (scale.isfinite() & (scale != 0)).all():
-            raise ValueError(f"{part.file}: {part.key} holds a scale that is 0 or not finite")
+        if not scale.isfinite().all():
+            raise ValueError(f"{part.file}: {part.key} holds a scale that is not finite")
         return scale.clone()
 
     def companions(self) -> list[Path]:
@@ -187,19 +189,20 @@ def _check_quantized(
     if scale is None:
         raise ValueError(f"{part.file}: {part.key} is quantised, but {name}_scale is missing")
     rows, columns = shape
-    if part.key != name and part.dtype == torch.int32:
-        groups = scale.shape[1] if len(scale.shape) == 2 else 0
-        size = columns // groups if groups and columns % groups == 0 else 0
-        try:
-            scheme = Scheme("int4", size)
-        except ValueError as error:
-            raise ValueError(
-                f"{scale.file}: {scale.key} has the shape {scale.shape}: {error}"
-            ) from error
-        shapes = (rows, columns // 8), (rows, groups)
-    elif part.key == name and part.dtype in (torch.int8, torch.float8_e4m3fn):
+    packed_int8 = (rows, -(-columns // 4))  # the library packs 8-bit codes too
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] = shape, (rows, 1)
+    if part.key == name and part.dtype in (torch.int8, torch.float8_e4m3fn):
         scheme = Scheme("int8" if part.dtype == torch.int8 else "fp8")
-        shapes = shape, (rows, 1)
+    elif part.key != name and part.dtype == torch.int32 and part.shape == packed_int8:
+        scheme, shapes = Scheme("int8"), (packed_int8, (rows, 1))
+    elif part.key != name and part.dtype == torch.int32:
+        groups = scale.shape[1] if len(scale.shape) == 2 else 0
+        if not groups or columns % groups or columns // groups not in GROUP_SIZES:
+            raise ValueError(
+                f"{scale.file}: {scale.key} has the shape {scale.shape}, which are no groups of "
+                f"{', '.join(map(str, GROUP_SIZES))} in {columns} columns"
+            )
+        scheme, shapes = Scheme("int4", columns // groups), ((rows, columns // 8), (rows, groups))
     else:
         raise ValueError(f"{part.file}: {part.key} is stored as {part.dtype}, which is no scheme")
     for found, expected in zip((part, scale), shapes, strict=True):

@@ -524,7 +524,11 @@ _WIDENED_ROWS = 8192
 def _quantized_product(x: Tensor, weight: QuantizedWeight, *, wide: bool = False) -> Tensor:
     """x Wᵀ; with `wide` in float32 or wider. It has no gradient."""
     rows = x.flatten(0, -2)
-    y = cpu.product(rows, weight)
+    y: Tensor | None
+    if weight.layout == "bfloat16":  # codes without their scales
+        y = linear(rows.bfloat16(), weight.data).float() * weight.scale.float().mT
+    else:
+        y = cpu.product(rows, weight)
     if y is None:
         # On a GPU too: only some rows of the weight are floats at a time.
         multiply = product_float32 if wide else linear

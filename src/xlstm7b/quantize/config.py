@@ -132,6 +132,15 @@ class Quantization:
         }
 
 
+def described(values: Mapping[str, Any] | None) -> dict[str, str]:
+    """The schemes in a supported `quantization_config`, by the layers that have them."""
+    groups = {} if values is None else values["config_groups"]
+    return {
+        ", ".join(map(str, group.get("targets", ()))): str(Scheme.from_dict(group["weights"]))
+        for group in groups.values()
+    }
+
+
 def check_supported(values: Any) -> None:
     """`ValueError` that names the first thing in a `quantization_config` that is not supported.
 
@@ -154,7 +163,7 @@ def check_supported(values: Any) -> None:
             f"quantization_config: the status {values['quantization_status']!r} is not supported, "
             "only 'compressed'"
         )
-    known = {*_FORMATS.values(), "mixed-precision"}
+    known = {*_FORMATS.values(), "naive-quantized", "mixed-precision"}
     for name, group in [("", values), *groups.items()]:
         if not isinstance(group, Mapping):
             raise ValueError(f"quantization_config: {name} is {group!r}, not an object")

@@ -8,6 +8,7 @@ Which operator is used is a table, not a measurement, so that a machine always c
 | int8 | x86 with AVX2 | `_weight_int8pack_mm`, x and y in bfloat16 | up to 64 |
 | int4 | x86 with AVX2 | `_weight_int4pack_mm_for_cpu`, x and y in bfloat16 | up to 64 |
 | int4 | ARM | `_dyn_quant_matmul_4bit`, x as int8 | all |
+| fp8 | all | the product of bfloat16 codes, then the scales; x and y in bfloat16 | all |
 
 In all other cases the weights are dequantised, some rows at a time, and multiplied as floats.
 """
@@ -28,8 +29,10 @@ _STEPS = 254  # the low part of x counts in 1/254 of a step of the high part
 
 def prepare(weight: QuantizedWeight) -> QuantizedWeight:
     """The weight in the order of this CPU's operator; itself if there is none."""
-    if weight.device.type != "cpu" or weight.layout != "stored" or weight.scheme.name != "int4":
+    if weight.device.type != "cpu" or weight.layout != "stored" or weight.scheme.name == "int8":
         return weight
+    if weight.scheme.name == "fp8":  # PyTorch reads fp8 slowly on CPUs; bfloat16 holds the codes
+        return replace(weight, data=weight.data.bfloat16(), layout="bfloat16")
     if not torch.equal(weight.scale.bfloat16().to(weight.scale.dtype), weight.scale):
         return weight  # written by another program; the operators would round the scales
     rows, columns = weight.shape
@@ -56,14 +59,14 @@ def product(x: Tensor, weight: QuantizedWeight) -> Tensor | None:
         return y
     if x.dtype == torch.float64 or weight.device.type != "cpu":
         return None
-    if weight.scheme.name == "int8" and has_vnni():
+    if weight.scheme.name == "int8" and weight.shape[1] > 1 and has_vnni():
         return _int8_product(x.float(), weight)
     if len(x) > MAX_ROWS:
         return None
     if weight.layout == "x86":
         narrow = x.bfloat16()
         y = torch.ops.aten._weight_int4pack_mm_for_cpu(narrow, weight.data, size, weight.scale)
-    elif weight.scheme.name == "int8" and has_avx2():
+    elif weight.scheme.name == "int8" and has_avx2() and not any(n % 32 for n in weight.shape):
         # The scales come after the operator, which would round them to bfloat16.
         ones = torch.ones(len(weight), dtype=torch.bfloat16)
         y = torch._weight_int8pack_mm(x.bfloat16(), weight.data, ones)
@@ -74,7 +77,7 @@ def product(x: Tensor, weight: QuantizedWeight) -> Tensor | None:
 
 
 def tiles(weight: QuantizedWeight, dtype: torch.dtype) -> Iterator[Tensor]:
-    """`QuantizedWeight.tiles` for every layout but ARM's, whose operator takes all rows."""
+    """`QuantizedWeight.tiles` for the layouts whose operators do not take all rows."""
     if weight.layout == "stored":
         yield from weight.tiles(dtype)
         return

@@ -161,6 +161,11 @@ def _rounded_scale(scale: Tensor) -> Tensor:
     return scale.clamp(min=smallest).to(torch.bfloat16).to(scale.dtype)
 
 
+def unpack_int8(data: Tensor, columns: int) -> Tensor:
+    """int8 codes [N, K] from int32 [N, K/4]: four codes in each number, plus 128."""
+    return (data.view(torch.uint8)[:, :columns] ^ 128).contiguous().view(torch.int8)
+
+
 def _pack(values: Tensor) -> Tensor:
     """4-bit codes, int8 [N, K], as int32 [N, K/8]."""
     pairs = (values + 8).view(torch.uint8).unflatten(1, (-1, 2))
