@@ -4,8 +4,8 @@ Which operator is used is a table, not a measurement, so that a machine always c
 
 | weights | CPU | operator | rows of x |
 |---|---|---|---|
-| int8 | x86 with VNNI | `_int_mm`, x as two int8 numbers: 16 bits | all |
-| int8 | x86 with AVX2 | `_weight_int8pack_mm`, x and y in bfloat16 | up to 64 |
+| int8 | x86 with AVX2 | `_weight_int8pack_mm`, x and y in bfloat16 | up to 4, without VNNI 64 |
+| int8 | x86 with VNNI | `_int_mm`, x as two int8 numbers: 16 bits | all others |
 | int4 | x86 with AVX2 | `_weight_int4pack_mm_for_cpu`, x and y in bfloat16 | up to 64 |
 | int4 | ARM | `_dyn_quant_matmul_4bit`, x as int8 | all |
 | fp8 | all | the product of bfloat16 codes, then the scales; x and y in bfloat16 | all |
@@ -24,6 +24,7 @@ from xlstm7b.quantize.config import Scheme
 from xlstm7b.quantize.weight import TILE, QuantizedWeight
 
 MAX_ROWS = 64  # above, dequantising is faster than operators that do not use a matrix unit
+_FEW_ROWS = 4  # above, `_int_mm` is faster than `_weight_int8pack_mm`
 _STEPS = 254  # the low part of x counts in 1/254 of a step of the high part
 
 
@@ -59,14 +60,16 @@ def product(x: Tensor, weight: QuantizedWeight) -> Tensor | None:
         return y
     if x.dtype == torch.float64 or weight.device.type != "cpu":
         return None
-    if weight.scheme.name == "int8" and weight.shape[1] > 1 and has_vnni():
-        return _int8_product(x.float(), weight)
+    if weight.scheme.name == "int8" and has_vnni():
+        few = len(x) <= _FEW_ROWS and _fits_int8pack(weight)
+        if not few and weight.shape[1] > 1:  # `_int_mm` is wrong for one column
+            return _int8_product(x.float(), weight)
     if len(x) > MAX_ROWS:
         return None
     if weight.layout == "x86":
         narrow = x.bfloat16()
         y = torch.ops.aten._weight_int4pack_mm_for_cpu(narrow, weight.data, size, weight.scale)
-    elif weight.scheme.name == "int8" and has_avx2() and not any(n % 32 for n in weight.shape):
+    elif weight.scheme.name == "int8" and _fits_int8pack(weight):
         # The scales come after the operator, which would round them to bfloat16.
         ones = torch.ones(len(weight), dtype=torch.bfloat16)
         y = torch._weight_int8pack_mm(x.bfloat16(), weight.data, ones)
@@ -74,6 +77,11 @@ def product(x: Tensor, weight: QuantizedWeight) -> Tensor | None:
     else:
         return None
     return y
+
+
+def _fits_int8pack(weight: QuantizedWeight) -> bool:
+    """Whether there is such an operator, which reads past the end of other sizes."""
+    return has_avx2() and not any(size % 32 for size in weight.shape)
 
 
 def tiles(weight: QuantizedWeight, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -84,14 +92,16 @@ def tiles(weight: QuantizedWeight, dtype: torch.dtype) -> Iterator[Tensor]:
     assert weight.layout == "x86"
     # The operator keeps blocks of rows as [K, block], with the rows in an order of its own.
     block, columns = _x86_block(), weight.shape[1]
-    inverse = torch.tensor(_x86_order()).argsort()
-    wide = torch.promote_types(dtype, torch.float32)
+    order = [*_x86_order()[::2], *_x86_order()[1::2]]
+    inverse = None if order == sorted(order) else torch.tensor(order).argsort()
+    wide = dtype if dtype == torch.bfloat16 else torch.promote_types(dtype, torch.float32)
     rows = max(1, TILE // (block * columns)) * block
     for data, scale in zip(weight.data.split(rows), weight.scale.split(rows, dim=1), strict=True):
         pairs = data.view(-1, columns, block // 2)
-        values = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(2).view(torch.int8) - 8
-        values = values.index_select(2, inverse).mT.reshape(len(data), len(scale), -1)
-        yield (values.to(wide) * scale[..., 0].mT.to(wide)[..., None]).flatten(1).to(dtype)
+        codes = torch.cat((pairs & 15, pairs >> 4), dim=2)
+        codes = codes if inverse is None else codes.index_select(2, inverse)
+        values = codes.mT.reshape(len(data), len(scale), -1).to(wide).sub_(8)
+        yield values.mul_(scale[..., 0].mT.to(wide)[..., None]).flatten(1).to(dtype)
 
 
 def split_rows(weight: QuantizedWeight, rows: Sequence[int]) -> Sequence[Tensor]:

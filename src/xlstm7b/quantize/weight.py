@@ -10,7 +10,7 @@ from torch import Tensor
 from xlstm7b.quantize.config import Scheme
 
 _LARGEST = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}  # positive code
-TILE = 1 << 20  # values that are dequantised at a time: they stay in a CPU's cache
+TILE = 1 << 18  # values that are dequantised at a time: they stay in a CPU's cache
 # int4 tries these parts of the largest value of a group: a smaller scale clips it, but has finer
 # steps for all others.
 _CLIPPED = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
