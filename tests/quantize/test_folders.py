@@ -100,6 +100,10 @@ def test_float64_computes_what_the_dequantised_model_does(
         fused, memory = FusedModel(ours), ModelState.zeros(ours.config, 2, dtype=torch.float64)
         read = fused.logits(fused.read(ids, memory))
         torch.testing.assert_close(read, want[:, -1], rtol=1e-9, atol=1e-9)
+        # A second one shares the stacked weights.
+        for first, second in zip(fused.blocks, FusedModel(ours).blocks, strict=True):
+            assert first.projections.data.data_ptr() == second.projections.data.data_ptr()
+            assert first.up.data.data_ptr() == second.up.data.data_ptr()
         # The model itself, whose weights are parts of the stacks now.
         torch.testing.assert_close(ours(ids)[0], want, rtol=1e-9, atol=1e-9)
         got_logprobs = ours.token_logprobs(ids, ids)[0]
@@ -161,6 +165,18 @@ def test_quantising_while_loading_gives_the_same_weights(source: Path, quantized
     loaded = XLSTM.from_pretrained(source, quantize=QUANTIZATIONS[quantized.name])
     with torch.no_grad():
         assert torch.equal(stored(tokens(1, 9))[0], loaded(tokens(1, 9))[0])
+
+
+def test_sizes_that_the_operators_do_not_take(tmp_path: Path) -> None:
+    random_model().save_pretrained(tmp_path / "narrow")  # queries of 32 rows, values of 64
+    scheme = Quantization.named("int4", group_size=32)
+    model = XLSTM.from_pretrained(tmp_path / "narrow", quantize=scheme)
+    exact = XLSTM.from_pretrained(tmp_path / "narrow", quantize=scheme, dtype=torch.float64)
+    fused, state = FusedModel(model), ModelState.zeros(model.config, 1)
+    with torch.inference_mode():
+        want = exact(tokens(1, 9))[0][:, -1]
+        got = fused.logits(fused.read(tokens(1, 9), state))
+    assert (got - want).norm() <= 2e-2 * want.norm()
 
 
 def test_what_a_quantised_model_refuses(source: Path, tmp_path: Path) -> None:

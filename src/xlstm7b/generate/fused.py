@@ -1,7 +1,6 @@
 """FusedModel: an XLSTM for generation. Stacked weights, states updated in place."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from xlstm7b.generate.unfused import evaluation_mode
 from xlstm7b.mlstm import MLSTMState, has_kernels, mlstm_sequence
 from xlstm7b.model import XLSTM, ModelState
 from xlstm7b.model.layers import QuantizedLinear
-from xlstm7b.quantize import cpu
 from xlstm7b.quantize.weight import QuantizedWeight, stack
 
 _FFN_ROWS = 2048  # rows of the feed-forward at a time: its wide vectors are prefill's memory peak
@@ -278,11 +276,7 @@ def _fuse_linear(layers: Sequence[Any]) -> Tensor | QuantizedWeight:
     kinds = {(getattr(w, "scheme", None), getattr(w, "layout", None)) for w in weights}
     if len(kinds) > 1:
         _refuse("layers that read the same vector are quantised in different schemes")
-    stacked = stack(weights)
-    data = cpu.split_rows(stacked, [*map(len, weights)])
-    for layer, part in zip(layers, data, strict=True):
-        layer.weight = replace(layer.weight, data=part)
-    return stacked
+    return stack(weights, fuse([weight.data for weight in weights]))
 
 
 def fuse(parameters: Sequence[Tensor]) -> Tensor:

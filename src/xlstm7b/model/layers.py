@@ -391,7 +391,7 @@ class Float32Linear(Linear):
 class QuantizedLinear(nn.Module):
     """Takes the place of a `Linear` or, with `wide`, of a `Float32Linear`. It has no gradient.
 
-    The weight is no parameter. `load` sets it.
+    The weight is no parameter, and is set after the layer is made.
     """
 
     weight: QuantizedWeight
@@ -399,11 +399,6 @@ class QuantizedLinear(nn.Module):
     def __init__(self, in_features: int, out_features: int, *, wide: bool) -> None:
         super().__init__()
         self.in_features, self.out_features, self.wide = in_features, out_features, wide
-
-    def load(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
-        """Sets the weight, in the order of this CPU's operators for a model of this dtype."""
-        assert weight.shape == (self.out_features, self.in_features)
-        self.weight = weight if dtype == torch.float64 else cpu.prepare(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():

@@ -21,6 +21,7 @@ from xlstm7b.model.layers import (
     soft_cap,
 )
 from xlstm7b.model.model_state import ModelState
+from xlstm7b.quantize import cpu
 from xlstm7b.quantize.config import Quantization, Scheme
 from xlstm7b.quantize.weight import QuantizedWeight
 
@@ -240,7 +241,12 @@ class XLSTM(nn.Module):
                     tensor = QuantizedWeight.quantize(tensor.to(device), schemes[name])
                 layer = model.get_submodule(name.removesuffix(".weight"))
                 assert isinstance(layer, QuantizedLinear)
-                layer.load(tensor.to(model.backbone.embeddings.weight.device), dtype)
+                layer.weight = tensor.to(model.backbone.embeddings.weight.device)
+        layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]
+        if dtype != torch.float64:
+            prepared = cpu.prepare([layer.weight for layer in layers])
+            for layer, weight in zip(layers, prepared, strict=True):
+                layer.weight = weight
         return model
 
     @property

@@ -28,26 +28,40 @@ _FEW_ROWS = 4  # above, `_int_mm` is faster than `_weight_int8pack_mm`
 _STEPS = 254  # the low part of x counts in 1/254 of a step of the high part
 
 
-def prepare(weight: QuantizedWeight) -> QuantizedWeight:
-    """The weight in the order of this CPU's operator; itself if there is none."""
+def prepare(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
+    """The weights of a model in the order of this CPU's operators, where there are such.
+
+    All or none of the int4 weights: those with one layout can be stacked.
+    """
+    all_fit = all(_fits_int4(weight) for weight in weights if weight.scheme.name == "int4")
+    return [
+        _prepare(weight) if all_fit or weight.scheme.name != "int4" else weight
+        for weight in weights
+    ]
+
+
+def _fits_int4(weight: QuantizedWeight) -> bool:
+    if not torch.equal(weight.scale.bfloat16().to(weight.scale.dtype), weight.scale):
+        return False  # written by another program; the operators would round the scales
+    rows = len(weight)
+    return (has_avx2() and rows % _x86_block() == 0) or (has_arm_int4() and rows % 16 == 0)
+
+
+def _prepare(weight: QuantizedWeight) -> QuantizedWeight:
     if weight.device.type != "cpu" or weight.layout != "stored" or weight.scheme.name == "int8":
         return weight
     if weight.scheme.name == "fp8":  # PyTorch reads fp8 slowly on CPUs; bfloat16 holds the codes
         return replace(weight, data=weight.data.bfloat16(), layout="bfloat16")
-    if not torch.equal(weight.scale.bfloat16().to(weight.scale.dtype), weight.scale):
-        return weight  # written by another program; the operators would round the scales
     rows, columns = weight.shape
-    if has_avx2() and rows % _x86_block() == 0:
+    if has_avx2():
         pairs = weight.data.view(torch.uint8)
         wide = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1).int()
         data = torch.ops.aten._convert_weight_to_int4pack_for_cpu(wide, 1)
         scale = weight.scale.bfloat16().mT
         with_zeros = torch.stack((scale, torch.zeros_like(scale)), dim=-1)
         return replace(weight, data=data, scale=with_zeros, layout="x86")
-    if has_arm_int4() and rows % 16 == 0:
-        data = _pack_arm(weight.data, weight.scale, weight.scheme, rows, columns)
-        return replace(weight, data=data, scale=weight.scale[:0], layout="arm")
-    return weight
+    data = _pack_arm(weight.data, weight.scale, weight.scheme, rows, columns)
+    return replace(weight, data=data, scale=weight.scale[:0], layout="arm")
 
 
 def product(x: Tensor, weight: QuantizedWeight) -> Tensor | None:
@@ -102,13 +116,6 @@ def tiles(weight: QuantizedWeight, dtype: torch.dtype) -> Iterator[Tensor]:
         codes = codes if inverse is None else codes.index_select(2, inverse)
         values = codes.mT.reshape(len(data), len(scale), -1).to(wide).sub_(8)
         yield values.mul_(scale[..., 0].mT.to(wide)[..., None]).flatten(1).to(dtype)
-
-
-def split_rows(weight: QuantizedWeight, rows: Sequence[int]) -> Sequence[Tensor]:
-    """The data of some rows each, as views."""
-    per_row = len(weight.data) // len(weight)  # ARM's layout is flat
-    parts: Sequence[Tensor] = weight.data.split([per_row * count for count in rows])
-    return parts
 
 
 def _int8_product(x: Tensor, weight: QuantizedWeight) -> Tensor:

@@ -101,13 +101,13 @@ class QuantizedWeight:
             yield (groups * scale.to(wide)[..., None]).flatten(1).to(dtype)
 
 
-def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Matrices of one scheme, stacked along the rows. Groups lie in one row, so they stay whole."""
+def stack(weights: Sequence[QuantizedWeight], data: Tensor) -> QuantizedWeight:
+    """Matrices of one scheme, stacked along the rows. `data` is theirs, in one tensor.
+
+    Groups lie in one row, so they stay whole.
+    """
     first = weights[0]
-    if len(weights) == 1:
-        return first
     rows = sum(map(len, weights))
-    data = torch.cat([weight.data for weight in weights])
     scale = torch.cat([weight.scale for weight in weights], dim=1 if first.layout == "x86" else 0)
     return replace(first, shape=(rows, first.shape[1]), data=data, scale=scale)
 
