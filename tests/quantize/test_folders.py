@@ -167,6 +167,19 @@ def test_quantising_while_loading_gives_the_same_weights(source: Path, quantized
         assert torch.equal(stored(tokens(1, 9))[0], loaded(tokens(1, 9))[0])
 
 
+@pytest.mark.gpu
+def test_generation_on_a_gpu(quantized: Path, dequantized: Path) -> None:
+    ids = tokens(9, 40).cuda()
+    logits = []
+    for folder in (quantized, dequantized):
+        fused = FusedModel(XLSTM.from_pretrained(folder, dtype=torch.float32, device="cuda"))
+        state = ModelState.zeros(fused.config, 9, device="cuda")
+        with torch.inference_mode():
+            logits.append(fused.logits(fused.read(ids, state)))
+    difference = (logits[0] - logits[1]).norm(dim=1) / logits[1].norm(dim=1)
+    assert difference.median() <= 1e-2
+
+
 def test_sizes_that_the_operators_do_not_take(tmp_path: Path) -> None:
     random_model().save_pretrained(tmp_path / "narrow")  # queries of 32 rows, values of 64
     scheme = Quantization.named("int4", group_size=32)

@@ -100,7 +100,8 @@ def test_cpu_operators(
     """
     parts = [QuantizedWeight.quantize(draw(n, 256, n), scheme) for n in sizes]
     want_weight = torch.cat([part.dequantize(torch.float64) for part in parts])
-    prepared = cpu.prepare(parts)
+    int4 = cpu.int4_fits(parts)
+    prepared = [cpu.prepare(part, int4=int4) for part in parts]
     assert len({part.layout for part in prepared}) == 1
     stacked = stack(prepared, torch.cat([part.data for part in prepared]))
     rounding = {"arm": 2e-2, "x86": 4e-3, "bfloat16": 4e-3}.get(stacked.layout, 1e-4)
@@ -122,7 +123,7 @@ def test_the_operators_order_is_undone() -> None:
         pytest.skip("x86 only")
     for scheme in SCHEMES[2:]:
         quantized = QuantizedWeight.quantize(draw(192, 256, 1), scheme)
-        (prepared,) = cpu.prepare([quantized])
+        prepared = cpu.prepare(quantized, int4=cpu.int4_fits([quantized]))
         assert prepared.layout == "x86"
         assert torch.equal(torch.cat([*cpu.tiles(prepared, torch.float32)]), quantized.dequantize())
         with pytest.raises(ValueError, match="load the model on the other device"):
@@ -133,7 +134,8 @@ def test_arm_operator() -> None:
     if not cpu.has_arm_int4():
         pytest.skip("no ARM operator for 4 bits on this machine")
     quantized = QuantizedWeight.quantize(draw(64, 128, 1), SCHEMES[2])
-    assert cpu.prepare([quantized])[0].layout == "arm"
+    assert cpu.int4_fits([quantized])
+    assert cpu.prepare(quantized, int4=True).layout == "arm"
 
 
 def test_scales_that_operators_would_round_are_not_given_to_them() -> None:
@@ -141,7 +143,8 @@ def test_scales_that_operators_would_round_are_not_given_to_them() -> None:
     foreign = QuantizedWeight(
         quantized.scheme, quantized.shape, quantized.data, quantized.scale * 1.001
     )
-    assert [w.layout for w in cpu.prepare([quantized, foreign])] == ["stored", "stored"]
+    assert not cpu.int4_fits([quantized, foreign])
+    assert cpu.prepare(quantized, int4=False).layout == "stored"
 
 
 @given(matrices(st.sampled_from([SCHEMES[0], *SCHEMES[2:]])))

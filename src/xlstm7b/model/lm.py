@@ -244,9 +244,9 @@ class XLSTM(nn.Module):
                 layer.weight = tensor.to(model.backbone.embeddings.weight.device)
         layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]
         if dtype != torch.float64:
-            prepared = cpu.prepare([layer.weight for layer in layers])
-            for layer, weight in zip(layers, prepared, strict=True):
-                layer.weight = weight
+            int4 = cpu.int4_fits(layer.weight for layer in layers)
+            for layer in layers:  # one by one: there is never a second copy of all weights
+                layer.weight = cpu.prepare(layer.weight, int4=int4)
         return model
 
     @property

@@ -13,7 +13,7 @@ Which operator is used is a table, not a measurement, so that a machine always c
 In all other cases the weights are dequantised, some rows at a time, and multiplied as floats.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -28,16 +28,12 @@ _FEW_ROWS = 4  # above, `_int_mm` is faster than `_weight_int8pack_mm`
 _STEPS = 254  # the low part of x counts in 1/254 of a step of the high part
 
 
-def prepare(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
-    """The weights of a model in the order of this CPU's operators, where there are such.
+def int4_fits(weights: Iterable[QuantizedWeight]) -> bool:
+    """Whether an operator of this CPU takes all int4 weights of a model.
 
-    All or none of the int4 weights: those with one layout can be stacked.
+    All or none: those with one layout can be stacked.
     """
-    all_fit = all(_fits_int4(weight) for weight in weights if weight.scheme.name == "int4")
-    return [
-        _prepare(weight) if all_fit or weight.scheme.name != "int4" else weight
-        for weight in weights
-    ]
+    return all(_fits_int4(weight) for weight in weights if weight.scheme.name == "int4")
 
 
 def _fits_int4(weight: QuantizedWeight) -> bool:
@@ -47,8 +43,11 @@ def _fits_int4(weight: QuantizedWeight) -> bool:
     return (has_avx2() and rows % _x86_block() == 0) or (has_arm_int4() and rows % 16 == 0)
 
 
-def _prepare(weight: QuantizedWeight) -> QuantizedWeight:
+def prepare(weight: QuantizedWeight, *, int4: bool) -> QuantizedWeight:
+    """The weight in the order of this CPU's operator; with `int4`, an int4 weight too."""
     if weight.device.type != "cpu" or weight.layout != "stored" or weight.scheme.name == "int8":
+        return weight
+    if weight.scheme.name == "int4" and not int4:
         return weight
     if weight.scheme.name == "fp8":  # PyTorch reads fp8 slowly on CPUs; bfloat16 holds the codes
         return replace(weight, data=weight.data.bfloat16(), layout="bfloat16")
