@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -19,6 +20,8 @@ import yaml
 from xlstm7b import files, hub
 from xlstm7b.config import ModelConfig
 from xlstm7b.files import Progress, Stored
+from xlstm7b.quantize.config import GROUP_SIZES, Quantization, Scheme
+from xlstm7b.quantize.weight import QuantizedWeight, unpack_int8
 
 # Layers that some files hold as one matrix, with their rows in this order.
 _FUSED = {
@@ -27,6 +30,7 @@ _FUSED = {
     "proj_up_gate_z": ("proj_up_gate", "proj_up"),
 }
 _INDEX = "model.safetensors.index.json"
+_BESIDE = (".weight_scale", ".weight_shape")  # tensors beside a quantised weight
 # The files that `save_checkpoint` writes and replaces. The manifest must list all of them.
 _OWN_FILE = re.compile(
     rf"model([-_].*)?\.safetensors(\.index\.json)?|config\.json|{files.MANIFEST}", re.DOTALL
@@ -42,19 +46,49 @@ class Checkpoint:
 
     folder: Path
     config: ModelConfig
-    dtype: torch.dtype  # the narrowest that holds every stored tensor
+    dtype: torch.dtype  # the narrowest that holds every stored tensor that is not quantised
     nbytes: int  # bytes of the stored tensors
-    _stored: tuple[Stored, ...]
+    schemes: Mapping[str, Scheme]  # of the parameters that are quantised
+    _stored: tuple[Stored, ...]  # without the scales and shapes of quantised parameters
+    _scales: Mapping[str, Stored]  # by the names of the parameters
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and memory-mapped tensors, one file after the other."""
+    def tensors(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and memory-mapped tensors, one file after the other. Quantised ones as floats.
+
+        Only those whose names start with `prefix`.
+        """
+        for name, tensor in self.weights(prefix):
+            if isinstance(tensor, QuantizedWeight):
+                tensor = tensor.dequantize(self.dtype)
+            yield name, tensor
+
+    def weights(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+        """As `tensors`, but quantised parameters as they are stored, copied to memory."""
         shapes = self.config.parameter_shapes()
-        for file, parts in groupby(self._stored, key=lambda part: part.file):
+        chosen = (part for part in self._stored if _our_names(part.key)[0].startswith(prefix))
+        for file, parts in groupby(chosen, key=lambda part: part.file):
             with files.opened_safetensors(file) as handle:
                 for part in parts:
                     names = _our_names(part.key)
-                    rows = [shapes[name][0] for name in names]
-                    yield from zip(names, handle.get_tensor(part.key).split(rows), strict=True)
+                    scheme = self.schemes.get(names[0])
+                    if scheme is not None:
+                        rows, columns = shapes[names[0]]
+                        data = handle.get_tensor(part.key).clone()
+                        if part.key != names[0] and scheme.name == "int8":
+                            data = unpack_int8(data, columns)
+                        scale = self._scale(names[0])
+                        yield names[0], QuantizedWeight(scheme, (rows, columns), data, scale)
+                        continue
+                    sizes = [shapes[name][0] for name in names]
+                    yield from zip(names, handle.get_tensor(part.key).split(sizes), strict=True)
+
+    def _scale(self, name: str) -> torch.Tensor:
+        part = self._scales[name]
+        with files.opened_safetensors(part.file) as handle:
+            scale: torch.Tensor = handle.get_tensor(part.key)
+        if not scale.isfinite().all():
+            raise ValueError(f"{part.file}: {part.key} holds a scale that is not finite")
+        return scale.clone()
 
     def companions(self) -> list[Path]:
         """The tokenizer, licence and similar files in the folder."""
@@ -99,7 +133,12 @@ def open_checkpoint(folder_or_hub_id: str | Path) -> Checkpoint:
     """Reads the config and the headers of the weights, and checks that they match."""
     folder = resolve(folder_or_hub_id)
     config = read_config(folder)
-    stored = _read_headers(folder)
+    quantized = read_quantization(folder) is not None
+    dtypes = files.DTYPES | (files.QUANTIZED_DTYPES if quantized else {})
+    everything = _read_headers(folder, dtypes)
+    nbytes = sum(torch.Size(part.shape).numel() * part.dtype.itemsize for part in everything)
+    stored = [part for part in everything if not part.key.endswith(_BESIDE)]
+    beside = {part.key: part for part in everything if part.key.endswith(_BESIDE)}
     if config.num_blocks > len(stored):  # a damaged config: its parameters could be billions
         raise ValueError(
             f"{folder}: the config says num_blocks = {config.num_blocks}, "
@@ -107,6 +146,8 @@ def open_checkpoint(folder_or_hub_id: str | Path) -> Checkpoint:
         )
     shapes = config.parameter_shapes()
     seen: dict[str, Stored] = {}
+    schemes: dict[str, Scheme] = {}
+    scales: dict[str, Stored] = {}
     for part in stored:
         names = _our_names(part.key)
         for name in names:
@@ -118,42 +159,81 @@ def open_checkpoint(folder_or_hub_id: str | Path) -> Checkpoint:
                     f"and so does {seen[name].key} in {seen[name].file.name}"
                 )
             seen[name] = part
+        if part.dtype not in files.DTYPES.values():
+            schemes[names[0]] = _check_quantized(part, names[0], shapes[names[0]], beside)
+            scales[names[0]] = beside.pop(f"{names[0]}_scale")
+            beside.pop(f"{names[0]}_shape", None)
+            continue
         _, *width = shapes[names[0]]
         expected = (sum(shapes[name][0] for name in names), *width)
         if part.shape != expected:
             raise ValueError(
                 f"{part.file}: {part.key} has the shape {part.shape}, the config says {expected}"
             )
+    for part in beside.values():
+        raise ValueError(f"{part.file}: {part.key!r} belongs to no quantised weight")
     several = stored[0].file != stored[-1].file
     _refuse_missing(shapes.keys() - seen.keys(), folder if several else stored[0].file)
-    dtype = reduce(torch.promote_types, (part.dtype for part in stored))
-    nbytes = sum(torch.Size(part.shape).numel() * part.dtype.itemsize for part in stored)
-    return Checkpoint(folder, config, dtype, nbytes, tuple(stored))
+    floats = [part.dtype for part in stored if part.dtype in files.DTYPES.values()]
+    dtype = reduce(torch.promote_types, floats)
+    return Checkpoint(folder, config, dtype, nbytes, schemes, tuple(stored), scales)
+
+
+def _check_quantized(
+    part: Stored, name: str, shape: tuple[int, ...], beside: Mapping[str, Stored]
+) -> Scheme:
+    """The scheme of a quantised weight. `ValueError` unless its codes and scales fit together."""
+    scale = beside.get(f"{name}_scale")
+    if len(shape) != 2:
+        raise ValueError(f"{part.file}: {part.key} is quantised, but {name} is not a matrix")
+    if scale is None:
+        raise ValueError(f"{part.file}: {part.key} is quantised, but {name}_scale is missing")
+    rows, columns = shape
+    packed_int8 = (rows, -(-columns // 4))  # the library packs 8-bit codes too
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] = shape, (rows, 1)
+    if part.key == name and part.dtype in (torch.int8, torch.float8_e4m3fn):
+        scheme = Scheme("int8" if part.dtype == torch.int8 else "fp8")
+    elif part.key != name and part.dtype == torch.int32 and part.shape == packed_int8:
+        scheme, shapes = Scheme("int8"), (packed_int8, (rows, 1))
+    elif part.key != name and part.dtype == torch.int32:
+        groups = scale.shape[1] if len(scale.shape) == 2 else 0
+        if not groups or columns % groups or columns // groups not in GROUP_SIZES:
+            raise ValueError(
+                f"{scale.file}: {scale.key} has the shape {scale.shape}, which are no groups of "
+                f"{', '.join(map(str, GROUP_SIZES))} in {columns} columns"
+            )
+        scheme, shapes = Scheme("int4", columns // groups), ((rows, columns // 8), (rows, groups))
+    else:
+        raise ValueError(f"{part.file}: {part.key} is stored as {part.dtype}, which is no scheme")
+    for found, expected in zip((part, scale), shapes, strict=True):
+        if found.shape != expected:
+            raise ValueError(
+                f"{found.file}: {found.key} has the shape {found.shape}, not {expected} as a "
+                f"matrix {shape} in {scheme}"
+            )
+    if scale.dtype not in files.DTYPES.values():
+        raise ValueError(f"{scale.file}: {scale.key} is stored as {scale.dtype}, not as floats")
+    return scheme
 
 
 def save_checkpoint(
     folder: str | Path,
     config: ModelConfig,
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    tensors: Iterable[tuple[str, torch.Tensor | QuantizedWeight]],
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
     companions: Iterable[Path] = (),
     progress: Progress | None = None,
+    quantization: Quantization | None = None,
 ) -> None:
     """Writes a Hugging Face folder with a sha256 manifest. Replaces a checkpoint that is there.
 
     `dtype` casts the tensors; by default each keeps its own. `companions` are files to copy into
-    the folder, such as a tokenizer or a licence. Other files in the folder are kept.
+    the folder, such as a tokenizer or a licence. Other files in the folder are kept. With
+    `quantization`, some of the tensors are `QuantizedWeight`s.
     """
-    target = Path(folder).resolve()  # keeps a symbolic link and replaces the folder it points to
-    taken = target.exists()
-    if taken and not target.is_dir():
-        raise ValueError(f"{target} is a file; a checkpoint is a folder")
-    if taken and not (target / "config.json").exists() and any(target.iterdir()):
-        raise ValueError(
-            f"{target} holds other files and no config.json: save to a new or an empty folder"
-        )
+    target = check_target(folder)
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be at least 1, not {max_shard_bytes}")
     companions = list(companions)
@@ -178,7 +258,7 @@ def save_checkpoint(
         nbytes = 0
         for shard in files.shards(_checked(tensors, config, dtype), max_shard_bytes):
             shards.append(list(shard))
-            dtypes |= {tensor.dtype for tensor in shard.values()}
+            dtypes |= {tensor.dtype for key, tensor in shard.items() if not key.endswith(_BESIDE)}
             nbytes += sum(tensor.nbytes for tensor in shard.values())
             write(f"{len(shards)}.part", files.safetensors_pieces(shard, progress))
         file_of: dict[str, str] = {}
@@ -192,9 +272,26 @@ def save_checkpoint(
         if len(shards) > 1:
             index = {"metadata": {"total_size": nbytes}, "weight_map": file_of}
             write(_INDEX, [files.json_bytes(index)])
+        dtypes &= set(files.DTYPES.values())
         stored = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
-        write("config.json", [files.json_bytes(config.to_dict(stored))])
+        described = config.to_dict(stored)
+        if quantization is not None:
+            described["quantization_config"] = quantization.to_dict()
+        write("config.json", [files.json_bytes(described)])
         files.write_manifest(aside, sums)
+
+
+def check_target(folder: str | Path) -> Path:
+    """The folder to save to, with links resolved. `ValueError` if it holds something else."""
+    target = Path(folder).resolve()  # keeps a symbolic link and replaces the folder it points to
+    taken = target.exists()
+    if taken and not target.is_dir():
+        raise ValueError(f"{target} is a file; a checkpoint is a folder")
+    if taken and not (target / "config.json").exists() and any(target.iterdir()):
+        raise ValueError(
+            f"{target} holds other files and no config.json: save to a new or an empty folder"
+        )
+    return target
 
 
 def transformers_limits(config: ModelConfig) -> list[str]:
@@ -251,18 +348,26 @@ def read_config(folder: Path) -> ModelConfig:
             raise ValueError(f"{path}: {error}") from error
 
 
-def _read_headers(folder: Path) -> list[Stored]:
+def read_quantization(folder: Path) -> dict[str, Any] | None:
+    """The `quantization_config` of a folder whose config has been read; None without one."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found: dict[str, Any] | None = values.get("quantization_config")
+    return found
+
+
+def _read_headers(folder: Path, dtypes: Mapping[str, torch.dtype]) -> list[Stored]:
     """The tensors of a single file, of the shards in an index, or of numbered shards."""
     single, index = folder / "model.safetensors", folder / _INDEX
     if single.exists():
-        return files.read_headers([single])
+        return files.read_headers([single], dtypes)
     if not index.exists():
         count = len(list(folder.glob("model_*.safetensors")))
         if not count:
             raise ValueError(f"{folder} holds neither {single.name} nor {_INDEX}")
-        return files.read_headers([folder / f"model_{n}.safetensors" for n in range(count)])
+        return files.read_headers([folder / f"model_{n}.safetensors" for n in range(count)], dtypes)
     file_of = _read_index(index)
-    stored = files.read_headers([folder / name for name in sorted(set(file_of.values()))])
+    stored = files.read_headers([folder / name for name in sorted(set(file_of.values()))], dtypes)
     found = {(part.key, part.file.name) for part in stored}
     for key, name in sorted(found ^ file_of.items()):
         if (key, name) in found:
@@ -291,6 +396,8 @@ def _our_names(key: str) -> tuple[str, ...]:
     """The parameters that a key in a file stands for, in the order of its rows."""
     if key == "embedding.weight":  # in the authors' format
         return ("backbone.embeddings.weight",)
+    if key.endswith(".weight_packed"):  # of a quantised weight
+        return (key.removesuffix("_packed"),)
     path, _, kind = key.rpartition(".")
     block, _, layer = path.rpartition(".")
     if layer not in _FUSED:
@@ -299,7 +406,9 @@ def _our_names(key: str) -> tuple[str, ...]:
 
 
 def _checked(
-    tensors: Iterable[tuple[str, torch.Tensor]], config: ModelConfig, dtype: torch.dtype | None
+    tensors: Iterable[tuple[str, torch.Tensor | QuantizedWeight]],
+    config: ModelConfig,
+    dtype: torch.dtype | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors as they will be stored. `ValueError` unless they are exactly the config's."""
     shapes = config.parameter_shapes()
@@ -312,6 +421,10 @@ def _checked(
             raise ValueError(
                 f"{name} has the shape {tuple(tensor.shape)}, the config says {shapes[name]}"
             )
+        if isinstance(tensor, QuantizedWeight):
+            missing.remove(name)
+            yield from tensor.stored(name).items()
+            continue
         if (dtype or tensor.dtype) not in files.DTYPES.values():
             raise ValueError(f"{name} cannot be stored as {dtype or tensor.dtype}")
         missing.remove(name)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from xlstm7b.quantize.config import check_supported
 from xlstm7b.registry import STANDARD, find
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -234,7 +235,7 @@ class ModelConfig:
                     f"{name} = {values[name]!r} is not supported, only {name} = {supported!r}"
                 )
         if values.get("quantization_config") is not None:
-            raise ValueError("quantization_config is not supported: the weights must be floats")
+            check_supported(values["quantization_config"])
         read = {field.name: values[field.name] for field in fields(cls) if field.name in values}
         for ours, theirs in (("embedding_dim", "hidden_size"), ("num_blocks", "num_hidden_layers")):
             given = {values[name] for name in (ours, theirs) if values.get(name) is not None}

@@ -27,6 +27,14 @@ DTYPES = {
 }
 """The dtypes of weights and states, by their names in a safetensors file."""
 
+QUANTIZED_DTYPES = {
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+"""Other dtypes of the files of a checkpoint with quantised weights."""
+
 MANIFEST = "SHA256SUMS"
 _LONGEST_HEADER = 100_000_000  # the limit of the safetensors library
 
@@ -142,7 +150,7 @@ def _first_cut(path: Path) -> str:
     return ""
 
 
-def read_headers(files: Iterable[Path]) -> list[Stored]:
+def read_headers(files: Iterable[Path], dtypes: Mapping[str, torch.dtype] = DTYPES) -> list[Stored]:
     """The tensors in these files. No tensor is read."""
     stored = []
     for file in files:
@@ -150,11 +158,11 @@ def read_headers(files: Iterable[Path]) -> list[Stored]:
             for key in handle.keys():  # noqa: SIM118 (the handle is not a dict)
                 header = handle.get_slice(key)
                 code = header.get_dtype()
-                if code not in DTYPES:
+                if code not in dtypes:
                     raise ValueError(
-                        f"{file}: {key!r} is stored as {code}, not as one of {', '.join(DTYPES)}"
+                        f"{file}: {key!r} is stored as {code}, not as one of {', '.join(dtypes)}"
                     )
-                stored.append(Stored(file, key, DTYPES[code], tuple(header.get_shape())))
+                stored.append(Stored(file, key, dtypes[code], tuple(header.get_shape())))
     return stored
 
 
@@ -176,7 +184,7 @@ def safetensors_pieces(
     The library's own writer does not return the bytes, so the file would have to be read again to
     compute its hash.
     """
-    codes = {dtype: code for code, dtype in DTYPES.items()}
+    codes = {dtype: code for code, dtype in (DTYPES | QUANTIZED_DTYPES).items()}
     # Wide dtypes first: then every tensor is aligned to its own element size.
     keys = sorted(tensors, key=lambda key: -tensors[key].itemsize)
     header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}

@@ -21,7 +21,7 @@ import torch
 
 from xlstm7b.bench.cases import Result
 from xlstm7b.bench.measure import random_module
-from xlstm7b.checkpoint import transformers_limits
+from xlstm7b.checkpoint import read_quantization, transformers_limits
 from xlstm7b.config import ModelConfig
 
 TRITON_KERNELS = {
@@ -51,6 +51,11 @@ def load_transformers(
         raise ValueError("; ".join(limits))
     # Our config names the native kernels, whichever kernels the folder's own config names.
     named = config.to_dict(str(dtype).removeprefix("torch."))
+    quantization = None if folder is None else read_quantization(folder)
+    if quantization is not None:
+        import xlstm7b.integrations.transformers  # noqa: F401 (needed for int4)
+
+        named["quantization_config"] = quantization
     theirs = transformers.xLSTMConfig(**named | dict(options or {}))
     factory: Any = transformers.xLSTMForCausalLM
     if folder is None:

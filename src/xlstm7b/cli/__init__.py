@@ -12,6 +12,7 @@ from xlstm7b.cli import (
     experiment,
     generate,
     prepare,
+    quantize,
     serve,
     train,
 )
@@ -36,6 +37,7 @@ for command in (
     checkpoints.verify,
     checkpoints.convert,
     checkpoints.compare,
+    quantize.quantize,
 ):
     app.command()(command)
 app.add_typer(evaluate.app, name="eval")

@@ -30,17 +30,23 @@ def info(
     from xlstm7b.config import SIZES, ModelConfig
     from xlstm7b.hub import is_hub_id
 
+    quantized: dict[str, str] = {}
     if model.lower() in SIZES:
         config = ModelConfig.named(model)
     elif Path(model).is_dir() or is_hub_id(model):
-        from xlstm7b.checkpoint import read_config, resolve
+        from xlstm7b.checkpoint import read_config, read_quantization, resolve
+        from xlstm7b.quantize.config import described
 
-        config = read_config(resolve(model, ["config.*"]))
+        folder = resolve(model, ["config.*"])
+        config = read_config(folder)
+        quantized = described(read_quantization(folder))
     else:
         raise ValueError(
             f"{model!r} is neither a checkpoint folder nor a size; sizes: {', '.join(SIZES)}"
         )
     result = summary(config, context_length, chunk_size)
+    if quantized:
+        result["quantization"] = quantized
     if as_json:
         print(json.dumps({"model": model, **result}, indent=2))
     else:

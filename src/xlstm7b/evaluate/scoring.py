@@ -77,8 +77,8 @@ class Scorer:
         self, model: XLSTM, *, batch_size: int | None = None, grouping: bool = True
     ) -> None:
         self.model, self.config = model, model.config
-        self.device = model.lm_head.weight.device
-        self.dtype = torch.promote_types(model.lm_head.weight.dtype, torch.float32)
+        first = model.backbone.embeddings.weight  # the head may be quantised
+        self.device, self.dtype = first.device, torch.promote_types(first.dtype, torch.float32)
         self.batch_size = batch_size or default_batch_size(model)
         self.grouping = grouping
         self.tokens_processed = 0
@@ -265,7 +265,7 @@ def default_batch_size(model: XLSTM) -> int:
     A row needs four states: the one it starts from, the one the model returns, and the same two for
     its continuation.
     """
-    device = model.lm_head.weight.device
+    device = model.backbone.embeddings.weight.device
     if device.type != "cuda":
         return _CPU_BATCH
     state = ModelState.zeros(model.config, 1, device=torch.device("meta")).nbytes

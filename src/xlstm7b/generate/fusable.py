@@ -8,7 +8,7 @@ from torch import nn
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
-from xlstm7b.model.layers import MLSTMBlock
+from xlstm7b.model.layers import Linear, MLSTMBlock, QuantizedLinear
 from xlstm7b.registry import STANDARD
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -48,6 +48,10 @@ def difference(model: XLSTM) -> str | None:
 
 def _difference(name: str, module: nn.Module, standard: nn.Module) -> str | None:
     called = name or "the model"
+    if type(module) is QuantizedLinear and isinstance(standard, Linear):
+        if any(getattr(module, hooks) for hooks in _HOOKS):
+            return f"{called} has hooks"
+        return f"{called} has a forward of its own" if "forward" in vars(module) else None
     if type(module) is not type(standard):
         return f"{called} is a {_names(type(module), type(standard))}"
     if any(getattr(module, hooks) for hooks in _HOOKS):

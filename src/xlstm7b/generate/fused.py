@@ -1,6 +1,7 @@
 """FusedModel: an XLSTM for generation. Stacked weights, states updated in place."""
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from xlstm7b.generate.kernels import plain
 from xlstm7b.generate.unfused import evaluation_mode
 from xlstm7b.mlstm import MLSTMState, has_kernels, mlstm_sequence
 from xlstm7b.model import XLSTM, ModelState
+from xlstm7b.model.layers import QuantizedLinear
+from xlstm7b.quantize.weight import QuantizedWeight, stack
 
 _FFN_ROWS = 2048  # rows of the feed-forward at a time: its wide vectors are prefill's memory peak
 # Tokens that a new FusedModel and its model both read, to compare their logits. On a GPU as many as
@@ -24,14 +27,14 @@ class FusedBlock(NamedTuple):
     """The weights of one block. Matrices that multiply the same vector are stacked into one."""
 
     norm_mlstm: Tensor
-    projections: Tensor  # q, k, v, õ
+    projections: Tensor | QuantizedWeight  # q, k, v, õ
     gates: Tensor  # ĩ, f̃
     gate_bias: Tensor
     head_norm: Tensor
-    out: Tensor
+    out: Tensor | QuantizedWeight
     norm_ffn: Tensor
-    up: Tensor  # gate, up
-    down: Tensor
+    up: Tensor | QuantizedWeight  # gate, up
+    down: Tensor | QuantizedWeight
 
 
 class Slots(NamedTuple):
@@ -57,12 +60,13 @@ class FusedModel:
         self.config = model.config
         self.embedding = model.backbone.embeddings.weight.data
         self.out_norm = model.backbone.out_norm.weight.data
-        self.head = model.lm_head.weight.data
-        self.device, self.dtype = self.head.device, self.head.dtype
+        self.head = _fuse_linear([model.lm_head])
+        self.device, self.dtype = self.embedding.device, self.embedding.dtype
         self.blocks = [_fuse_block(block) for block in model.backbone.blocks]
         self.operations: Any = plain
         heads = self.config.d_qk, self.config.d_hv
         supported = self.dtype.itemsize <= 4 and all(16 <= d <= 1024 for d in heads)
+        supported &= not model.is_quantized  # `plain` dequantises the weights as it goes
         if self.device.type == "cuda" and has_kernels(self.device) and supported:
             from xlstm7b.generate.kernels import gpu
 
@@ -71,9 +75,11 @@ class FusedModel:
 
     def weights(self) -> Iterator[Tensor]:
         """All weights."""
-        for block in self.blocks:
-            yield from block
-        yield from (self.embedding, self.out_norm, self.head)
+        for weight in (*chain.from_iterable(self.blocks), self.embedding, self.out_norm, self.head):
+            if isinstance(weight, QuantizedWeight):
+                yield from (weight.data, weight.scale)
+            else:
+                yield weight
 
     def step(self, tokens: Tensor, state: ModelState, live: Tensor) -> Tensor:
         """Reads one token per row [B] into the state; float32 logits [B, V].
@@ -250,15 +256,27 @@ def _fuse_block(block: Any) -> FusedBlock:
     assert f.bias is not None
     return FusedBlock(
         block.norm_mlstm.weight.data,
-        fuse([layer.q.weight, layer.k.weight, layer.v.weight, layer.ogate_preact.weight]),
+        _fuse_linear([layer.q, layer.k, layer.v, layer.ogate_preact]),
         fuse([i.weight, f.weight]),
         fuse([i.bias, f.bias]),
         layer.multihead_norm.weight.data,
-        layer.out_proj.weight.data,
+        _fuse_linear([layer.out_proj]),
         block.norm_ffn.weight.data,
-        fuse([ffn.proj_up_gate.weight, ffn.proj_up.weight]),
-        ffn.proj_down.weight.data,
+        _fuse_linear([ffn.proj_up_gate, ffn.proj_up]),
+        _fuse_linear([ffn.proj_down]),
     )
+
+
+def _fuse_linear(layers: Sequence[Any]) -> Tensor | QuantizedWeight:
+    """The weights of these layers, stacked; theirs become parts of the stack."""
+    weights = [layer.weight for layer in layers]
+    if not any(isinstance(layer, QuantizedLinear) for layer in layers):
+        whole: Tensor = weights[0].data
+        return fuse(weights) if len(weights) > 1 else whole
+    kinds = {(getattr(w, "scheme", None), getattr(w, "layout", None)) for w in weights}
+    if len(kinds) > 1:
+        _refuse("layers that read the same vector are quantised in different schemes")
+    return stack(weights, fuse([weight.data for weight in weights]))
 
 
 def fuse(parameters: Sequence[Tensor]) -> Tensor:

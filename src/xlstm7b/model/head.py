@@ -12,17 +12,22 @@ from torch.autograd.function import once_differentiable
 
 from xlstm7b.mlstm import has_kernels
 from xlstm7b.mlstm.autocast import to_autocast
-from xlstm7b.model.layers import linear, product_float32, soft_cap
+from xlstm7b.model.layers import linear, linear_float32, product_float32, soft_cap
+from xlstm7b.quantize.weight import QuantizedWeight
 
 MAX_LOGITS = 1 << 26  # float32 logits in memory at once: 256 MiB
 GPU_MAX_LOGITS = 4 * MAX_LOGITS
 
 
-def head_logprobs(x: Tensor, weight: Tensor, targets: Tensor, cap: float | None) -> Tensor:
+def head_logprobs(
+    x: Tensor, weight: Tensor | QuantizedWeight, targets: Tensor, cap: float | None
+) -> Tensor:
     """float32 log-probabilities of `targets` [...] from the head. x is [..., d].
 
-    `cap` is the soft-cap of the logits, or None.
+    `cap` is the soft-cap of the logits, or None. A quantised head has no gradient.
     """
+    if isinstance(weight, QuantizedWeight):
+        return _quantized_logprobs(to_autocast(x.detach()), weight, targets, cap)
     apply: Callable[..., Tensor] = _HeadLogprobs.apply
     return apply(to_autocast(x), to_autocast(weight), targets, cap)
 
@@ -100,7 +105,17 @@ class _HeadLoss(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None
 
 
-def _row_slices(x: Tensor, weight: Tensor) -> list[slice]:
+def _quantized_logprobs(
+    x: Tensor, weight: QuantizedWeight, targets: Tensor, cap: float | None
+) -> Tensor:
+    x, flat, parts = x.flatten(0, -2), targets.flatten(), []
+    for rows in _row_slices(x, weight):
+        chosen, log_sum = _log_sums(linear_float32(x[rows], weight), flat[rows], cap)
+        parts.append(chosen - log_sum)
+    return torch.cat(parts).view(targets.shape)
+
+
+def _row_slices(x: Tensor, weight: Tensor | QuantizedWeight) -> list[slice]:
     """Slices of the rows of x [R, d]. The logits of one slice are in memory at a time."""
     limit = GPU_MAX_LOGITS if weight.is_cuda else MAX_LOGITS
     rows = max(1, limit // len(weight))

@@ -3,7 +3,7 @@
 Parameters have the names of the released checkpoint.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -15,6 +15,8 @@ from xlstm7b.mlstm import MLSTMState, headwise_norm, mlstm_sequence, mlstm_step
 from xlstm7b.mlstm.autocast import to_autocast, without_autocast
 from xlstm7b.model.init import check_initialised, normal_, residual_std, small_std
 from xlstm7b.model.model_state import BlockState, ModelState
+from xlstm7b.quantize import cpu
+from xlstm7b.quantize.weight import QuantizedWeight
 from xlstm7b.registry import STANDARD, find, register
 
 
@@ -396,6 +398,30 @@ class Float32Linear(Linear):
         return linear_float32(to_autocast(x), to_autocast(self.weight))
 
 
+class QuantizedLinear(nn.Module):
+    """Takes the place of a `Linear` or, with `wide`, of a `Float32Linear`. It has no gradient.
+
+    The weight is no parameter, and is set after the layer is made.
+    """
+
+    weight: QuantizedWeight
+
+    def __init__(self, in_features: int, out_features: int, *, wide: bool) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.wide = in_features, out_features, wide
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = to_autocast(x)
+            return linear_float32(x, self.weight) if self.wide else linear(x, self.weight)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        # Moves the weight to another device. A cast does not touch codes and scales.
+        if "weight" in vars(self):
+            self.weight = self.weight.to(fn(torch.empty(0, device=self.weight.device)).device)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+
 @register("gate", STANDARD["gate"])
 class GateLinear(nn.Linear):
     """A linear layer that returns float32: for the gates' pre-activations, one for each head.
@@ -458,8 +484,10 @@ _CPU_HAS_MATMUL = {
 }
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
+def linear(x: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
     """x Wᵀ in x's dtype."""
+    if isinstance(weight, QuantizedWeight):
+        return _quantized_product(x, weight).to(x.dtype)
     if x.device.type == "cpu" and weight.dtype.itemsize == 2:
         if weight.dtype == torch.bfloat16 and x.numel() == weight.shape[1]:
             # For one row the time is that of reading W. `mv` does it several times faster.
@@ -470,8 +498,13 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
-def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_float32(
+    x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None = None
+) -> Tensor:
     """x Wᵀ + b, summed and returned in float32 for 16-bit weights, else in the weights' dtype."""
+    if isinstance(weight, QuantizedWeight):
+        assert bias is None
+        return _quantized_product(x, weight, wide=True)
     if weight.dtype.itemsize >= 4:
         return F.linear(x, weight, bias)
     y: Tensor = _linear_float32(x, weight)
@@ -491,6 +524,23 @@ def product_float32(x: Tensor, weight: Tensor) -> Tensor:
 
 
 _WIDENED_ROWS = 8192
+
+
+def _quantized_product(x: Tensor, weight: QuantizedWeight, *, wide: bool = False) -> Tensor:
+    """x Wᵀ; with `wide` in float32 or wider. It has no gradient."""
+    rows = x.flatten(0, -2)
+    y: Tensor | None
+    if weight.layout == "bfloat16":  # codes without their scales
+        y = linear(rows.bfloat16(), weight.data).float() * weight.scale.float().mT
+    else:
+        y = cpu.product(rows, weight)
+    if y is None:
+        # On a GPU too: only some rows of the weight are floats at a time.
+        multiply = product_float32 if wide else linear
+        y = torch.cat([multiply(rows, tile) for tile in cpu.tiles(weight, x.dtype)], dim=-1)
+    elif wide:
+        y = y.to(torch.promote_types(y.dtype, torch.float32))
+    return y.view(*x.shape[:-1], -1)
 
 
 @torch.library.custom_op("xlstm7b::linear_float32", mutates_args=())

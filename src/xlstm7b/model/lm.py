@@ -1,5 +1,6 @@
 """XLSTM, the language model: embedding → blocks → RMSNorm → linear head → soft-cap."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal, Self, overload
 
@@ -10,8 +11,19 @@ from xlstm7b.checkpoint import open_checkpoint, save_checkpoint
 from xlstm7b.config import ModelConfig
 from xlstm7b.model.head import head_logprobs, head_loss
 from xlstm7b.model.init import check_initialised, check_no_buffers, small_std
-from xlstm7b.model.layers import Embedding, Float32Linear, MLSTMStack, padding, soft_cap
+from xlstm7b.model.layers import (
+    Embedding,
+    Float32Linear,
+    Linear,
+    MLSTMStack,
+    QuantizedLinear,
+    padding,
+    soft_cap,
+)
 from xlstm7b.model.model_state import ModelState
+from xlstm7b.quantize import cpu
+from xlstm7b.quantize.config import Quantization, Scheme
+from xlstm7b.quantize.weight import QuantizedWeight
 
 
 class Backbone(MLSTMStack):
@@ -23,8 +35,11 @@ class Backbone(MLSTMStack):
 class XLSTM(nn.Module):
     """The language model. Its parameters have the names of the released checkpoint.
 
-    A new model has the training initialisation, or no data under `torch.device("meta")`.
+    A new model has the training initialisation, or no data under `torch.device("meta")`. A model
+    with quantised weights has `QuantizedLinear` layers, and cannot be trained.
     """
+
+    lm_head: Float32Linear | QuantizedLinear
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -124,9 +139,12 @@ class XLSTM(nn.Module):
         _check_shape("weights", weights, tokens)
         if not weights.is_floating_point():
             raise ValueError(f"weights must be floating-point numbers, not {weights.dtype}")
+        head = self.lm_head
+        if self.is_quantized or isinstance(head, QuantizedLinear):
+            raise ValueError("a model with quantised weights cannot be trained: load a float one")
         x, after = self._hidden(tokens, state, resets, None)
         cap = self.config.output_logit_soft_cap
-        loss = head_loss(x, self.lm_head.weight, targets, weights, cap)
+        loss = head_loss(x, head.weight, targets, weights, cap)
         return loss if state is None else (loss, after)
 
     def _hidden(
@@ -149,9 +167,16 @@ class XLSTM(nn.Module):
 
     @classmethod
     def empty(
-        cls, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str | None = None
+        cls,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+        quantized: Collection[str] = (),
     ) -> Self:
         """A model with uninitialised parameters, all in one block of memory.
+
+        The matrices in `quantized` get a `QuantizedLinear` without a weight.
 
         Separate tensors would take more memory than they hold: PyTorch's GPU allocator rounds large
         tensors up, and its CPU allocator on ARM leaves gaps.
@@ -160,6 +185,14 @@ class XLSTM(nn.Module):
             raise ValueError(f"dtype must be one of torch's, as torch.bfloat16, not {dtype!r}")
         with torch.device("meta"):
             model = cls(config).to(dtype)
+        for name in quantized:
+            path = name.removesuffix(".weight")
+            layer = model.get_submodule(path)
+            if not isinstance(layer, Linear):
+                raise ValueError(f"{name} is quantised, which is not supported for this layer")
+            wide = isinstance(layer, Float32Linear)
+            rows, columns = layer.weight.shape
+            model.set_submodule(path, QuantizedLinear(columns, rows, wide=wide))
         parameters = dict(model.named_parameters())
         sizes = [-(-p.numel() // 64) * 64 for p in parameters.values()]  # aligned as in PyTorch
         memory = torch.empty(sum(sizes), dtype=dtype, device=device).split(sizes)
@@ -177,19 +210,72 @@ class XLSTM(nn.Module):
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        quantize: str | Quantization | None = None,
     ) -> Self:
         """Loads a checkpoint folder or hub id. Tensors are cast one by one while they are read.
 
-        `dtype` is by default the stored one, `device` PyTorch's default.
+        `dtype` is by default the stored one, `device` PyTorch's default. Quantised weights stay so.
+        `quantize` rounds float weights while they are read: "int8", "int4" or "fp8", or a
+        `Quantization` with another group size or head.
         """
         checkpoint = open_checkpoint(folder_or_hub_id)
-        model = cls.empty(checkpoint.config, dtype=dtype or checkpoint.dtype, device=device)
-        checkpoint.copy_into(dict(model.named_parameters()))
+        dtype = dtype or checkpoint.dtype
+        schemes: dict[str, Scheme] = dict(checkpoint.schemes)
+        if quantize is not None:
+            if schemes:
+                raise ValueError(f"the weights in {checkpoint.folder} are quantised already")
+            schemes = schemes_of(checkpoint.config, quantize)
+        if not schemes:
+            model = cls.empty(checkpoint.config, dtype=dtype, device=device)
+            checkpoint.copy_into(dict(model.named_parameters()))
+            return model
+        model = cls.empty(checkpoint.config, dtype=dtype, device=device, quantized=schemes)
+        parameters: dict[str, Tensor] = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in checkpoint.weights():
+                if name in parameters:
+                    assert isinstance(tensor, Tensor)
+                    parameters[name].copy_(tensor)
+                    continue
+                if isinstance(tensor, Tensor):
+                    tensor = QuantizedWeight.quantize(tensor.to(device), schemes[name])
+                layer = model.get_submodule(name.removesuffix(".weight"))
+                assert isinstance(layer, QuantizedLinear)
+                layer.weight = tensor.to(model.backbone.embeddings.weight.device)
+        layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]
+        if dtype != torch.float64:
+            int4 = cpu.int4_fits(layer.weight for layer in layers)
+            for layer in layers:  # one by one: there is never a second copy of all weights
+                layer.weight = cpu.prepare(layer.weight, int4=int4)
         return model
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if a layer has quantised weights."""
+        return any(isinstance(module, QuantizedLinear) for module in self.modules())
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes a Hugging Face folder that this package and `transformers` can load."""
+        if self.is_quantized:
+            raise ValueError(
+                "a model with quantised weights cannot be saved: `xlstm7b quantize` writes a folder"
+            )
         save_checkpoint(folder, self.config, self.named_parameters())
+
+
+def schemes_of(config: ModelConfig, quantize: str | Quantization) -> dict[str, Scheme]:
+    """The scheme of every parameter that is quantised: the matrices of all layers but the gates."""
+    if isinstance(quantize, str):
+        quantize = Quantization.named(quantize)
+    with torch.device("meta"):
+        model = XLSTM(config)
+    schemes = {}
+    for path, layer in model.named_modules():
+        scheme = quantize.scheme_of(path) if isinstance(layer, Linear) else None
+        if scheme is not None:
+            schemes[f"{path}.weight"] = scheme
+            scheme.check(f"{path}.weight", tuple(layer.weight.shape))
+    return schemes
 
 
 def _check_shape(name: str, values: Tensor, tokens: Tensor) -> None:

@@ -100,6 +100,11 @@ def first_weights(
     if not init_from:
         return _drawn_weights(recipe, device)
     opened = open_checkpoint(init_from)
+    if opened.schemes:
+        raise ValueError(
+            f"the weights in {init_from} are quantised, and cannot be trained: start from the "
+            "float weights, or from those that `xlstm7b convert` makes of these"
+        )
     check_same_model(init_from, opened.config, recipe.model)
     return opened.tensors()
 

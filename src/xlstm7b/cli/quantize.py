@@ -1,0 +1,109 @@
+"""`xlstm7b quantize`: write a checkpoint with 8-bit or 4-bit weights."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from xlstm7b.cli.options import Device, Model, TokenizerPath, count_progress
+from xlstm7b.devices import to_device
+from xlstm7b.report import table
+
+if TYPE_CHECKING:
+    from xlstm7b.config import ModelConfig
+    from xlstm7b.tokenizer import Tokenizer
+
+_BITS = {"8": "int8", "4": "int4", "fp8": "fp8"}
+_SEQUENCES, _LENGTH = 128, 512  # of the calibration text
+
+
+def quantize(
+    source: Model,
+    target: Annotated[Path, typer.Argument(help="Folder to write, in Hugging Face layout.")],
+    bits: Annotated[str, typer.Option(help="8, 4 or fp8: the blocks' weights.")],
+    group_size: Annotated[
+        int, typer.Option(help="Weights that share a scale, with 4 bits: 32, 64 or 128.")
+    ] = 64,
+    head: Annotated[str, typer.Option(help="Bits of the head: 4, 8 or 16 (as stored).")] = "8",
+    method: Annotated[
+        str, typer.Option(help="rtn rounds to nearest; gptq keeps the outputs on a text close.")
+    ] = "rtn",
+    calibration: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Text file or folder, for gptq and the reported errors; its first 65,536 tokens "
+            "are read. Can be given several times.",
+            show_default=False,
+        ),
+    ] = None,
+    act_order: Annotated[
+        bool, typer.Option("--act-order", help="gptq rounds columns with large inputs first.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the checkpoint in TARGET.")
+    ] = False,
+    tokenizer: TokenizerPath = None,
+    device: Device = None,
+) -> None:
+    """Write a checkpoint with quantised weights, one tensor at a time.
+
+    Gates, norms and the embedding stay as they are. The folder works with every command but train.
+    After a kill, the same command goes on where it stopped.
+    """
+    to = to_device(device)
+    if bits not in _BITS:
+        raise ValueError(f"--bits must be 8, 4 or fp8, not {bits!r}")
+    if target.is_dir() and not overwrite and any(target.iterdir()):
+        raise ValueError(f"{target} exists already; --overwrite replaces the checkpoint in it")
+    if act_order and method != "gptq":
+        raise ValueError("--act-order needs --method gptq")
+    if method == "gptq" and not calibration:
+        raise ValueError("--method gptq needs --calibration with a text")
+    from xlstm7b.checkpoint import open_checkpoint
+    from xlstm7b.model.lm import schemes_of
+    from xlstm7b.model.quantizer import quantize_checkpoint
+    from xlstm7b.quantize.config import Quantization
+
+    quantization = Quantization.named(_BITS[bits], group_size=group_size, head=head)
+    checkpoint = open_checkpoint(source)
+    count = len(schemes_of(checkpoint.config, quantization))
+    tokens = []
+    if calibration:
+        from xlstm7b.tokenizer import model_tokenizer
+
+        text = model_tokenizer(checkpoint.folder, checkpoint.config, tokenizer)
+        tokens = _calibration_tokens(calibration, text, checkpoint.config)
+    with count_progress("quantising", count, shown=True) as advance:
+        reports = quantize_checkpoint(
+            checkpoint.folder,
+            target,
+            quantization,
+            method=method,
+            calibration=tokens,
+            act_order=act_order,
+            device=to,
+            done=lambda report: advance(),
+        )
+    rows = [(report.name, str(report.scheme), f"{report.error:.2%}") for report in reports]
+    print(table(("weights", "scheme", "output error"), rows))
+    size = sum(path.stat().st_size for path in target.glob("model*.safetensors"))
+    print(f"wrote {target}: {size / 1e9:.3g} GB, {checkpoint.nbytes / 1e9:.3g} GB before")
+
+
+def _calibration_tokens(
+    paths: list[Path], tokenizer: "Tokenizer", config: "ModelConfig"
+) -> list[list[int]]:
+    """The beginning of the text in sequences of one length, each with the model's first token."""
+    from xlstm7b.evaluate.perplexity import read_documents
+
+    first = [config.bos_token_id] if config.force_bos_token_insert else []
+    ids: list[int] = []
+    for document in read_documents(paths):
+        ids += tokenizer.encode(document)
+        if len(ids) >= _SEQUENCES * _LENGTH:
+            break
+    if not ids:
+        raise ValueError("the calibration text is empty")
+    length = min(len(ids), _LENGTH - len(first))
+    starts = range(0, len(ids) - length + 1, length)
+    return [first + ids[start : start + length] for start in starts][:_SEQUENCES]

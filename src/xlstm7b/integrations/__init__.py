@@ -1,0 +1,1 @@
+"""What other libraries need to work with this package's models."""

@@ -1,0 +1,1 @@
+"""Quantised weights: their schemes, how they are stored, and how they are computed from floats."""

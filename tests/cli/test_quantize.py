@@ -1,0 +1,122 @@
+"""`xlstm7b quantize`, and every other command with the folder that it writes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_files import names_in
+from commands import Cli, refused, succeeded
+from models import spelling_model
+
+from xlstm7b.checkpoint import open_checkpoint
+from xlstm7b.model import XLSTM
+
+
+@pytest.fixture(scope="module")
+def speller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("speller") / "speller"
+    spelling_model("abcdefghijklmnopqrstuvwxyz").to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("the sea was calm and the ship lay still " * 40)
+    return path
+
+
+@pytest.mark.parametrize("bits", ["8", "4", "fp8"])
+def test_a_quantised_folder_works_with_every_command(
+    cli: Cli, speller: Path, text: Path, tmp_path: Path, bits: str
+) -> None:
+    folder = tmp_path / "small"
+    printed = succeeded(cli("quantize", speller, folder, "--bits", bits))
+    scheme = {"8": "int8", "4": "int4 in groups of 64", "fp8": "fp8"}[bits]
+    rows = [line for line in printed.splitlines() if "mlstm_layer.q.weight" in line]
+    assert len(rows) == 2
+    assert all(scheme in row and "%" in row for row in rows)
+    assert printed.splitlines()[-1].startswith(f"wrote {folder}: ")
+    assert "files match" in succeeded(cli("verify", folder))
+    assert scheme in succeeded(cli("info", folder))
+    assert scheme in json.loads(succeeded(cli("info", folder, "--json")))["quantization"].values()
+
+    back = tmp_path / "back"
+    succeeded(cli("convert", folder, back, "--dtype", "float32"))
+    assert not open_checkpoint(back).schemes
+    tokens = torch.tensor([[0, 104, 101, 108]])
+    with torch.no_grad():
+        want = XLSTM.from_pretrained(back)(tokens)[0]
+        got = XLSTM.from_pretrained(folder, dtype=torch.float32)(tokens)[0]
+    assert (got - want).norm() <= 5e-2 * want.norm()
+
+    options = ("--temperature", 0, "--max-new-tokens", 8, "--device", "cpu")
+    outcome = cli("generate", folder, "The sea", *options)
+    assert outcome.code == 0
+    assert outcome.out.strip()
+    losses = []
+    for model in (folder, back):
+        results = tmp_path / f"{model.name}.json"
+        measured = cli("eval", "ppl", model, text, "--device", "cpu", "--output", results)
+        assert measured.code == 0, measured.err
+        losses.append(json.loads(results.read_text()))
+    assert losses[0] != losses[1]
+
+
+def test_gptq_with_a_text(cli: Cli, speller: Path, text: Path, tmp_path: Path) -> None:
+    errors = []
+    for options in ((), ("--method", "gptq"), ("--method", "gptq", "--act-order")):
+        target = tmp_path / str(len(errors))
+        common = ("--bits", 4, "--calibration", text, "--head", 16, "--device", "cpu")
+        printed = succeeded(cli("quantize", speller, target, *common, *options))
+        row = next(line for line in printed.splitlines() if "blocks.0.mlstm_layer.q" in line)
+        errors.append(float(row.rstrip("│ ").rstrip().rstrip("%").split()[-1]))
+        assert "lm_head" not in printed
+    assert max(errors[1:]) < errors[0]
+
+
+def test_quantize_mistakes(cli: Cli, speller: Path, text: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    before = names_in(tmp_path)
+
+    def message(*options: object, source: Path = speller) -> str:
+        said = refused(cli("quantize", source, target, *options))
+        assert names_in(tmp_path) == before
+        return said
+
+    assert message("--bits", 3) == "--bits must be 8, 4 or fp8, not '3'"
+    assert message("--bits", 4, "--group-size", 48).startswith("the group size must be one of 32")
+    assert message("--bits", 8, "--head", 5) == "the head has 4, 8 or 16 bits, not '5'"
+    assert message("--bits", 8, "--method", "gptq").endswith("needs --calibration with a text")
+    assert message("--bits", 8, "--act-order") == "--act-order needs --method gptq"
+    assert message("--bits", 8, "--method", "awq").startswith("unknown method 'awq'")
+    missing = message("--bits", 8, "--method", "gptq", "--calibration", tmp_path / "no.txt")
+    assert "no.txt" in missing
+    assert "neither a folder nor" in message("--bits", 8, source=tmp_path / "nothing")
+
+    succeeded(cli("quantize", speller, target, "--bits", 8))
+    before = names_in(tmp_path)
+    assert message("--bits", 8).endswith("--overwrite replaces the checkpoint in it")
+    again = refused(cli("quantize", target, tmp_path / "again", "--bits", 4))
+    assert again.endswith("are quantised already")
+    succeeded(cli("quantize", speller, target, "--bits", 4, "--overwrite"))
+    assert open_checkpoint(target).schemes["lm_head.weight"].name == "int8"
+
+
+def test_a_quantised_model_is_not_trained(cli: Cli, speller: Path, tmp_path: Path) -> None:
+    from xlstm7b.train.sharded_model import first_weights
+
+    succeeded(cli("quantize", speller, tmp_path / "small", "--bits", 8))
+    with pytest.raises(ValueError, match="are quantised, and cannot be trained: start from"):
+        first_weights(None, str(tmp_path / "small"), torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def test_compare_with_transformers(cli: Cli, speller: Path, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    succeeded(cli("quantize", speller, tmp_path / "small", "--bits", 4))
+    options = ("--max-new-tokens", 2, "--speed-length", 8, "--device", "cpu", "--json")
+    outcome = cli("compare", tmp_path / "small", *options)
+    assert outcome.code == 0, outcome.err
+    prompts = json.loads(outcome.out)["prompts"]
+    assert max(prompt["relative_difference"] for prompt in prompts) < 0.1
