@@ -420,7 +420,7 @@ def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
 @torch.inference_mode()
 def _right_answers(model: XLSTM, settings: _Settings, samples: Sequence[Sample]) -> int:
     """The number of right answers, over all samples of a batch."""
-    device = model.backbone.embeddings.weight.device
+    device = model.lm_head.weight.device
     tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples])).to(device)
     is_answer = torch.zeros_like(tokens, dtype=torch.bool)
     answers = torch.from_numpy(np.stack([sample.answers for sample in samples])).to(device)
