@@ -91,8 +91,8 @@ def as_xlstm(model: Any) -> XLSTM | None:
     kind = first.dtype, first.device
     if any(type(p) is not nn.Parameter or (p.dtype, p.device) != kind for p in parameters.values()):
         return None
-    if any(_is_changed(module, is_root=module is model) for module in model.modules()):
-        return None
+    if any(_is_changed(module) for module in model.modules() if module is not model):
+        return None  # the model itself may be wrapped: that wrapper has been called already
     if not _have_own_memory(parameters.values()):
         return None
     with torch.device("meta"):
@@ -103,13 +103,8 @@ def as_xlstm(model: Any) -> XLSTM | None:
     return view
 
 
-def _is_changed(module: nn.Module, *, is_root: bool) -> bool:
-    """True if a call of the module does more than its class says.
-
-    The model itself may be wrapped: that wrapper has been called already.
-    """
-    if is_root:
-        return False
+def _is_changed(module: nn.Module) -> bool:
+    """True if a call of the module does more than its class says."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
@@ -137,26 +132,38 @@ class DecodeGraph:
         self.states = list(self._state.blocks)
         self._owner: Callable[[], Any] = lambda: None  # the cache whose states are here
         modules = list(model.modules())
-        self._children = [
-            (module._modules, name, child)
-            for module in modules
-            for name, child in module._modules.items()
-        ]
         self._parameters = [
             (module._parameters, name, parameter.data_ptr())
             for module in modules
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
+        # Every layer: where it is, and what a call of it may run besides its class's `forward`.
+        self._layers = [
+            (
+                module._modules,
+                name,
+                layer,
+                vars(layer),
+                layer._forward_hooks,
+                layer._forward_pre_hooks,
+            )
+            for module in modules
+            for name, layer in module._modules.items()
+            if layer is not None
+        ]
 
     def is_current(self) -> bool:
-        """True if the model still is the one that the graph was made from, values aside."""
+        """True if the model still is the one that the graph was made from, values aside.
+
+        It runs before every step, over hundreds of layers, so it is written for speed.
+        """
         for parameters, name, address in self._parameters:
             parameter = parameters.get(name)
             if parameter is None or parameter.data_ptr() != address:
                 return False
-        for children, name, child in self._children:
-            if children.get(name) is not child or _is_changed(child, is_root=False):
+        for layers, name, layer, attributes, hooks, pre_hooks in self._layers:
+            if layers.get(name) is not layer or hooks or pre_hooks or "forward" in attributes:
                 return False
         return True
 

@@ -18,13 +18,15 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers.models.xlstm import modeling_xlstm
-from transformers.utils import ModelOutput, can_return_tuple
+from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from xlstm7b.integrations.decode_graph import DecodeGraph, find_graph
 from xlstm7b.mlstm import MLSTMState, headwise_norm, mlstm_sequence, mlstm_step
 from xlstm7b.mlstm.autocast import to_autocast
 from xlstm7b.model import layers
 from xlstm7b.model.layers import soft_cap
+
+_theirs: Any = modeling_xlstm
 
 __all__ = ["LORA_TARGETS", "SUPPORTED_VERSIONS", "XLSTMCache", "optimize"]
 
@@ -44,14 +46,12 @@ def optimize(model: Any) -> Any:
     `SUPPORTED_VERSIONS`, and for models that this package does not compute.
     """
     _check_version()
-    found = [each for each in model.modules() if isinstance(each, _CausalLM)]
+    found = [each for each in model.modules() if isinstance(each, _theirs.xLSTMForCausalLM)]
     if not found:
         raise ValueError(f"optimize takes an xLSTMForCausalLM, not a {type(model).__name__}")
     for each in found:
         _check_config(each.config)
-    # Trainer's evaluation would gather the cache as if it were a tensor. Set on the class, because
-    # what is set on a config is saved.
-    modeling_xlstm.xLSTMConfig.keys_to_ignore_at_inference = ["past_key_values", "cache_params"]
+    _complete_config_class(_theirs.xLSTMConfig)
     for name, module in model.named_modules():
         if type(module) in _SUBCLASSES:
             module.__class__ = _SUBCLASSES[type(module)]
@@ -81,6 +81,14 @@ def _check_config(config: Any) -> None:
                 f"optimize supports {name} = {supported!r}, and this model has "
                 f"{getattr(config, name)!r}"
             )
+
+
+def _complete_config_class(config: Any) -> None:
+    """What trainers look up in a config. On the class, because attributes of a config are saved."""
+    # Trainer's evaluation gathers all other outputs, as tensors.
+    config.keys_to_ignore_at_inference = ["past_key_values", "cache_params"]
+    # TRL computes the loss from `lm_head.weight` itself, with the soft-cap under this name.
+    config.final_logit_softcapping = property(lambda self: self.output_logit_soft_cap)
 
 
 def _register_lora_targets() -> None:
@@ -215,7 +223,7 @@ class XLSTMCausalLMOutput(ModelOutput):
         return self.past_key_values
 
 
-class xLSTMForCausalLM(modeling_xlstm.xLSTMForCausalLM):  # noqa: N801
+class xLSTMForCausalLM(_theirs.xLSTMForCausalLM):  # noqa: N801
     _is_stateful = False  # a cache can be cropped
 
     @can_return_tuple
@@ -285,7 +293,7 @@ class xLSTMForCausalLM(modeling_xlstm.xLSTMForCausalLM):  # noqa: N801
                 cache.activate_past_recording()
 
 
-class xLSTMModel(modeling_xlstm.xLSTMModel):  # noqa: N801
+class xLSTMModel(_theirs.xLSTMModel):  # noqa: N801
     @can_return_tuple
     def forward(
         self,
@@ -386,7 +394,7 @@ def _resets(
     return resets if padded is None else resets & ~padded
 
 
-class xLSTMBlock(modeling_xlstm.xLSTMBlock):  # noqa: N801
+class xLSTMBlock(_theirs.xLSTMBlock):  # noqa: N801
     def forward(
         self,
         x: Tensor,
@@ -405,54 +413,47 @@ class xLSTMBlock(modeling_xlstm.xLSTMBlock):  # noqa: N801
         y = self.norm_mlstm(x)
         heads = (config.num_heads, -1)
         q, k, v, gate = (
-            part(y).unflatten(-1, heads)
-            for part in (layer.q, layer.k, layer.v, layer.ogate_preact)
+            part(y).unflatten(-1, heads) for part in (layer.q, layer.k, layer.v, layer.ogate_preact)
         )
         i = soft_cap(layer.igate_preact(y), config.gate_soft_cap)
         f = soft_cap(layer.fgate_preact(y), config.gate_soft_cap)
         if padded is not None:
             i = i.masked_fill(padded[..., None], -torch.inf)
             f = f.masked_fill(padded[..., None], torch.inf)
+        recorded = None
+        if records:
+            none = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+            recorded = k, v, i, f, none if resets is None else resets
         norm = layer.multihead_norm
         weight = to_autocast(norm.weight)
         if x.shape[1] == 1 and resets is None and state is not None:
-            h, state = mlstm_step(
-                *(part.squeeze(1) for part in (q, k, v, i, f)),
-                state,
-                gate=gate.squeeze(1),
-                norm_weight=weight,
-                norm_eps=norm.eps,
-                eps=config.eps,
-            )
+            q, k, v, i, f, gate = (part.squeeze(1) for part in (q, k, v, i, f, gate))
+            fused = {"gate": gate, "norm_weight": weight, "norm_eps": norm.eps}
+            h, state = mlstm_step(q, k, v, i, f, state, eps=config.eps, **fused)
             h = h.unsqueeze(1)
         else:
             h, state = mlstm_sequence(q, k, v, i, f, state=state, resets=resets, eps=config.eps)
             h = headwise_norm(h, weight, norm.eps) * torch.sigmoid(gate)
         x = x + layer.out_proj(h.flatten(-2))
-        recorded = None
-        if records:
-            none = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
-            recorded = k, v, i, f, none if resets is None else resets
         return x + self.ffn(self.norm_ffn(x)), state, recorded
 
 
-class xLSTMRMSNorm(modeling_xlstm.xLSTMRMSNorm):  # noqa: N801
+class xLSTMRMSNorm(_theirs.xLSTMRMSNorm):  # noqa: N801
     forward = layers.RMSNorm.forward
 
 
 class GateLinear(nn.Linear):
     """Returns float32: the cell's gates are never rounded to bfloat16."""
 
-    forward = layers.GateLinear.forward
+    forward = layers.GateLinear.forward  # type: ignore[assignment]
 
 
 class HeadLinear(nn.Linear):
     """Returns float32 logits."""
 
-    forward = layers.Float32Linear.forward
+    forward = layers.Float32Linear.forward  # type: ignore[assignment]
 
 
-_CausalLM = modeling_xlstm.xLSTMForCausalLM
 _SUBCLASSES: dict[type, type] = {
     each.__bases__[0]: each for each in (xLSTMForCausalLM, xLSTMModel, xLSTMBlock, xLSTMRMSNorm)
 }
@@ -463,7 +464,7 @@ _LINEARS = {"igate_preact": GateLinear, "fgate_preact": GateLinear, "lm_head": H
 # layer with packed weights has none before its first forward pass, so loading fails. Such layers
 # are left out: the checkpoint fills them.
 
-_base: Any = modeling_xlstm.xLSTMPreTrainedModel
+_base = _theirs.xLSTMPreTrainedModel
 _init_weights = _base._init_weights
 
 
