@@ -3,8 +3,8 @@
     pip install 'xlstm7b[bench]' accelerate datasets peft
     python examples/transformers_trainer.py MODEL texts.jsonl OUTPUT --rank 16
 
-MODEL is a folder or a hub id. Each line of the file is {"text": …}. OUTPUT gets the trained model or,
-with --rank, the adapters in PEFT's format. Batches are padded, which costs no exactness.
+MODEL is a folder or a hub id. Each line of the file is {"text": …}. OUTPUT gets the trained model
+or, with --rank, the adapters in PEFT's format.
 """
 
 import argparse

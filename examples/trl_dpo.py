@@ -3,9 +3,9 @@
     pip install 'xlstm7b[bench]' trl peft
     python examples/trl_dpo.py MODEL pairs.jsonl OUTPUT
 
-MODEL is a folder or a hub id. Each line of the file is {"prompt": …, "chosen": …, "rejected": …}. The
-reference is the model without its adapters, so that there is one copy of the weights. OUTPUT gets the
-adapters in PEFT's format.
+MODEL is a folder or a hub id. Each line of the file is {"prompt": …, "chosen": …, "rejected": …}.
+The reference is the model without its adapters, so that there is one copy of the weights. OUTPUT
+gets the adapters in PEFT's format.
 """
 
 import argparse

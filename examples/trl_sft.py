@@ -5,8 +5,8 @@
 
 MODEL is a folder or a hub id. Each line of the file is {"prompt": …, "completion": …}, and the loss
 is that of the completion; or {"messages": [{"role": …, "content": …}, …]}; or {"text": …}. Examples
-are packed into rows of --max-length tokens; each starts with an empty state. OUTPUT gets the trained
-model or, with --rank, the adapters in PEFT's format.
+are packed into rows of --max-length tokens; each starts with an empty state. OUTPUT gets the
+trained model or, with --rank, the adapters in PEFT's format.
 """
 
 import argparse
