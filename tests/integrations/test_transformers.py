@@ -221,6 +221,22 @@ def test_generate_is_that_of_transformers_and_of_our_generator(ours, tmp_path):
     assert ours.generate(first, **options)[0, 21:].tolist() == list(want.token_ids)
 
 
+def test_gates_of_another_layer_are_widened():
+    """As those of a quantised layer, which returns the dtype of its input."""
+    ids, plain = random_ids(1, 20), optimize(stock(torch.bfloat16))
+    want = plain(ids).logits
+    for block in plain.backbone.blocks:
+        for name in ("igate_preact", "fgate_preact"):
+            gate = getattr(block.mlstm_layer, name)
+            setattr(block.mlstm_layer, name, torch.nn.Sequential(gate, Narrow()))
+    assert error(plain(ids).logits, want) < 0.1
+
+
+class Narrow(torch.nn.Module):
+    def forward(self, x):
+        return x.bfloat16()
+
+
 # Padding and documents
 
 

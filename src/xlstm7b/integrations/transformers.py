@@ -270,8 +270,7 @@ class xLSTMForCausalLM(_theirs.xLSTMForCausalLM):  # noqa: N801
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         products = self.lm_head(output.last_hidden_state[:, kept])
-        wide = torch.promote_types(products.dtype, torch.float32)
-        logits = soft_cap(products.to(wide), self.config.output_logit_soft_cap)
+        logits = soft_cap(_wide(products), self.config.output_logit_soft_cap)
         loss = None
         if labels is not None:
             size = self.config.vocab_size
@@ -415,8 +414,9 @@ class xLSTMBlock(_theirs.xLSTMBlock):  # noqa: N801
         q, k, v, gate = (
             part(y).unflatten(-1, heads) for part in (layer.q, layer.k, layer.v, layer.ogate_preact)
         )
-        i = soft_cap(layer.igate_preact(y), config.gate_soft_cap)
-        f = soft_cap(layer.fgate_preact(y), config.gate_soft_cap)
+        # In float32 also if a quantised layer stands in for a `GateLinear`.
+        i = soft_cap(_wide(layer.igate_preact(y)), config.gate_soft_cap)
+        f = soft_cap(_wide(layer.fgate_preact(y)), config.gate_soft_cap)
         if padded is not None:
             i = i.masked_fill(padded[..., None], -torch.inf)
             f = f.masked_fill(padded[..., None], torch.inf)
@@ -436,6 +436,11 @@ class xLSTMBlock(_theirs.xLSTMBlock):  # noqa: N801
             h = headwise_norm(h, weight, norm.eps) * torch.sigmoid(gate)
         x = x + layer.out_proj(h.flatten(-2))
         return x + self.ffn(self.norm_ffn(x)), state, recorded
+
+
+def _wide(x: Tensor) -> Tensor:
+    """x in float32; float64 stays."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class xLSTMRMSNorm(_theirs.xLSTMRMSNorm):  # noqa: N801
