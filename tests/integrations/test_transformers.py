@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure import error
 
@@ -74,6 +74,31 @@ def gradients(model) -> list[torch.Tensor]:
     found = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     return found
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Decodes as on a GPU. Counts the graphs that are made."""
+    made = []
+
+    class Counted(decode_graph.DecodeGraph):
+        def __init__(self, *arguments):
+            made.append(arguments)
+            super().__init__(*arguments)
+
+    def find_graph(model, cache, tokens):
+        if tokens is None or tokens.shape[1] != 1 or cache.states is None or cache.is_recording:
+            return None
+        return (
+            None if torch.is_grad_enabled() else decode_graph.graph_for(model, cache, len(tokens))
+        )
+
+    monkeypatch.setattr(decode_graph, "DecodeGraph", Counted)
+    monkeypatch.setattr(integration, "find_graph", find_graph)
+    return made
+
+
+OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 
 
 # What does not work in transformers as it is.
@@ -243,6 +268,7 @@ class Narrow(torch.nn.Module):
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
 
+@settings(max_examples=40)
 @given(lengths=lengths, side=st.sampled_from(["left", "right"]))
 def test_each_row_of_a_padded_batch_equals_the_row_alone(lengths, side):
     model = exact()
@@ -259,6 +285,7 @@ def test_each_row_of_a_padded_batch_equals_the_row_alone(lengths, side):
             assert error(after[index], want[0]) < EXACT
 
 
+@settings(max_examples=40)
 @given(lengths=lengths, cut=st.integers(1, 40))
 def test_each_packed_document_equals_the_document_alone(lengths, cut):
     model = exact()
@@ -339,6 +366,7 @@ def test_a_long_prompt_is_read_in_parts():
 # The cache
 
 
+@settings(max_examples=40)
 @given(calls=st.lists(st.integers(1, 12), min_size=1, max_size=5), removed=st.integers(0, 30))
 def test_tokens_can_be_taken_back_from_a_recording_cache(calls, removed):
     model, memory = exact(), XLSTMCache()
@@ -356,6 +384,23 @@ def test_tokens_can_be_taken_back_from_a_recording_cache(calls, removed):
         got = model(follows, past_key_values=memory).logits
         want = model(torch.cat([kept, follows], dim=1)).logits[:, -1:]
     assert error(got, want) < EXACT
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_copied_cache_continues_by_itself(graphs, steps):
+    """As for many questions about one text, which is read once."""
+    model, ids, follows = optimize(stock()), random_ids(1, 9), random_ids(1, 3 + steps)
+    with torch.no_grad():
+        text = model(ids, use_cache=True).past_key_values
+        for t in range(steps):
+            model(follows[:, t, None], past_key_values=text)
+        first, second = copy.deepcopy(text), copy.deepcopy(text)
+        for token in follows[:, steps:].split(1, dim=1):
+            got = model(token, past_key_values=first).logits
+            model(random_ids(1, 1), past_key_values=second)
+        want = model(torch.cat([ids, follows], dim=1)).logits[:, -1:]
+    assert error(got, want) < ROUNDING
+    assert text.get_seq_length() == 9 + steps
 
 
 def test_what_is_not_recorded_cannot_be_taken_back(ours):
@@ -412,31 +457,6 @@ def test_another_model_can_propose_tokens(ours):
 
 
 # Decoding as one graph. On a CPU the same code runs without CUDA's graph.
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """Decodes as on a GPU. Counts the graphs that are made."""
-    made = []
-
-    class Counted(decode_graph.DecodeGraph):
-        def __init__(self, *arguments):
-            made.append(arguments)
-            super().__init__(*arguments)
-
-    def find_graph(model, cache, tokens):
-        if tokens is None or tokens.shape[1] > 1 or cache.states is None or cache.is_recording:
-            return None
-        return (
-            None if torch.is_grad_enabled() else decode_graph.graph_for(model, cache, len(tokens))
-        )
-
-    monkeypatch.setattr(decode_graph, "DecodeGraph", Counted)
-    monkeypatch.setattr(integration, "find_graph", find_graph)
-    return made
-
-
-OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -601,6 +621,15 @@ def test_weights_class_and_files_stay(tmp_path):
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(copied(ids).logits, want)
         assert not any(copied.get_parameter(name) is p for name, p in parameters.items())
+
+
+def test_weights_can_be_offloaded(ours):
+    accelerate = pytest.importorskip("accelerate")
+    ids = random_ids(1, 10)
+    want = ours.generate(ids, **OPTIONS)
+    accelerate.cpu_offload(ours, execution_device=torch.device("cpu"))
+    assert next(ours.parameters()).is_meta
+    assert torch.equal(ours.generate(ids, **OPTIONS), want)
 
 
 def test_a_peft_model_can_be_optimized_later():

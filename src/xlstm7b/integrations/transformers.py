@@ -12,6 +12,7 @@ The import alone lets `transformers` load folders with int4 weights.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -27,6 +28,12 @@ from xlstm7b.model import layers
 from xlstm7b.model.layers import soft_cap
 
 _theirs: Any = modeling_xlstm
+# With the authors' package installed, transformers uses its layers. They have the same names.
+_head_norm: Any = (
+    import_module("xlstm.xlstm_large.model").MultiHeadLayerNorm
+    if _theirs.external_xlstm
+    else _theirs.xLSTMMultiHeadLayerNorm
+)
 
 __all__ = ["LORA_TARGETS", "SUPPORTED_VERSIONS", "XLSTMCache", "optimize"]
 
@@ -118,6 +125,9 @@ class XLSTMCache:
         # k, v, i, f and resets of each call and layer.
         self._recording: list[list[tuple[Tensor, ...]]] | None = None
         self._recorded_from: list[MLSTMState] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "graph": None}  # a copy does not share it
 
     @property
     def is_recording(self) -> bool:
@@ -405,15 +415,13 @@ class xLSTMBlock(_theirs.xLSTMBlock):  # noqa: N801
     ) -> tuple[Tensor, MLSTMState, tuple[Tensor, ...] | None]:
         """The block over vectors [B, T, d]: its output, the new state and what a recording keeps.
 
-        Everything that PEFT can wrap is called as a module.
+        Every layer with weights is called, so that adapters, offloading and sharding can wrap it.
         """
         config, layer = self.config, self.mlstm_layer
         x = to_autocast(x)
         y = self.norm_mlstm(x)
         heads = (config.num_heads, -1)
-        q, k, v, gate = (
-            part(y).unflatten(-1, heads) for part in (layer.q, layer.k, layer.v, layer.ogate_preact)
-        )
+        q, k, v = (part(y).unflatten(-1, heads) for part in (layer.q, layer.k, layer.v))
         # In float32 also if a quantised layer stands in for a `GateLinear`.
         i = soft_cap(_wide(layer.igate_preact(y)), config.gate_soft_cap)
         f = soft_cap(_wide(layer.fgate_preact(y)), config.gate_soft_cap)
@@ -424,17 +432,14 @@ class xLSTMBlock(_theirs.xLSTMBlock):  # noqa: N801
         if records:
             none = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
             recorded = k, v, i, f, none if resets is None else resets
-        norm = layer.multihead_norm
-        weight = to_autocast(norm.weight)
         if x.shape[1] == 1 and resets is None and state is not None:
-            q, k, v, i, f, gate = (part.squeeze(1) for part in (q, k, v, i, f, gate))
-            fused = {"gate": gate, "norm_weight": weight, "norm_eps": norm.eps}
-            h, state = mlstm_step(q, k, v, i, f, state, eps=config.eps, **fused)
+            q, k, v, i, f = (part.squeeze(1) for part in (q, k, v, i, f))
+            h, state = mlstm_step(q, k, v, i, f, state, eps=config.eps)
             h = h.unsqueeze(1)
         else:
             h, state = mlstm_sequence(q, k, v, i, f, state=state, resets=resets, eps=config.eps)
-            h = headwise_norm(h, weight, norm.eps) * torch.sigmoid(gate)
-        x = x + layer.out_proj(h.flatten(-2))
+        h = layer.multihead_norm(h) * torch.sigmoid(layer.ogate_preact(y))
+        x = x + layer.out_proj(h)
         return x + self.ffn(self.norm_ffn(x)), state, recorded
 
 
@@ -445,6 +450,12 @@ def _wide(x: Tensor) -> Tensor:
 
 class xLSTMRMSNorm(_theirs.xLSTMRMSNorm):  # noqa: N801
     forward = layers.RMSNorm.forward
+
+
+class xLSTMMultiHeadLayerNorm(_head_norm):  # noqa: N801
+    def forward(self, h: Tensor) -> Tensor:
+        """h [B, T, NH, d_hv], normalised and flattened to [B, T, NH · d_hv]."""
+        return headwise_norm(h, to_autocast(self.weight), self.eps).flatten(-2)
 
 
 class GateLinear(nn.Linear):
@@ -460,7 +471,8 @@ class HeadLinear(nn.Linear):
 
 
 _SUBCLASSES: dict[type, type] = {
-    each.__bases__[0]: each for each in (xLSTMForCausalLM, xLSTMModel, xLSTMBlock, xLSTMRMSNorm)
+    each.__bases__[0]: each
+    for each in (xLSTMForCausalLM, xLSTMModel, xLSTMBlock, xLSTMRMSNorm, xLSTMMultiHeadLayerNorm)
 }
 _LINEARS = {"igate_preact": GateLinear, "fgate_preact": GateLinear, "lm_head": HeadLinear}
 
