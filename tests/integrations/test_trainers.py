@@ -15,6 +15,9 @@ from xlstm7b.tokenizer import ByteTokenizer, write_tokenizer
 for library in ("transformers", "trl", "peft", "datasets"):
     pytest.importorskip(library, reason=f"{library} is not installed")
 
+from peft import PeftModel  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of other libraries
 
@@ -127,4 +130,17 @@ def test_dpo_prefers_the_chosen_answers(folder, tmp_path):
     [*_, log] = [row for row in trainer.state.log_history if "loss" in row]
     assert log["loss"] < 0.6
     assert log["rewards/accuracies"] == 1
-    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+    # The adapters, merged into the weights, are a checkpoint of this package.
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    PeftModel.from_pretrained(base, tmp_path / "out").merge_and_unload().save_pretrained(
+        tmp_path / "tuned"
+    )
+    AutoTokenizer.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "tuned")
+    for pair in pairs:
+        chosen, rejected = (
+            logprob(tmp_path / "tuned", pair["prompt"], pair[key])[0]
+            - logprob(folder, pair["prompt"], pair[key])[0]
+            for key in ("chosen", "rejected")
+        )
+        assert chosen > rejected
