@@ -16,7 +16,9 @@ for library in ("transformers", "trl", "peft", "datasets"):
     pytest.importorskip(library, reason=f"{library} is not installed")
 
 from peft import PeftModel  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline  # noqa: E402
+
+from xlstm7b.integrations.transformers import optimize  # noqa: E402
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of other libraries
@@ -48,6 +50,17 @@ def write(path: Path, rows: list[dict[str, str]]) -> str:
 
 def losses(trainer) -> list[float]:
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def test_a_pipeline_continues_prompts_of_different_lengths(folder):
+    model = optimize(AutoModelForCausalLM.from_pretrained(folder))
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    write_on = pipeline("text-generation", model, tokenizer=tokenizer, device="cpu")
+    prompts = ["The sea", "A much longer prompt than", "So"]
+    options = {"max_new_tokens": 8, "do_sample": False, "return_full_text": False}
+    together = write_on(prompts, batch_size=3, **options)
+    alone = [write_on(prompt, **options) for prompt in prompts]
+    assert together == alone
 
 
 TEXTS = ["The sea was calm.", "so much depends upon a red wheel barrow", "Yes.", "ab" * 30]

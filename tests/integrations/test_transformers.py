@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,12 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from xlstm7b.integrations import decode_graph  # noqa: E402
 from xlstm7b.integrations import transformers as integration  # noqa: E402
-from xlstm7b.integrations.transformers import LORA_TARGETS, XLSTMCache, optimize  # noqa: E402
+from xlstm7b.integrations.transformers import (  # noqa: E402
+    LORA_TARGETS,
+    SUPPORTED_VERSIONS,
+    XLSTMCache,
+    optimize,
+)
 
 VOCABULARY = 320
 ROUNDING, EXACT = 2e-5, 1e-10  # of float32 and of float64, relative to the norm
@@ -581,8 +587,9 @@ def test_gradient_checkpointing_changes_nothing(ours, reentrant):
         assert torch.equal(got, expected)
 
 
-def test_a_compiled_training_step_is_one_graph(ours):
+def test_a_compiled_training_step_is_one_graph():
     torch.compiler.reset()
+    ours = optimize(stock(num_hidden_layers=1))
     ids, mask = padded([random_ids(1, 50)[0], random_ids(1, 33)[0]], "right")
     options = {"labels": ids, "attention_mask": mask, "position_ids": torch.arange(50)[None]}
     ours.train()(ids, **options).loss.backward()
@@ -591,6 +598,14 @@ def test_a_compiled_training_step_is_one_graph(ours):
     compiled(ids, **options).loss.backward()
     for got, expected in zip(gradients(ours), want, strict=True):
         assert error(got, expected) < ROUNDING
+
+
+def test_a_compiled_model_generates_the_same_tokens():
+    torch.compiler.reset()
+    model, ids = optimize(stock(num_hidden_layers=1)), random_ids(2, 10)
+    want = model.generate(ids, **OPTIONS)
+    model.compile(backend="eager")
+    assert torch.equal(model.generate(ids, **OPTIONS), want)
 
 
 def test_autocast_computes_what_our_model_computes(ours, tmp_path):
@@ -656,11 +671,17 @@ def test_a_peft_model_can_be_optimized_later():
 # Versions and mistakes
 
 
-@pytest.mark.parametrize("version", ["4.57.1", "5.16.3", "5.23.0", "6.0.0.dev0"])
+@pytest.mark.parametrize("version", ["4.57.1", "5.16.3", "5.23.0.dev0", "6.0rc1"])
 def test_other_versions_are_refused(version, monkeypatch):
     monkeypatch.setattr(transformers, "__version__", version)
     with pytest.raises(ValueError, match=f"5.17 to 5.22, and {version} is installed: pip install"):
         optimize(stock())
+
+
+def test_the_docs_name_the_supported_versions():
+    text = (Path(__file__).parents[2] / "docs/library.md").read_text(encoding="utf-8")
+    first, last = (".".join(map(str, version)) for version in SUPPORTED_VERSIONS)
+    assert f"`optimize` supports `transformers` {first} to {last}," in text
 
 
 def test_mistakes_are_one_sentence(ours):

@@ -38,7 +38,6 @@ def find_graph(model: Any, cache: Any, tokens: Tensor | None) -> "DecodeGraph | 
         or not tokens.is_cuda
         or cache.states is None
         or cache.is_recording
-        or model.training
         or torch.is_grad_enabled()
         or torch.is_autocast_enabled("cuda")
     ):
@@ -192,6 +191,7 @@ class DecodeGraph:
     def _capture(self) -> Callable[[], Tensor]:
         """A function that does the step and returns its logits. On a CPU it is the step itself."""
 
+        @torch.inference_mode()
         def work() -> Tensor:
             return self._fused.step(self._tokens, self._state, self._live)
 

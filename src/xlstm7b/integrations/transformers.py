@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers.models.xlstm import modeling_xlstm
 from transformers.utils.generic import ModelOutput, can_return_tuple
@@ -73,7 +74,7 @@ def optimize(model: Any) -> Any:
 def _check_version() -> None:
     first, last = SUPPORTED_VERSIONS
     version = transformers.__version__
-    if not first <= tuple(map(int, version.split(".")[:2])) <= last:
+    if not first <= Version(version).release[:2] <= last:
         span = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
         raise ValueError(
             f"optimize supports transformers {span}, and {version} is installed: "
