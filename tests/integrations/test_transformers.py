@@ -512,6 +512,31 @@ def test_the_graph_serves_several_caches_in_turn(graphs):
     assert len(graphs) == 1
 
 
+def test_a_recording_does_not_depend_on_the_memory_of_the_graph(graphs):
+    model, ids = optimize(stock()), random_ids(2, 9)
+    with torch.no_grad():
+        caches = [model(row[None], use_cache=True).past_key_values for row in ids]
+        model(ids[:1, :1], past_key_values=caches[0])  # its states are the graph's now
+        caches[0].activate_past_recording()
+        model(ids[1:], past_key_values=caches[0])
+        model(ids[:1, :1], past_key_values=caches[1])  # and now those of the other cache
+        caches[0].crop(-9)
+        got = model(ids[:1, 5:], past_key_values=caches[0]).logits
+        want = model(torch.cat([ids[:1], ids[:1, :1], ids[:1, 5:]], dim=1)).logits[:, 10:]
+    assert error(got, want) < ROUNDING
+
+
+def test_a_cache_can_be_continued_by_another_model(graphs):
+    model, other, ids = optimize(stock()), optimize(stock()), random_ids(1, 9)
+    with torch.no_grad():
+        other.lm_head.weight.mul_(0.5)
+        cache = model(ids[:, :7], use_cache=True).past_key_values
+        model(ids[:, 7, None], past_key_values=cache)
+        got = other(ids[:, 8, None], past_key_values=cache).logits
+        assert error(got, other(ids).logits[:, -1:]) < ROUNDING
+    assert len(graphs) == 2
+
+
 def test_the_graph_follows_the_weights(graphs, tmp_path):
     model, ids = optimize(stock()), random_ids(2, 9)
 

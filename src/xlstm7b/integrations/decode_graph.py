@@ -27,10 +27,7 @@ _graphs: "weakref.WeakKeyDictionary[nn.Module, DecodeGraph]" = weakref.WeakKeyDi
 
 
 def find_graph(model: Any, cache: Any, tokens: Tensor | None) -> "DecodeGraph | None":
-    """The graph for this call; None if it must go through the model's modules.
-
-    `cache` has `states`, those of the layers, and `graph`, which is set here for later steps.
-    """
+    """The graph for this call; None if it must go through the model's modules."""
     if (
         torch.compiler.is_compiling()
         or tokens is None
@@ -46,18 +43,21 @@ def find_graph(model: Any, cache: Any, tokens: Tensor | None) -> "DecodeGraph | 
 
 
 def graph_for(model: Any, cache: Any, batch: int) -> "DecodeGraph | None":
-    """The graph for a model and a batch size. None if the model is not a plain xLSTM."""
-    graph: DecodeGraph | None = cache.graph
-    if graph is None or graph.batch != batch or not graph.is_current():
-        graph = _graphs.get(model)
-        if graph is None or graph.batch != batch or not graph.is_current():
-            _graphs.pop(model, None)  # frees its memory
-            view = as_xlstm(model)
-            if view is None:
-                return None
-            graph = DecodeGraph(model, view, batch)
-            _graphs[model] = graph
-        cache.graph = graph
+    """The graph for a model and a batch size. None if the model is not a plain xLSTM.
+
+    That is looked up once for each cache: its `not_plain` refers to the model then.
+    """
+    graph = _graphs.get(model)
+    if graph is not None and graph.batch == batch and graph.is_current():
+        return graph
+    if cache.not_plain is not None and cache.not_plain() is model:
+        return None
+    _graphs.pop(model, None)  # frees its memory
+    view = as_xlstm(model)
+    if view is None:
+        cache.not_plain = weakref.ref(model)
+        return None
+    graph = _graphs[model] = DecodeGraph(model, view, batch)
     return graph
 
 

@@ -10,6 +10,7 @@ only replace `forward`, so saving, loading, PEFT, TRL and sharding work as befor
 The import alone lets `transformers` load folders with int4 weights.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from transformers.models.xlstm import modeling_xlstm
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
-from xlstm7b.integrations.decode_graph import DecodeGraph, find_graph
+from xlstm7b.integrations.decode_graph import find_graph
 from xlstm7b.mlstm import MLSTMState, headwise_norm, mlstm_sequence, mlstm_step
 from xlstm7b.mlstm.autocast import to_autocast
 from xlstm7b.model import layers
@@ -116,19 +117,16 @@ class XLSTMCache:
     tokens back: assisted generation needs it.
     """
 
-    is_compileable = False  # generate asks: it would compile the model for a static cache
-    is_croppable = False  # without a recording
+    # `generate` asks both. It would compile the model, and take tokens back without a recording.
+    is_compileable = is_croppable = False
 
     def __init__(self) -> None:
         self.states: list[MLSTMState] | None = None  # None before the first token
-        self.graph: DecodeGraph | None = None  # decodes from these states
+        self.not_plain: weakref.ref[Any] | None = None  # of `graph_for`
         self._tokens = 0
         # k, v, i, f and resets of each call and layer.
         self._recording: list[list[tuple[Tensor, ...]]] | None = None
         self._recorded_from: list[MLSTMState] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "graph": None}  # a copy does not share it
 
     @property
     def is_recording(self) -> bool:
@@ -149,7 +147,9 @@ class XLSTMCache:
 
     def activate_past_recording(self) -> None:
         """From now on `crop` can take tokens back."""
-        self._recording, self._recorded_from = [], self.states
+        # Copies: the states may be those of a graph, which another cache may use next.
+        self._recording = []
+        self._map(Tensor.clone)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back the last tokens, given as a negative number; 0 forgets the recording.
@@ -168,8 +168,7 @@ class XLSTMCache:
             assert self._recording is not None
             self.states = self._replayed(recorded - removed)
             self._tokens = kept
-        if self._recording is not None:
-            self.activate_past_recording()
+        self._restart_recording()
 
     def _replayed(self, tokens: int) -> list[MLSTMState] | None:
         """The states after the first recorded tokens."""
@@ -203,8 +202,11 @@ class XLSTMCache:
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.states is not None:
             self.states = [MLSTMState(*map(change, state)) for state in self.states]
+        self._restart_recording()
+
+    def _restart_recording(self) -> None:
         if self._recording is not None:
-            self.activate_past_recording()
+            self._recording, self._recorded_from = [], self.states
 
 
 @dataclass
@@ -234,6 +236,9 @@ class XLSTMCausalLMOutput(ModelOutput):
         return self.past_key_values
 
 
+# The modules. Each is the class of the same name with this package's `forward`.
+
+
 class xLSTMForCausalLM(_theirs.xLSTMForCausalLM):  # noqa: N801
     _is_stateful = False  # a cache can be cropped
 
@@ -261,7 +266,7 @@ class xLSTMForCausalLM(_theirs.xLSTMForCausalLM):  # noqa: N801
             past_key_values: The cache, which is updated. `cache_params` is the same.
             logits_to_keep: Number of last positions, or indices, to compute logits for; 0: all.
         """
-        cache = past_key_values if past_key_values is not None else cache_params
+        cache = _checked_cache(past_key_values if past_key_values is not None else cache_params)
         if cache is not None and labels is None and not output_hidden_states:
             graph = find_graph(self, cache, input_ids)
             if graph is not None:
@@ -321,12 +326,7 @@ class xLSTMModel(_theirs.xLSTMModel):  # noqa: N801
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        cache = past_key_values if past_key_values is not None else cache_params
-        if cache is not None and not isinstance(cache, XLSTMCache):
-            raise ValueError(
-                "the cache of an optimized model is xlstm7b.integrations.transformers.XLSTMCache, "
-                f"not {type(cache).__name__}"
-            )
+        cache = _checked_cache(past_key_values if past_key_values is not None else cache_params)
         if use_cache is None:  # training does not need it, and would hold the states' memory
             use_cache = self.config.use_cache and not self.training
         if use_cache and cache is None:
@@ -372,6 +372,15 @@ class xLSTMModel(_theirs.xLSTMModel):  # noqa: N801
             cache.update(states, length, inputs if records else None)  # type: ignore[arg-type]
         hidden = (*seen[:-1], y) if output_hidden_states else None
         return XLSTMOutput(y, cache if use_cache else None, hidden)
+
+
+def _checked_cache(cache: object) -> XLSTMCache | None:
+    if cache is not None and not isinstance(cache, XLSTMCache):
+        raise ValueError(
+            "the cache of an optimized model is xlstm7b.integrations.transformers.XLSTMCache, "
+            f"not {type(cache).__name__}"
+        )
+    return cache
 
 
 def _padded(attention_mask: Tensor | None, batch: int, length: int) -> Tensor | None:
