@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BatchEncoding,
     DataCollatorForLanguageModeling,
     Trainer,
     TrainingArguments,
@@ -43,11 +44,12 @@ def main(arguments: list[str] | None = None) -> Trainer:
     if given.rank:
         model = get_peft_model(model, LoraConfig(r=given.rank, lora_alpha=2 * given.rank))
 
+    def tokenize(row: dict[str, str]) -> BatchEncoding:
+        text = row["text"] + tokenizer.eos_token
+        return tokenizer(text, truncation=True, max_length=given.max_length)
+
     texts = load_dataset("json", data_files=given.texts, split="train")
-    tokens = texts.map(
-        lambda row: tokenizer(row["text"], truncation=True, max_length=given.max_length),
-        remove_columns=texts.column_names,
-    )
+    tokens = texts.map(tokenize, remove_columns=texts.column_names)
     trainer = Trainer(
         model,
         TrainingArguments(

@@ -71,6 +71,7 @@ def test_trainer(folder, tmp_path, rank):
     data = write(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
     options = ["--steps", "20", "--learning-rate", "3e-3", "--rank", str(rank)]
     trainer = example("transformers_trainer")([str(folder), data, str(tmp_path / "out"), *options])
+    assert trainer.train_dataset[2]["input_ids"] == [0, *ByteTokenizer().encode("Yes."), 0]
     first, last = losses(trainer)
     assert last < first
     if rank:
