@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -413,8 +414,13 @@ def stock(monkeypatch: pytest.MonkeyPatch, transformers: Any) -> None:
     monkeypatch.setattr(ours._base, "_init_weights", ours._init_weights)
 
 
-def same_logits(transformers: Any, quantized: Path, dequantized: Path) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(quantized)
+def same_logits(
+    transformers: Any,
+    quantized: Path,
+    dequantized: Path,
+    change: Callable[[Any], Any] = lambda model: model,
+) -> None:
+    model = change(transformers.AutoModelForCausalLM.from_pretrained(quantized))
     ids = tokens(2, 64)
     with torch.no_grad():
         want = XLSTM.from_pretrained(dequantized)(ids)[0]
@@ -435,9 +441,10 @@ def test_stock_transformers_reads_8_bits(
 def test_transformers_reads_all_schemes_after_our_import(
     quantized: Path, dequantized: Path, transformers: Any
 ) -> None:
-    import xlstm7b.integrations.transformers  # noqa: F401
+    from xlstm7b.integrations.transformers import optimize
 
     same_logits(transformers, quantized, dequantized)
+    same_logits(transformers, quantized, dequantized, optimize)
 
 
 LIBRARY = {

@@ -390,6 +390,29 @@ class Cpu(Plan):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Transformers(ModelPlan):
+    """Time the xLSTM of transformers with `optimize`: generate, and training steps."""
+
+    batches: Numbers = option("Batch sizes to generate.", (1, 8), on_cpu=(1,))
+    seconds: float = option("Length of one timing of decoding, in seconds, about.", 1.0)
+    cases: Names = option(
+        "Training cases, written as in `bench training`.", ("400m:16x4096",), on_cpu=("tiny:2x64",)
+    )
+    steps: int = option("Number of training steps to time; their median is shown.", 10, on_cpu=2)
+    peers: Names = option(
+        "Others to measure: transformers as it is, the authors' package.",
+        ("transformers", "xlstm"),
+        choices=("transformers", "xlstm"),
+    )
+    timeout: float = option("Time limit for one case, in seconds.", 300.0)
+
+    def check(self) -> None:
+        super().check()
+        for case in self.cases:
+            TrainingCase.parse(case)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Loader(Plan):
     """Time how fast training batches come from prepared shards."""
 
@@ -431,6 +454,7 @@ BENCHMARKS: dict[str, type[Plan]] = {
     "serve": Serve,
     "training": Training,
     "evaluation": Evaluation,
+    "transformers": Transformers,
     "cpu": Cpu,
     "loader": Loader,
     "tune": Tune,
