@@ -21,7 +21,7 @@ from xlstm7b.model.layers import (
     soft_cap,
 )
 from xlstm7b.model.model_state import ModelState
-from xlstm7b.quantize import cpu
+from xlstm7b.quantize import cpu, gpu
 from xlstm7b.quantize.config import Quantization, Scheme
 from xlstm7b.quantize.weight import QuantizedWeight
 
@@ -243,9 +243,15 @@ class XLSTM(nn.Module):
                 assert isinstance(layer, QuantizedLinear)
                 layer.weight = tensor.to(model.backbone.embeddings.weight.device)
         layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]
-        if dtype != torch.float64:
+        # One by one: there is never a second copy of all weights.
+        if dtype == torch.float64:
+            return model  # nothing is rounded further
+        if model.backbone.embeddings.weight.is_cuda:
+            for layer in layers:
+                layer.weight = gpu.prepare(layer.weight)
+        else:
             int4 = cpu.int4_fits(layer.weight for layer in layers)
-            for layer in layers:  # one by one: there is never a second copy of all weights
+            for layer in layers:
                 layer.weight = cpu.prepare(layer.weight, int4=int4)
         return model
 
