@@ -5,6 +5,7 @@ goes to a temporary folder with a sha256 manifest, which then replaces the targe
 leaves the old checkpoint unchanged. Every error in a file is a `ValueError` that names the file.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ _FUSED = {
 }
 _INDEX = "model.safetensors.index.json"
 _BESIDE = (".weight_scale", ".weight_shape")  # tensors beside a quantised weight
+# Matrices of a model that `xlstm7b quantize` may quantise: all but those of the gates.
+_QUANTIZABLE = re.compile(r"lm_head\.weight|backbone\.blocks\.(?!.*([if]gate|norm)).*\.weight")
 # The files that `save_checkpoint` writes and replaces. The manifest must list all of them.
 _OWN_FILE = re.compile(
     rf"model([-_].*)?\.safetensors(\.index\.json)?|config\.json|{files.MANIFEST}", re.DOTALL
@@ -89,6 +92,34 @@ class Checkpoint:
         if not scale.isfinite().all():
             raise ValueError(f"{part.file}: {part.key} holds a scale that is not finite")
         return scale.clone()
+
+    def fingerprint(self) -> dict[str, str]:
+        """Digests of some rows of every parameter, by which an adapter knows its base again.
+
+        `matrices` are those that may be quantised, `others` all other parameters: a quantised
+        folder has the same `others` as its source. Floats are compared as bfloat16, so that the
+        stored dtype makes no difference.
+        """
+        shapes = self.config.parameter_shapes()
+        digests = {"matrices": hashlib.sha256(), "others": hashlib.sha256()}
+        samples: dict[str, bytes] = {}
+        for file, parts in groupby(self._stored, key=lambda part: part.file):
+            with files.opened_safetensors(file) as handle:
+                for part in parts:
+                    stored, start = handle.get_slice(part.key), 0
+                    for name in _our_names(part.key):
+                        count = shapes[name][0]
+                        rows = [start + row for row in sorted({0, count // 2, count - 1})]
+                        chosen = torch.cat([stored[row : row + 1] for row in rows])
+                        kept = chosen if name in self.schemes else chosen.bfloat16()
+                        samples[name] = kept.flatten().view(torch.uint8).numpy().tobytes()
+                        start += count
+        for name in sorted(samples):
+            kind = "matrices" if _QUANTIZABLE.fullmatch(name) else "others"
+            digests[kind].update(name.encode() + samples[name])
+        kinds = ", ".join(sorted(map(str, set(self.schemes.values()))))
+        found = {kind: digest.hexdigest() for kind, digest in digests.items()}
+        return {"quantization": kinds, **found}
 
     def companions(self) -> list[Path]:
         """The tokenizer, licence and similar files in the folder."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from xlstm7b.accounting import A100_FLOPS, H100_FLOPS, PAPER_MFU, training_flops
+from xlstm7b.accounting import A100_FLOPS, H100_FLOPS, PAPER_MFU
 from xlstm7b.cli.options import to_target
 from xlstm7b.cli.sections import print_sections
 from xlstm7b.config import ModelConfig
@@ -272,10 +272,12 @@ def _mfu(recipe: "Recipe", tokens_per_second: float, device: str) -> str:
         return ""
     import torch
 
+    from xlstm7b.train.plan import sequence_flops
+
     peak = _PEAK_FLOPS.get(torch.cuda.get_device_capability())
     if peak is None:
         return ""
     length = recipe.data.context_length
-    flops = training_flops(recipe.model, length) / length
+    flops = sequence_flops(recipe) / length
     world = torch.distributed.get_world_size()
     return f"  MFU {100 * flops * tokens_per_second / (peak * world):.1f}%"

@@ -8,6 +8,9 @@ The distributed checkpoint contains pickles. They are opened only after every fi
 checksum, so damage is never unpickled. Checksums do not stop an attacker, who can change them too:
 load only checkpoints that you trust. To share weights, export them.
 
+If a part of the model is frozen, as with LoRA, a checkpoint holds only what is trained. `run.json`
+then has a fingerprint of the frozen weights, which are read from `init_from` again.
+
 Every `run.json` names the step with the lowest validation loss. So the latest checkpoint knows the
 best one, and the best one is deleted only after a better one is complete.
 """
@@ -34,7 +37,11 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.storage import WriteResult
@@ -66,6 +73,7 @@ from xlstm7b.train.processes import any_process, in_first_process
 from xlstm7b.train.recipe import Recipe
 
 _NAME = re.compile(r"step-(\d{8})")
+_TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
 class CheckpointManager:
@@ -104,7 +112,7 @@ class CheckpointManager:
 
         with self._explain_failure(step):
             run_sum = in_first_process(prepare)
-        weights, averages = get_state_dict(model, optimizer)
+        weights, averages = get_state_dict(model, optimizer, options=_TRAINED)
         state = {"model": weights, "optimizer": averages}
         # The stager that `async_save` makes itself when it is given no writer.
         stager = DefaultStager(StagingOptions(False, False, False, False))
@@ -164,10 +172,16 @@ class CheckpointManager:
             {name: value for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups
         ]
-        weights, averages = get_state_dict(model, optimizer)
+        weights, averages = get_state_dict(model, optimizer, options=_TRAINED)
         with _name_damage(path):
             load({"model": weights, "optimizer": averages}, checkpoint_id=path)
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=averages)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=weights,
+            optim_state_dict=averages,
+            options=_TRAINED,
+        )
         for group, values in zip(optimizer.param_groups, settings, strict=True):
             group.update(values)  # the recipe's settings, not those of the checkpoint
         if any_process(not _all_finite(_tensors(model, optimizer))):
@@ -353,8 +367,8 @@ def _find_tokenizer(
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """The weights and AdamW's averages."""
-    yield from model.parameters()
+    """The weights that are trained, and AdamW's averages."""
+    yield from (parameter for parameter in model.parameters() if parameter.requires_grad)
     for averages in optimizer.state.values():
         yield from averages.values()
 

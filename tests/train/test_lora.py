@@ -1,0 +1,187 @@
+"""LoRA in the trainer: what is trained, saved and resumed, on float and quantised weights."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from lora_runs import base_weights, lora_equals_one_process
+from torch.distributed.checkpoint import FileSystemReader
+from train_processes import in_processes, run
+from train_runs import losses, recipe
+
+from xlstm7b.checkpoint import open_checkpoint
+from xlstm7b.config import ModelConfig
+from xlstm7b.model import XLSTM
+from xlstm7b.model.lora import lora_layers
+from xlstm7b.model.quantizer import quantize_checkpoint
+from xlstm7b.quantize.config import Quantization
+from xlstm7b.train import Recipe, load_recipe, make_plan
+from xlstm7b.train.run_checkpoints import read_run, saved_steps
+from xlstm7b.train.sharded_model import build_model
+from xlstm7b.train.trainer import Trainer
+
+LORA = ("lora={rank=4,alpha=8.0}", "optimizer.lr=1e-2", "optimizer.weight_decay=0.0")
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the folders of a model in float32, int8 and int4."""
+    torch.manual_seed(3)
+    folder = tmp_path_factory.mktemp("bases")
+    model = XLSTM(ModelConfig(64, 2, 2, vocab_size=320))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("preact.weight"):
+                parameter.normal_(std=0.1)
+    model.save_pretrained(folder / "float32")
+    for bits in ("int8", "int4"):
+        quantize_checkpoint(folder / "float32", folder / bits, Quantization.named(bits))
+    return folder
+
+
+def lora_recipe(data: Path, base: Path, *settings: str) -> Recipe:
+    return recipe(data, f"init_from={base}", *LORA, *settings)
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8", "int4"])
+def test_only_the_adapter_is_trained_and_saved(kind, bases, data, tmp_path):
+    chosen = lora_recipe(data, bases / kind)
+    trainer = Trainer(chosen, tmp_path, "cpu")
+    before = base_weights(trainer.model)
+    first = {path: layer.lora_A.full_tensor().clone() for path, layer in lora_layers(trainer.model)}
+    trainer.train()
+    assert all(torch.equal(a, b) for a, b in zip(before, base_weights(trainer.model), strict=True))
+    for path, layer in lora_layers(trainer.model):
+        assert layer.lora_B.full_tensor().any(), path
+        assert not torch.equal(layer.lora_A.full_tensor(), first[path]), path
+    found = losses(tmp_path)
+    assert found[-1] < found[0] - 0.1
+    last = tmp_path / "checkpoints/step-00000008"
+    saved = FileSystemReader(last).read_metadata().state_dict_metadata
+    trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+    weights = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
+    assert weights == set(trained)
+    assert all(".lora_" in name for name in trained)
+    frozen = read_run(last)["frozen"]
+    assert frozen == open_checkpoint(bases / kind).fingerprint()
+    assert (kind in frozen["quantization"]) == (kind != "float32")
+
+
+def test_a_resume_is_exact_with_dropout(bases, data, tmp_path):
+    chosen = lora_recipe(data, bases / "int8", "lora.dropout=0.3", "run.save_every=2")
+    run(0, chosen, tmp_path / "whole")
+    stopped = replace(chosen, run=replace(chosen.run, steps=4))
+    # The same schedule, cut short.
+    schedule = replace(chosen.schedule, decay=chosen.run.steps - 4)
+    run(0, replace(stopped, schedule=schedule), tmp_path / "parts")
+    run(0, replace(chosen, schedule=schedule), tmp_path / "parts")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    without = lora_recipe(data, bases / "int8", "run.steps=5")
+    run(0, without, tmp_path / "without")
+    assert losses(tmp_path / "without")[1:] != losses(tmp_path / "whole")[1:5]
+
+
+def test_every_activation_mode_gives_the_same_losses(bases, data, tmp_path):
+    for kind in ("float32", "int4"):
+        found = []
+        for mode in ("none", "selective", "block"):
+            setting = f"run.activation_checkpointing={mode}"
+            folder = tmp_path / f"{kind}-{mode}"
+            run(0, lora_recipe(data, bases / kind, setting, "run.steps=5"), folder)
+            found.append(losses(folder))
+        assert found[0] == pytest.approx(found[1], rel=1e-6)
+        assert found[0] == pytest.approx(found[2], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_layouts_give_the_losses_of_one_process(kind, bases, data, tmp_path):
+    """Two processes that share the frozen weights, and two that each have them all."""
+    chosen = lora_recipe(data, bases / kind, "run.steps=4")
+    run(0, chosen, tmp_path / "one")
+    in_processes(2, lora_equals_one_process, chosen, tmp_path)
+
+
+def test_frozen_weights_have_the_dtype_of_the_computation(bases, data, tmp_path):
+    chosen = lora_recipe(data, bases / "float32", "run.precision=bfloat16", "run.steps=4")
+    trainer = Trainer(chosen, tmp_path, "cpu")
+    kinds = {(p.requires_grad, p.dtype) for p in trainer.model.parameters()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    trainer.train()
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0]
+
+
+def test_the_first_values_do_not_depend_on_the_base(bases, data):
+    from xlstm7b.train.processes import process_group
+
+    with process_group("cpu"):
+        models = []
+        for kind in ("float32", "int4"):
+            chosen = lora_recipe(data, bases / kind)
+            device = torch.device("cpu")
+            models.append(build_model(chosen, chosen.layout(1), device, init_from=chosen.init_from))
+        pairs = zip(*(dict(lora_layers(model)).values() for model in models), strict=True)
+        for one, two in pairs:
+            assert torch.equal(one.lora_A.full_tensor(), two.lora_A.full_tensor())
+
+
+def test_a_resume_refuses_another_base_or_adapter(bases, data, tmp_path):
+    chosen = lora_recipe(data, bases / "float32", "run.steps=4")
+    run(0, chosen, tmp_path / "run")
+    assert saved_steps(tmp_path / "run/checkpoints") == [3, 4]
+    longer = ["run.steps=6"]
+    with pytest.raises(ValueError, match=r"adapts the weights of .*float32; those in .*int8 are"):
+        run(0, lora_recipe(data, bases / "int8", *longer), tmp_path / "run")
+    with pytest.raises(ValueError, match=r"has \[lora\] .*rank=4.*, not .*rank=3"):
+        run(0, lora_recipe(data, bases / "float32", "lora.rank=3", *longer), tmp_path / "run")
+    # The same weights in another place and dtype are the same base.
+    XLSTM.from_pretrained(bases / "float32").bfloat16().save_pretrained(tmp_path / "copy")
+    run(0, lora_recipe(data, tmp_path / "copy", *longer), tmp_path / "run")
+    assert len(losses(tmp_path / "run")) == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["lora={}"], r"\[lora\] needs init_from"),
+        (["lora={rang=3}"], "unknown setting lora.rang; did you mean rank"),
+        (["lora={rank=0}"], "lora.rank must be greater than or equal to 1, not 0"),
+        (["lora=3"], "lora must be a table, not 3"),
+        (["init_from=x", "lora={targets=[]}"], "lora.targets is empty"),
+        (["init_from=x", 'lora={targets=["qq"]}'], "lora.targets: no layer .* called 'qq'"),
+        (["init_from=x", "lora={}", "parallel.tp=2"], r"\[lora\] cannot be split .*tp = 1, not 2"),
+        (["init_from=x", "lora={}", "start_step=2"], r"\[lora\] starts at step 0"),
+    ],
+)
+def test_mistakes_in_a_recipe(settings, message, data):
+    with pytest.raises(ValueError, match=message):
+        recipe(data, *settings)
+
+
+ON_ONE_GPU = ["batch={sequences=8}", "parallel={}"]
+
+
+def test_the_plan_knows_what_is_trained():
+    full = make_plan(load_recipe("7b", ON_ONE_GPU), gpus=1)
+    settings = ["init_from=NX-AI/xLSTM-7b", "lora={rank=16}", *ON_ONE_GPU]
+    plan = make_plan(load_recipe("7b", settings), gpus=1)
+    # Rank 16 of q, k, v, õ, out, two up-projections and down, in 32 blocks.
+    widths = 2 * (2048 + 4096) + 3 * (4096 + 4096) + 3 * (10944 + 4096)
+    assert plan.trained == 16 * 32 * widths
+    assert plan.memory["adamw"] == 8 * plan.trained
+    assert plan.memory["frozen"] == 2 * plan.parameters
+    assert plan.flops < 0.68 * full.flops
+    # Frozen weights are shared among shards.
+    sharded = make_plan(load_recipe("7b", settings), gpus=8)
+    assert sharded.memory["frozen"] == -(-plan.memory["frozen"] // 8)
+
+
+def test_the_plan_knows_quantised_weights(tmp_path):
+    for bits, size in (("int8", 7.1e9), ("int4", 4.05e9)):
+        config = ModelConfig.named("7b").to_dict("bfloat16")
+        config["quantization_config"] = Quantization.named(bits).to_dict()
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        settings = [f"init_from={tmp_path}", "lora={}", *ON_ONE_GPU]
+        plan = make_plan(load_recipe("7b", settings), gpus=1)
+        assert plan.memory["frozen"] == pytest.approx(size, rel=0.01)
