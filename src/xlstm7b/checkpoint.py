@@ -39,8 +39,8 @@ _OWN_FILE = re.compile(
     rf"model([-_].*)?\.safetensors(\.index\.json)?|config\.json|{files.MANIFEST}", re.DOTALL
 )
 # Files next to the weights that belong to the model.
-_COMPANIONS = ["tokenizer*", "special_tokens_map.json", "chat_template*", "LICENSE*"]
-_HUB_FILES = ["config.json", "config.yaml", "model*.safetensors", _INDEX, *_COMPANIONS]
+COMPANIONS = ["tokenizer*", "special_tokens_map.json", "chat_template*", "LICENSE*"]
+_HUB_FILES = ["config.json", "config.yaml", "model*.safetensors", _INDEX, *COMPANIONS]
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,7 @@ class Checkpoint:
 
     def companions(self) -> list[Path]:
         """The tokenizer, licence and similar files in the folder."""
-        found = (path for pattern in _COMPANIONS for path in self.folder.glob(pattern))
-        return sorted(path for path in found if path.is_file())
+        return companions(self.folder)
 
     def copy_into(
         self, parameters: Mapping[str, torch.Tensor], progress: Progress | None = None
@@ -143,6 +142,12 @@ class Checkpoint:
                 parameters[name].copy_(tensor)
                 if progress:
                     progress(name, tensor.nbytes)
+
+
+def companions(folder: Path) -> list[Path]:
+    """The tokenizer, licence and similar files in a folder."""
+    found = (path for pattern in COMPANIONS for path in folder.glob(pattern))
+    return sorted(path for path in found if path.is_file())
 
 
 def resolve(folder_or_hub_id: str | Path, patterns: Sequence[str] = _HUB_FILES) -> Path:

@@ -13,12 +13,17 @@ from train_runs import losses, recipe
 
 from xlstm7b.checkpoint import open_checkpoint
 from xlstm7b.config import ModelConfig
+from xlstm7b.data.loader import validation_batches
+from xlstm7b.data.shards import open_folder
 from xlstm7b.model import XLSTM
+from xlstm7b.model.adapter import check_base, load_adapter, merge_checkpoint
 from xlstm7b.model.lora import lora_layers
 from xlstm7b.model.quantizer import quantize_checkpoint
 from xlstm7b.quantize.config import Quantization
+from xlstm7b.tokenizer import tokenizer_fingerprint
 from xlstm7b.train import Recipe, load_recipe, make_plan
-from xlstm7b.train.run_checkpoints import read_run, saved_steps
+from xlstm7b.train.metrics_log import read_metrics
+from xlstm7b.train.run_checkpoints import export_run, read_run, saved_steps
 from xlstm7b.train.sharded_model import build_model
 from xlstm7b.train.trainer import Trainer
 
@@ -185,3 +190,23 @@ def test_the_plan_knows_quantised_weights(tmp_path):
         settings = [f"init_from={tmp_path}", "lora={}", *ON_ONE_GPU]
         plan = make_plan(load_recipe("7b", settings), gpus=1)
         assert plan.memory["frozen"] == pytest.approx(size, rel=0.01)
+
+
+def test_the_export_of_a_run_is_an_adapter(bases, data, tmp_path):
+    run(0, lora_recipe(data, bases / "float32"), tmp_path / "run")
+    assert export_run(tmp_path / "run", tmp_path / "adapter", dtype=torch.float32) == 8
+    config = ModelConfig(64, 2, 2, vocab_size=320)
+    adapter = load_adapter(tmp_path / "adapter", config)
+    check_base(adapter, open_checkpoint(bases / "float32"))
+    assert adapter.base_name == str(bases / "float32")
+    assert {layer.scale for layer in adapter.layers.values()} == {2.0}
+    assert tokenizer_fingerprint(tmp_path / "adapter") == "bytes"
+    # The validation loss at the end of the run is that of the merged model.
+    merge_checkpoint(bases / "float32", tmp_path / "adapter", tmp_path / "merged")
+    line = read_metrics(tmp_path / "run/metrics.jsonl")[7]
+    for batch in validation_batches(open_folder(data), 32, 8, rank=0, world_size=1, model=config):
+        model = XLSTM.from_pretrained(tmp_path / "merged")
+        logprobs, _ = model.token_logprobs(batch.tokens, batch.targets, resets=batch.resets)
+        loss = -(logprobs * batch.mask).sum() / batch.mask.sum()
+        assert loss.item() == pytest.approx(line["validation_loss"], rel=1e-5)
+        break

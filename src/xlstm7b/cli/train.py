@@ -142,7 +142,10 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Write a checkpoint of a run as a Hugging Face folder, for generate and transformers."""
+    """Write a checkpoint of a run as a Hugging Face folder, for generate and transformers.
+
+    A LoRA run becomes an adapter in PEFT's format, for --adapter, merge and PEFT.
+    """
     from xlstm7b.checkpoint import read_config, transformers_limits
     from xlstm7b.train.run_checkpoints import export_run
 
@@ -154,7 +157,8 @@ def export(
             raise ValueError(f"--step must be a number or best, not {step!r}")
         chosen = int(str(step))
     done = export_run(run, folder, step=chosen, dtype=to_dtype(dtype), tokenizer=tokenizer)
-    warnings = transformers_limits(read_config(folder))
+    is_adapter = (folder / "adapter_config.json").is_file()
+    warnings = [] if is_adapter else transformers_limits(read_config(folder))
     if not (folder / "tokenizer.json").exists():
         warnings.append("the run's tokenizer was not found: give it with --tokenizer")
     for warning in warnings:

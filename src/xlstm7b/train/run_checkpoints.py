@@ -25,6 +25,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -48,6 +49,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from xlstm7b.accounting import adapted_shapes
 from xlstm7b.chat_format import PlainFormat, template_source
 from xlstm7b.checkpoint import resolve, save_checkpoint
 from xlstm7b.config import ModelConfig
@@ -61,6 +63,7 @@ from xlstm7b.files import (
     write_manifest,
 )
 from xlstm7b.model import XLSTM
+from xlstm7b.model.adapter import LowRank, save_adapter
 from xlstm7b.tokenizer import (
     load_tokenizer,
     open_tokenizer,
@@ -279,10 +282,31 @@ def _read_sums(checkpoint: Path) -> dict[str, str]:
 def read_model(checkpoint: Path, config: ModelConfig) -> XLSTM:
     """The weights of a checkpoint as a model on the CPU, in this process alone."""
     model = XLSTM.empty(config, dtype=torch.float32, device="cpu")
+    _read_weights(checkpoint, model.state_dict())
+    return model
+
+
+def read_adapter(checkpoint: Path, recipe: Recipe) -> dict[str, LowRank]:
+    """A and B of a checkpoint of a LoRA run, by the paths of their layers."""
+    lora = recipe.lora
+    assert lora is not None
+    layers = {
+        path: LowRank(
+            torch.empty(lora.rank, columns), torch.empty(rows, lora.rank), lora.alpha / lora.rank
+        )
+        for path, (rows, columns) in adapted_shapes(recipe.model, lora.targets).items()
+    }
+    weights = {f"{path}.lora_A": layer.A for path, layer in layers.items()}
+    weights |= {f"{path}.lora_B": layer.B for path, layer in layers.items()}
+    _read_weights(checkpoint, weights)
+    return layers
+
+
+def _read_weights(checkpoint: Path, weights: dict[str, Any]) -> None:
+    """Reads the weights of these names, in this process alone."""
     with warnings.catch_warnings(), _name_damage(checkpoint):
         warnings.simplefilter("ignore", UserWarning)  # PyTorch warns of a single process
-        load({"model": model.state_dict()}, checkpoint_id=checkpoint, no_dist=True)
-    return model
+        load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
 
 
 def export_run(
@@ -295,6 +319,7 @@ def export_run(
 ) -> int:
     """Writes a checkpoint, by default the last, as a Hugging Face folder. Returns its step.
 
+    That of a LoRA run becomes an adapter in PEFT's format.
     "best" is the step with the lowest validation loss. `tokenizer` is a tokenizer.json, its folder,
     a hub id or "bytes"; by default that of `init_from` or of the data. The folder gets the
     tokenizer with the model's first token, a chat template, and the tokenizer's fingerprint.
@@ -318,8 +343,10 @@ def export_run(
     fingerprint = saved.get("tokenizer")  # earlier versions did not save it
     found_tokenizer = _find_tokenizer(recipe, tokenizer, fingerprint)
     verify_checkpoint(checkpoint)
-    model = read_model(checkpoint, recipe.model)
-    if not _all_finite(model.parameters()):
+    layers = {} if recipe.lora is None else read_adapter(checkpoint, recipe)
+    model = None if layers else read_model(checkpoint, recipe.model)
+    parts = [part for layer in layers.values() for part in (layer.A, layer.B)]
+    if not _all_finite(parts if model is None else model.parameters()):
         raise ValueError(_not_finite(checkpoint))
     with TemporaryDirectory() as aside:
         if found_tokenizer is not None:
@@ -332,8 +359,18 @@ def export_run(
             companions = write_tokenizer(Path(aside), opened, recipe.model, template)
         else:
             companions = [write_fingerprint(Path(aside), fingerprint)] if fingerprint else []
-        parameters = model.named_parameters()
-        save_checkpoint(target, recipe.model, parameters, dtype=dtype, companions=companions)
+        if model is not None:
+            parameters = model.named_parameters()
+            save_checkpoint(target, recipe.model, parameters, dtype=dtype, companions=companions)
+        elif recipe.lora is not None:
+            save_adapter(
+                target,
+                {path: layer.to(dtype) for path, layer in layers.items()},
+                **asdict(recipe.lora),
+                base=saved["frozen"],
+                base_name=recipe.init_from,
+                companion_files=companions,
+            )
     return step
 
 
