@@ -1,5 +1,6 @@
 """Adapters on the command line: `merge` and `--adapter`."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,58 @@ def test_merge_writes_a_checkpoint(cli: Cli, speller: Path, adapter: Path, tmp_p
     quantised = refused(cli("merge", tmp_path / "int8", adapter, tmp_path / "x"))
     assert "merge it into the float weights and quantise the result" in quantised
     assert not (tmp_path / "x").exists()
+
+
+def changed(cli: Cli, adapter: Path, *command: object) -> tuple[str, str]:
+    """The output of a command without and with the adapter."""
+    return succeeded(cli(*command)), succeeded(cli(*command, "--adapter", adapter))
+
+
+def test_generate_with_an_adapter(cli: Cli, speller: Path, adapter: Path, tmp_path: Path) -> None:
+    greedy = ("--temperature", 0, "--max-new-tokens", 12)
+    plain, got = changed(cli, adapter, "generate", speller, "some words", *greedy)
+    succeeded(cli("merge", speller, adapter, tmp_path / "merged"))
+    assert got == succeeded(cli("generate", tmp_path / "merged", "some words", *greedy)) != plain
+    for bits in (8, 4):
+        base = tmp_path / f"int{bits}"
+        succeeded(cli("quantize", speller, base, "--bits", bits))
+        plain, got = changed(cli, adapter, "generate", base, "some words", *greedy)
+        assert got != plain
+
+
+def test_chat_and_eval_with_an_adapter(
+    cli: Cli, speller: Path, adapter: Path, tmp_path: Path
+) -> None:
+    options = ("--temperature", 0, "--max-new-tokens", 12)
+    plain = succeeded(cli("chat", speller, *options, stdin="hello\n"))
+    got = succeeded(cli("chat", speller, *options, "--adapter", adapter, stdin="hello\n"))
+    assert got != plain
+    (tmp_path / "text.txt").write_text("a text of some length, " * 5)
+    files = [tmp_path / name for name in ("plain.json", "adapted.json", "merged.json")]
+    command = ("eval", "ppl", speller, tmp_path / "text.txt")
+    succeeded(cli(*command, "--output", files[0]))
+    succeeded(cli(*command, "--output", files[1], "--adapter", adapter))
+    succeeded(cli("merge", speller, adapter, tmp_path / "merged"))
+    succeeded(cli("eval", "ppl", tmp_path / "merged", tmp_path / "text.txt", "--output", files[2]))
+    found = [json.loads(file.read_text()) for file in files]
+    losses = [next(iter(one["results"].values())) for one in found]
+    assert losses[1] == losses[2] != losses[0]
+    assert len({one["xlstm7b"]["model"]["fingerprint"] for one in found}) == 3
+    assert found[1]["xlstm7b"]["model"]["adapter"] == str(adapter)
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_an_adapter_that_does_not_fit_is_refused_before_the_weights_are_read(
+    cli: Cli, speller: Path, adapter: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "x.txt").write_text("a text")
+    for command in (
+        ("generate", speller, "x"),
+        ("chat", speller),
+        ("eval", "ppl", speller, tmp_path / "x.txt"),
+    ):
+        missing = refused(cli(*command, "--adapter", tmp_path / "none"))
+        assert missing.endswith("is neither a folder nor the id of a hub repository")
+    assert "holds no adapter_config.json" in refused(
+        cli("generate", speller, "x", "--adapter", speller)
+    )

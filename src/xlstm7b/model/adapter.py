@@ -11,12 +11,12 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from xlstm7b import files
 from xlstm7b.checkpoint import (
@@ -31,6 +31,8 @@ from xlstm7b.checkpoint import (
 from xlstm7b.config import ModelConfig
 from xlstm7b.model.layers import QuantizedLinear
 from xlstm7b.model.lm import XLSTM
+from xlstm7b.model.lora import LoraLinear
+from xlstm7b.tokenizer import read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
@@ -65,6 +67,12 @@ class Adapter:
     base: Mapping[str, str]  # fingerprint of the weights that it was trained on; {}: not known
     base_name: str  # where they were
     fingerprint: str  # of A and B
+
+    def template_folder(self, base: Path) -> Path:
+        """Where the chat template is: the adapter's folder if it has one, else the base's."""
+        described = read_object(self.folder / "tokenizer_config.json")
+        has_own = "chat_template" in described or (self.folder / "chat_template.jinja").is_file()
+        return self.folder if has_own else base
 
 
 def load_adapter(folder_or_hub_id: str | Path, config: ModelConfig) -> Adapter:
@@ -229,6 +237,44 @@ def merge_adapter(model: XLSTM, adapter: Adapter) -> None:
             raise ValueError(f"{path} is quantised: an adapter cannot be merged into it")
         weight = module.weight
         weight.copy_(weight + layer.product(weight.dtype).to(weight.device))
+
+
+@torch.no_grad()
+def apply_adapter(model: XLSTM, adapter: Adapter) -> None:
+    """Makes a model compute with the adapter: merged into floats, added to quantised layers."""
+    quantized: dict[str, LowRank] = {}
+    floats = dict(adapter.layers)
+    for path in adapter.layers:
+        if isinstance(model.get_submodule(path), QuantizedLinear):
+            quantized[path] = floats.pop(path)
+    if "lm_head" in quantized:
+        raise ValueError(
+            f"{adapter.folder} changes lm_head, which is quantised here: use float weights"
+        )
+    merge_adapter(model, replace(adapter, layers=floats))
+    like = model.backbone.embeddings.weight
+    for path, (A, B, scale) in quantized.items():
+        layer = LoraLinear(model.get_submodule(path), len(A), scale=scale)
+        layer.lora_A = nn.Parameter(A.to(like), requires_grad=False)
+        layer.lora_B = nn.Parameter(B.to(like), requires_grad=False)
+        model.set_submodule(path, layer)
+
+
+def load_adapted(
+    folder_or_hub_id: str | Path,
+    adapter: str | Path | None,
+    **options: Any,
+) -> XLSTM:
+    """`XLSTM.from_pretrained` with these options, and an adapter for these weights."""
+    base = open_checkpoint(folder_or_hub_id)
+    loaded = None
+    if adapter is not None:
+        loaded = load_adapter(adapter, base.config)
+        check_base(loaded, base)
+    model = XLSTM.from_pretrained(base.folder, **options)
+    if loaded is not None:
+        apply_adapter(model, loaded)
+    return model
 
 
 def merge_checkpoint(base: str | Path, adapter: str | Path, target: str | Path) -> None:

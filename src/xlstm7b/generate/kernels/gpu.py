@@ -11,7 +11,7 @@ from xlstm7b.generate.kernels import pointwise
 from xlstm7b.generate.kernels.few_rows import MAX_ROWS, multiply_rows
 from xlstm7b.generate.kernels.one_row import multiply_row
 from xlstm7b.generate.kernels.overlap import overlap_options
-from xlstm7b.generate.kernels.pointwise import head_norm
+from xlstm7b.generate.kernels.pointwise import head_norm, rms_norm, silu_and_multiply
 from xlstm7b.generate.kernels.slot_states import gather_states, scatter_states
 from xlstm7b.mlstm import MLSTMState
 from xlstm7b.mlstm.triton.launch_params import step_tile
@@ -23,8 +23,11 @@ __all__ = [
     "gather_states",
     "head",
     "head_norm",
+    "multiply",
     "project",
+    "rms_norm",
     "scatter_states",
+    "silu_and_multiply",
     "step_cell",
     "swiglu",
 ]
@@ -92,6 +95,13 @@ def swiglu(x: Tensor, norm: Tensor, eps: float, W: Tensor) -> Tensor:
         return multiply_rows(pointwise.rms_norm(x, norm, eps), W, swiglu=True)[0]
     # Prefill uses most memory here. In one expression, so that the normalised x is freed first.
     return pointwise.silu_and_multiply(pointwise.rms_norm(x, norm, eps) @ W.mT)
+
+
+def multiply(x: Tensor, W: Tensor) -> Tensor:
+    """x Wᵀ."""
+    if len(x) == 1:
+        return multiply_row(x, W)[0]
+    return multiply_rows(x, W)[0] if len(x) <= MAX_ROWS else x @ W.mT
 
 
 def head(x: Tensor, norm: Tensor, eps: float, W: Tensor, cap: float | None) -> Tensor:
