@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import random_adapter
-from commands import Cli, refused, succeeded
+from commands import CHATML, Cli, refused, succeeded
 
+from xlstm7b.cli.loading import open_model
+from xlstm7b.cli.serve import read_adapters
 from xlstm7b.model import XLSTM
 from xlstm7b.model.adapter import load_adapter, merge_adapter
 
@@ -90,3 +92,21 @@ def test_an_adapter_that_does_not_fit_is_refused_before_the_weights_are_read(
     assert "holds no adapter_config.json" in refused(
         cli("generate", speller, "x", "--adapter", speller)
     )
+
+
+def test_adapters_of_a_server(cli: Cli, speller: Path, adapter: Path, tmp_path: Path) -> None:
+    other = random_adapter(tmp_path / "other", speller, seed=1)
+    (other / "chat_template.jinja").write_text(CHATML)
+    opened = open_model(str(speller), None, None, "cpu")
+    found = read_adapters([str(adapter), f"second={other}"], opened)
+    assert [*found] == ["adapter", "second"]
+    assert type(found["adapter"][1]).__name__ == "PlainFormat"
+    assert type(found["second"][1]).__name__ == "TemplateFormat"
+    for given, message in (
+        ([adapter, f"adapter={other}"], "two adapters are called 'adapter': use NAME=FOLDER"),
+        ([adapter, f"again={adapter}"], f"{adapter} is the same as {adapter}"),
+        ([f"a:b={adapter}"], "'a:b' cannot be the name of an adapter"),
+        ([speller], "holds no adapter_config.json: not an adapter"),
+    ):
+        options = [part for one in given for part in ("--adapter", one)]
+        assert refused(cli("serve", speller, *options)).endswith(message)

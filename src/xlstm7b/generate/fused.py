@@ -74,6 +74,7 @@ class FusedModel:
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
         self.blocks = [_fuse_block(block) for block in model.backbone.blocks]
         self.low_ranks = LowRanks(model, adapters, self.device, self.dtype)
+        self.adapter_count = len(adapters)
         self.operations: Any = plain
         heads = self.config.d_qk, self.config.d_hv
         supported = self.dtype.itemsize <= 4 and all(16 <= d <= 1024 for d in heads)
@@ -85,7 +86,7 @@ class FusedModel:
         self._compare_logits(model)
 
     def weights(self) -> Iterator[Tensor]:
-        """All weights."""
+        """All weights, without those of adapters that a row may have."""
         for weight in (*chain.from_iterable(self.blocks), self.embedding, self.out_norm, self.head):
             if isinstance(weight, QuantizedWeight):
                 yield from (weight.data, weight.scale)
