@@ -126,3 +126,22 @@ def test_what_is_refused(base, adapters):
     plain = new_engine(model, slots=1)._runner
     assert plain._adapter_of is None
     assert len(plain._slot_states) == 2
+
+
+@pytest.mark.gpu
+def test_requests_with_different_adapters_share_a_batch_on_a_gpu(base, adapters):
+    """In CUDA graphs: slots get other adapters without a new capture."""
+    engine = new_engine(XLSTM.from_pretrained(base, device="cuda"), slots=3, adapters=adapters[1:])
+    driver = Driver(engine)
+    added = []
+    for round_ in range(3):
+        for number, adapter in enumerate(adapters):
+            prompt = PROMPTS[(round_ + number) % len(PROMPTS)]
+            added.append((driver.add(request(prompt, adapter)), prompt, number))
+        driver.step(4)
+    driver.finish()
+    for one, prompt, number in added:
+        merged = XLSTM.from_pretrained(base, device="cuda")
+        if number:
+            merge_adapter(merged, adapters[number])
+        assert driver.completion(one).token_ids == run_alone(merged, greedy(prompt)).token_ids

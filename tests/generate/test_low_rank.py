@@ -128,3 +128,33 @@ def test_adapters_that_cannot_be_mixed(base, adapters, tmp_path):
     tokens = torch.randint(0, 97, (2, 9))
     with torch.no_grad():
         close(read(FusedModel(quantised), tokens), quantised(tokens, logits="last")[0])
+
+
+@torch.no_grad()
+def test_additions_through_the_kernels(tmp_path):
+    """The operations of `kernels/gpu.py` instead of `plain`'s; on a CPU in Triton's interpreter."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from xlstm7b.generate.kernels import gpu
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = ModelConfig(64, 1, 2, vocab_size=40, ffn_proj_factor=1.0)  # interpreting is slow
+    torch.manual_seed(0)
+    XLSTM(config).save_pretrained(tmp_path / "base")
+    folders = [
+        random_adapter(tmp_path / f"{seed}", tmp_path / "base", seed=seed, std=0.3, rank=2)
+        for seed in range(2)
+    ]
+    adapters = [load_adapter(folder, config) for folder in folders]
+    fused = FusedModel(XLSTM.from_pretrained(tmp_path / "base", device=device), adapters)
+    fused.operations = gpu
+    for numbers in ([1], [2, 0, 1]):
+        tokens, batch = torch.randint(0, 40, (len(numbers), 3), device=device), len(numbers)
+        state, rows = ModelState.zeros(config, batch, device=device), torch.tensor(numbers)
+        fused.read(tokens[:, :2], state, adapter_of=rows.to(device))
+        live = torch.ones(batch, dtype=torch.bool, device=device)
+        got = fused.step(tokens[:, 2], state, live, rows.to(device))
+        for row, number in enumerate(numbers):
+            merged = XLSTM.from_pretrained(tmp_path / "base", device=device)
+            if number:
+                merge_adapter(merged, adapters[number - 1])
+            close(got[row], merged(tokens[row : row + 1], logits="last")[0][0], 1e-4)

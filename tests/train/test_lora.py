@@ -21,7 +21,7 @@ from xlstm7b.model.lora import lora_layers
 from xlstm7b.model.quantizer import quantize_checkpoint
 from xlstm7b.quantize.config import Quantization
 from xlstm7b.tokenizer import tokenizer_fingerprint
-from xlstm7b.train import Recipe, load_recipe, make_plan
+from xlstm7b.train import Recipe, describe, load_recipe, make_plan
 from xlstm7b.train.metrics_log import read_metrics
 from xlstm7b.train.run_checkpoints import export_run, read_run, saved_steps
 from xlstm7b.train.sharded_model import build_model
@@ -190,6 +190,26 @@ def test_the_plan_knows_quantised_weights(tmp_path):
         settings = [f"init_from={tmp_path}", "lora={}", *ON_ONE_GPU]
         plan = make_plan(load_recipe("7b", settings), gpus=1)
         assert plan.memory["frozen"] == pytest.approx(size, rel=0.01)
+        assert describe(plan)["model"]["frozen_weights"].startswith(bits)
+
+
+def test_the_examples_fit_on_one_gpu(tmp_path, monkeypatch):
+    examples = Path(__file__).parents[2] / "examples"
+    lora = make_plan(load_recipe(str(examples / "lora-7b.toml")), gpus=1)
+    assert lora.recipe.data.context_length == 8192
+    assert lora.recipe.lora.rank == 16
+    assert lora.memory["total"] < 40e9
+    assert "NX-AI/xLSTM-7b, which is not here" in describe(lora)["model"]["frozen_weights"]
+    monkeypatch.chdir(tmp_path)
+    Path("xlstm-7b-int4").mkdir()
+    config = ModelConfig.named("7b").to_dict("bfloat16")
+    config["quantization_config"] = Quantization.named("int4").to_dict()
+    Path("xlstm-7b-int4/config.json").write_text(json.dumps(config))
+    qlora = make_plan(load_recipe(str(examples / "qlora-7b.toml")), gpus=1)
+    assert qlora.recipe.data.context_length == 2048
+    assert qlora.memory["total"] < 16e9
+    words = describe(qlora)["model"]["frozen_weights"]
+    assert words == "int4 in groups of 64, head int8"
 
 
 def test_the_export_of_a_run_is_an_adapter(bases, data, tmp_path):
@@ -210,3 +230,16 @@ def test_the_export_of_a_run_is_an_adapter(bases, data, tmp_path):
         loss = -(logprobs * batch.mask).sum() / batch.mask.sum()
         assert loss.item() == pytest.approx(line["validation_loss"], rel=1e-5)
         break
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["float32", "int4"])
+def test_compiled_blocks_change_nothing_but_rounding(kind, bases, data, tmp_path):
+    base = lora_recipe(data, bases / kind, "run.precision=float32", "run.compile=false")
+    run(0, base, tmp_path / "eager", "cuda")
+    for mode in ("none", "selective", "block"):
+        settings = "run.precision=float32", f"run.activation_checkpointing={mode}"
+        run(0, lora_recipe(data, bases / kind, *settings), tmp_path / mode, "cuda")
+        assert losses(tmp_path / mode) == pytest.approx(losses(tmp_path / "eager"), abs=1e-3)
+    run(0, lora_recipe(data, bases / kind), tmp_path / "narrow", "cuda")
+    assert losses(tmp_path / "narrow") == pytest.approx(losses(tmp_path / "eager"), abs=5e-2)

@@ -217,7 +217,7 @@ def _quantization(init_from: str) -> tuple[Scheme | None, Scheme | None] | None:
     path = Path(init_from) / "config.json"
     if not path.is_file():
         return None
-    ModelConfig.from_file(path)  # checks it
+    ModelConfig.from_file(path)  # checks it, with the quantisation
     values = json.loads(path.read_text(encoding="utf-8")).get("quantization_config")
     if values is None:
         return None
@@ -242,6 +242,20 @@ def key_steps(recipe: Recipe) -> list[int]:
     return [first, *sorted(step for step in corners if first < step < last), last]
 
 
+def _frozen(recipe: Recipe, trained: int) -> dict[str, Any]:
+    """What is frozen and what is trained, if that is not everything."""
+    if recipe.lora is None:
+        return {}
+    quantized = _quantization(recipe.init_from)
+    weights = "float32" if recipe.run.precision == "float32" else "bfloat16"
+    if quantized is not None:
+        blocks, head = (str(scheme or weights) for scheme in quantized)
+        weights = f"{blocks}, head {head}"
+    elif not (Path(recipe.init_from) / "config.json").is_file():
+        weights += f" (unless {recipe.init_from}, which is not here, is quantised)"
+    return {"frozen_weights": weights, "trained_parameters": trained}
+
+
 def describe(plan: Plan) -> dict[str, dict[str, Any]]:
     """The plan in nested sections of numbers and strings, to print or to write as JSON."""
     recipe, layout, config = plan.recipe, plan.layout, plan.recipe.model
@@ -256,7 +270,7 @@ def describe(plan: Plan) -> dict[str, dict[str, Any]]:
             "vocab_size": config.vocab_size,
             **config.differences(),
             "parameters": plan.parameters,
-            **({"trained_parameters": plan.trained} if recipe.lora is not None else {}),
+            **_frozen(recipe, plan.trained),
         },
         "run": {
             "start": {"from": recipe.init_from or "new weights", "at_step": recipe.start_step},
