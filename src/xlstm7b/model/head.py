@@ -106,7 +106,8 @@ class _HeadLoss(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight, dtype=weights.dtype)
         loss = weights.new_zeros(())
-        for rows in _row_slices(x, weight):
+        # Few large slices, because each is added to the whole gradient of the head.
+        for rows in _row_slices(x, weight, large=grad_weight is not None):
             products = product_float32(x[rows], weight)
             chosen, log_sum = _log_sums(products, targets[rows], cap)
             loss += ((log_sum - chosen) * weights[rows]).sum()
@@ -138,9 +139,9 @@ def _quantized_logprobs(
     return torch.cat(parts).view(targets.shape)
 
 
-def _row_slices(x: Tensor, weight: Tensor | QuantizedWeight) -> list[slice]:
+def _row_slices(x: Tensor, weight: Tensor | QuantizedWeight, *, large: bool = True) -> list[slice]:
     """Slices of the rows of x [R, d]. The logits of one slice are in memory at a time."""
-    limit = GPU_MAX_LOGITS if weight.is_cuda else MAX_LOGITS
+    limit = GPU_MAX_LOGITS if weight.is_cuda and large else MAX_LOGITS
     rows = max(1, limit // len(weight))
     if weight.is_cuda:
         rows = max(128, rows // 128 * 128)  # whole tiles of the matrix products

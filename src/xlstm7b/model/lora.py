@@ -41,7 +41,7 @@ class LoraLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.base_layer(x)
         x = F.dropout(x, self.dropout, self.training) if self.dropout else x
-        return y + low_rank_product(x, self.lora_A, self.lora_B, self.scale).to(y.dtype)
+        return add_low_rank(y, x, self.lora_A, self.lora_B, self.scale)
 
 
 @torch.no_grad()
@@ -52,10 +52,15 @@ def draw_lora(A: Tensor, B: Tensor) -> None:
     B.zero_()
 
 
-def low_rank_product(x: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
-    """scale · x Aᵀ Bᵀ, in x's dtype."""
+def add_low_rank(y: Tensor, x: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
+    """y + scale · x Aᵀ Bᵀ, in y's dtype. The products are computed in x's."""
     x = to_autocast(x)
-    return linear(scale * linear(x, A.to(x.dtype)), B.to(x.dtype))
+    A, B = A.to(x.dtype), B.to(x.dtype)
+    z = scale * linear(x, A)
+    if y.dtype != x.dtype or (x.device.type == "cpu" and x.dtype.itemsize == 2):
+        return y + linear(z, B).to(y.dtype)
+    # One operator, which does not write the product to memory before it is added.
+    return torch.addmm(y.flatten(0, -2), z.flatten(0, -2), B.mT).view_as(y)
 
 
 def freeze(model: XLSTM) -> None:

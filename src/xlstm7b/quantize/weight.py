@@ -100,6 +100,8 @@ class QuantizedWeight:
 
     def _floats(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
+        if dtype == scale.dtype == torch.bfloat16:
+            wide = dtype  # it holds the codes, and a product is rounded once
         values = _unpack(data) if self.scheme.name == "int4" else data
         groups = values.to(wide).unflatten(1, (scale.shape[1], -1))
         floats: Tensor = groups.mul_(scale.to(wide)[..., None]).flatten(1).to(dtype)

@@ -13,10 +13,11 @@ Memory per GPU is an estimate. Of the P parameters a GPU holds
   the width, q, v and F the widths of q or k, v and the feed-forward, those three divided by tp:
       none       4 d + 2 q + 4 v + 3 F: the inputs of every norm and projection, the cell, its norm
       selective  2 d + 2 q + 3 v + 2 F: the outputs of matrix products and of the cell
+      products   2 d + 2 q + 2 v + 2 F: the outputs of matrix products
       block      d, and once the values of `none`: a block's input, and the block computed again
   Other blocks state those of `none` and `selective` by a static method `kept_values(config)`.
-- cell: the kernels keep C at every chunk boundary for the backward pass, in each block (`block`: in
-  the one that is computed again), and the gradient of C for one block
+- cell: the kernels keep C at every chunk boundary for the backward pass, in each block (`block` and
+  `products`: in the one that is computed again), and the gradient of C for one block
 - head: pieces of the logits, and the gradient of the head's weight, in float32
 
 With `[lora]` the model is frozen, and only the adapter's numbers are trained:
@@ -51,7 +52,7 @@ from xlstm7b.registry import STANDARD, find
 from xlstm7b.train.recipe import Layout, Recipe
 
 KERNEL_CHUNK = 256  # the Triton kernels' chunk; to import it from mlstm would load torch
-_LOGITS_PER_PIECE = 1 << 28  # of the head's loss on a GPU
+_LOGITS_PER_PIECE, _LOGITS_PER_FROZEN_PIECE = 1 << 28, 1 << 26  # of the head's loss on a GPU
 _HEAD_BUFFERS = 3  # logits, their softmax, and a temporary
 
 
@@ -140,15 +141,16 @@ def memory_per_gpu(recipe: Recipe, layout: Layout) -> dict[str, int]:
 
     micro = max(recipe.micro_batches(start, layout)[0] for start, _ in recipe.ramp.stages)
     tokens = micro * recipe.data.context_length
-    everything, selective = _kept_values(config, tp)
+    everything, selective, products = _kept_values(config, tp)
     kept = {
         "none": config.num_blocks * everything,
         "selective": config.num_blocks * selective,
+        "products": config.num_blocks * products,
         "block": config.num_blocks * config.embedding_dim + everything,
     }[mode]
     state = config.num_heads // tp * config.d_qk * config.d_hv
     boundaries = micro * (-(-recipe.data.context_length // KERNEL_CHUNK) + 1)
-    states = boundaries * (1 + (1 if mode == "block" else config.num_blocks))
+    states = boundaries * (1 + (1 if mode in ("block", "products") else config.num_blocks))
     pieces = min(_LOGITS_PER_PIECE, tokens * config.vocab_size)
     gathered = is_gathered * itemsize * (3 * block + ends + counts["head"])
     head = 4 * (_HEAD_BUFFERS * pieces + counts["head"])
@@ -156,7 +158,7 @@ def memory_per_gpu(recipe: Recipe, layout: Layout) -> dict[str, int]:
     if recipe.lora is not None:
         kept += _kept_by_lora(recipe)
         frozen, gathered, head = _frozen_memory(recipe, layout, itemsize)
-        head += 4 * _HEAD_BUFFERS * pieces
+        head += 4 * _HEAD_BUFFERS * min(_LOGITS_PER_FROZEN_PIECE, pieces)
         local = -(-trained_parameters(recipe) // layout.dp_shard)
         gathered += itemsize * trained_parameters(recipe)
     parts = {
@@ -224,15 +226,16 @@ def _quantization(init_from: str) -> tuple[Scheme | None, Scheme | None] | None:
     return named_scheme(values, "backbone.blocks.0.mlstm_layer.q"), named_scheme(values, "lm_head")
 
 
-def _kept_values(config: ModelConfig, tp: int) -> tuple[int, int]:
-    """Values that a block keeps for each token, with `none` and with `selective`."""
+def _kept_values(config: ModelConfig, tp: int) -> tuple[int, int, int]:
+    """Values that a block keeps for each token, with `none`, `selective` and `products`."""
     if config.block != STANDARD["block"]:
         block = find("block", config.block)
         if hasattr(block, "kept_values"):
             none, selective = block.kept_values(config)
-            return none, selective
+            return none, selective, selective
     d, q, v, f = config.embedding_dim, config.qk_dim // tp, config.v_dim // tp, config.ffn_dim // tp
-    return 4 * d + 2 * q + 4 * v + 3 * f, 2 * d + 2 * q + 3 * v + 2 * f
+    products = 2 * d + 2 * q + 2 * v + 2 * f
+    return 4 * d + 2 * q + 4 * v + 3 * f, products + v, products
 
 
 def key_steps(recipe: Recipe) -> list[int]:

@@ -219,9 +219,10 @@ class Run:
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of the computation; weights and averages are float32. auto: bfloat16 on GPUs, float32
     on CPUs."""
-    activation_checkpointing: Literal["none", "block", "selective"] = "none"
+    activation_checkpointing: Literal["none", "block", "selective", "products"] = "none"
     """What the forward pass keeps for the backward pass: everything (`none`), the outputs of
-    matrix products and of the cell (`selective`), or each block's input (`block`). Less memory
+    matrix products and of the cell (`selective`), the outputs of matrix products alone
+    (`products`), or each block's input (`block`). Less memory
     takes more time."""
     compile: StrictBool = True
     """Compile each block with `torch.compile`, on GPUs."""

@@ -181,21 +181,26 @@ def _fill(parameter: Tensor, whole: Tensor) -> None:
 def checkpoint_activations(block: nn.Module, mode: str) -> None:
     """Makes the backward pass compute a block again, so that fewer activations are kept.
 
-    "block" keeps only the block's input, "selective" the outputs of matrix products and the cell.
-    It wraps the block's forward method, not the block, so parameters keep their names.
+    "block" keeps only the block's input, "products" the outputs of matrix products, "selective"
+    those and the cell's. It wraps the block's forward method, not the block, so parameters keep
+    their names.
     """
     if mode == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False}
-    if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    if mode in ("selective", "products"):
+        policy = partial(_policy, keep_cell=mode == "selective")
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     block.forward = partial(checkpoint, block.forward, **options)
 
 
-def _policy(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+def _policy(
+    context: Any, operator: Any, *arguments: Any, keep_cell: bool, **options: Any
+) -> CheckpointPolicy:
     aten = torch.ops.aten
     products = (aten.mm.default, aten.addmm.default, aten.bmm.default)
-    is_kept = any(kind in str(operator) for kind in ("mlstm_chunkwise", "dequantized_product"))
+    is_kept = "dequantized_product" in str(operator)
+    is_kept |= keep_cell and "mlstm_chunkwise" in str(operator)
     if operator in products:
         x, weight = arguments[-2:]
         # The product with B of LoRA is cheap, and as large as the layer's own.
