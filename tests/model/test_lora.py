@@ -111,7 +111,8 @@ def test_the_gradient_of_a_dequantised_product():
         rest = (weight.data, weight.scale, kind.name, kind.group_size, columns)
         assert torch.autograd.gradcheck(lambda x, rest=rest: product(x, *rest), (x,))
         if scheme == "int4":
-            torch.library.opcheck(product, (x, *rest))
+            checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+            torch.library.opcheck(product, (x, *rest), test_utils=checks)
 
 
 def test_a_block_with_an_adapter_compiles_as_one_graph():

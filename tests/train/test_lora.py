@@ -29,6 +29,7 @@ from xlstm7b.train.sharded_model import build_model
 from xlstm7b.train.trainer import Trainer
 
 LORA = ("lora={rank=4,alpha=8.0}", "optimizer.lr=1e-2", "optimizer.weight_decay=0.0")
+QUIET = ("run.validate_every=0", "run.log_every=100")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lora_recipe(data: Path, base: Path, *settings: str) -> Recipe:
-    return recipe(data, f"init_from={base}", *LORA, *settings)
+    return recipe(data, f"init_from={base}", *LORA, *QUIET, *settings)
 
 
 @pytest.mark.parametrize("kind", ["float32", "int8", "int4"])
@@ -213,7 +214,8 @@ def test_the_examples_fit_on_one_gpu(tmp_path, monkeypatch):
 
 
 def test_the_export_of_a_run_is_an_adapter(bases, data, tmp_path):
-    run(0, lora_recipe(data, bases / "float32"), tmp_path / "run")
+    chosen = lora_recipe(data, bases / "float32", "run.validate_every=4", "run.log_every=4")
+    run(0, chosen, tmp_path / "run")
     assert export_run(tmp_path / "run", tmp_path / "adapter", dtype=torch.float32) == 8
     config = ModelConfig(64, 2, 2, vocab_size=320)
     adapter = load_adapter(tmp_path / "adapter", config)
