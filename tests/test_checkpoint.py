@@ -284,3 +284,26 @@ def test_copying_takes_no_more_memory_than_the_tensors(tmp_path: Path) -> None:
         assert 0.9 < ratio < 1.05
         assert samples > 20
     shutil.rmtree(tmp_path)  # pytest keeps the folders of its last runs
+
+
+def test_the_fingerprint_is_that_of_the_weights_not_of_the_files(tmp_path: Path) -> None:
+    folder, tensors = save_small(tmp_path)
+    want = open_checkpoint(folder).fingerprint()
+    assert want["quantization"] == ""
+    # In several files, in another dtype, and with the authors' fused layers.
+    save_checkpoint(tmp_path / "shards", CONFIG, tensors.items(), max_shard_bytes=20_000)
+    save_checkpoint(tmp_path / "narrow", CONFIG, tensors.items(), dtype=torch.bfloat16)
+    (tmp_path / "fused").mkdir()
+    shutil.copy(folder / "config.json", tmp_path / "fused")
+    save_file(fuse(tensors), tmp_path / "fused" / "model.safetensors")
+    for name in ("shards", "narrow", "fused"):
+        assert open_checkpoint(tmp_path / name).fingerprint() == want, name
+    # Any matrix, and anything else, that is trained a little.
+    for name, kind in (
+        ("backbone.blocks.1.ffn.proj_down.weight", "matrices"),
+        ("backbone.blocks.0.mlstm_layer.igate_preact.bias", "others"),
+    ):
+        changed = {**tensors, name: tensors[name] + 0.01}
+        save_checkpoint(tmp_path / "changed", CONFIG, changed.items())
+        found = open_checkpoint(tmp_path / "changed").fingerprint()
+        assert {key for key in want if found[key] != want[key]} == {kind}

@@ -9,6 +9,7 @@ has to compute: norms and residuals count, the embedding and soft-caps are free.
 (`paper_forward_flops`) leaves norms and residuals out and counts the embedding as a product.
 """
 
+from collections.abc import Collection
 from math import prod
 from typing import Any, NamedTuple
 
@@ -44,6 +45,34 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
         elif name.startswith("backbone.out_norm."):
             counts["norms"] += prod(shape)
     return {**counts, "total": sum(counts.values())}
+
+
+def adapted_shapes(config: ModelConfig, targets: Collection[str]) -> dict[str, tuple[int, int]]:
+    """Paths and shapes (N, K) of the matrices in the blocks whose layers have these names.
+
+    `ValueError` for a name that no matrix has.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    names = set()
+    for name, shape in config.parameter_shapes().items():
+        path, _, kind = name.rpartition(".")
+        if path.startswith("backbone.blocks.") and kind == "weight" and len(shape) == 2:
+            layer = path.rpartition(".")[2]
+            names.add(layer)
+            if layer in targets:
+                found[path] = shape[0], shape[1]
+    for target in targets:
+        if target not in names:
+            raise ValueError(
+                f"no layer of this model is called {target!r}; "
+                f"choose from {', '.join(sorted(names))}"
+            )
+    return found
+
+
+def lora_parameters(config: ModelConfig, targets: Collection[str], rank: int) -> int:
+    """The numbers in A [rank, K] and B [N, rank] of all matrices with these names."""
+    return rank * sum(map(sum, adapted_shapes(config, targets).values()))
 
 
 def transformer_parameter_counts(config: ModelConfig) -> dict[str, int]:
@@ -164,6 +193,23 @@ def training_flops(
     """FLOPs of a forward and a backward pass on one sequence, without recomputation."""
     forward = forward_flops(config, context_length, chunk_size, causal=causal)["total"]
     return (1 + _BACKWARD) * forward
+
+
+def lora_training_flops(
+    config: ModelConfig,
+    context_length: int,
+    targets: Collection[str],
+    rank: int,
+    chunk_size: int = 64,
+) -> int:
+    """FLOPs of LoRA training on one sequence, without recomputation.
+
+    The backward pass of the frozen model is that of the activations alone: one forward pass, not
+    two. The products with A and B count three times.
+    """
+    forward = forward_flops(config, context_length, chunk_size)["total"]
+    added = 2 * context_length * lora_parameters(config, targets, rank)
+    return 2 * forward + (1 + _BACKWARD) * added
 
 
 def transformer_forward_flops(

@@ -5,6 +5,7 @@ goes to a temporary folder with a sha256 manifest, which then replaces the targe
 leaves the old checkpoint unchanged. Every error in a file is a `ValueError` that names the file.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -31,13 +32,15 @@ _FUSED = {
 }
 _INDEX = "model.safetensors.index.json"
 _BESIDE = (".weight_scale", ".weight_shape")  # tensors beside a quantised weight
+# Matrices of a model that `xlstm7b quantize` may quantise: all but those of the gates.
+_QUANTIZABLE = re.compile(r"lm_head\.weight|backbone\.blocks\.(?!.*([if]gate|norm)).*\.weight")
 # The files that `save_checkpoint` writes and replaces. The manifest must list all of them.
 _OWN_FILE = re.compile(
     rf"model([-_].*)?\.safetensors(\.index\.json)?|config\.json|{files.MANIFEST}", re.DOTALL
 )
 # Files next to the weights that belong to the model.
-_COMPANIONS = ["tokenizer*", "special_tokens_map.json", "chat_template*", "LICENSE*"]
-_HUB_FILES = ["config.json", "config.yaml", "model*.safetensors", _INDEX, *_COMPANIONS]
+COMPANIONS = ["tokenizer*", "special_tokens_map.json", "chat_template*", "LICENSE*"]
+_HUB_FILES = ["config.json", "config.yaml", "model*.safetensors", _INDEX, *COMPANIONS]
 
 
 @dataclass(frozen=True)
@@ -90,10 +93,37 @@ class Checkpoint:
             raise ValueError(f"{part.file}: {part.key} holds a scale that is not finite")
         return scale.clone()
 
+    def fingerprint(self) -> dict[str, str]:
+        """Digests of some rows of every parameter, by which an adapter knows its base again.
+
+        `matrices` are those that may be quantised, `others` all other parameters: a quantised
+        folder has the same `others` as its source. Floats are compared as bfloat16, so that the
+        stored dtype makes no difference.
+        """
+        shapes = self.config.parameter_shapes()
+        digests = {"matrices": hashlib.sha256(), "others": hashlib.sha256()}
+        samples: dict[str, bytes] = {}
+        for file, parts in groupby(self._stored, key=lambda part: part.file):
+            with files.opened_safetensors(file) as handle:
+                for part in parts:
+                    stored, start = handle.get_slice(part.key), 0
+                    for name in _our_names(part.key):
+                        count = shapes[name][0]
+                        rows = [start + row for row in sorted({0, count // 2, count - 1})]
+                        chosen = torch.cat([stored[row : row + 1] for row in rows])
+                        kept = chosen if name in self.schemes else chosen.bfloat16()
+                        samples[name] = kept.flatten().view(torch.uint8).numpy().tobytes()
+                        start += count
+        for name in sorted(samples):
+            kind = "matrices" if _QUANTIZABLE.fullmatch(name) else "others"
+            digests[kind].update(name.encode() + samples[name])
+        kinds = ", ".join(sorted(map(str, set(self.schemes.values()))))
+        found = {kind: digest.hexdigest() for kind, digest in digests.items()}
+        return {"quantization": kinds, **found}
+
     def companions(self) -> list[Path]:
         """The tokenizer, licence and similar files in the folder."""
-        found = (path for pattern in _COMPANIONS for path in self.folder.glob(pattern))
-        return sorted(path for path in found if path.is_file())
+        return companions(self.folder)
 
     def copy_into(
         self, parameters: Mapping[str, torch.Tensor], progress: Progress | None = None
@@ -112,6 +142,12 @@ class Checkpoint:
                 parameters[name].copy_(tensor)
                 if progress:
                     progress(name, tensor.nbytes)
+
+
+def companions(folder: Path) -> list[Path]:
+    """The tokenizer, licence and similar files in a folder."""
+    found = (path for pattern in COMPANIONS for path in folder.glob(pattern))
+    return sorted(path for path in found if path.is_file())
 
 
 def resolve(folder_or_hub_id: str | Path, patterns: Sequence[str] = _HUB_FILES) -> Path:

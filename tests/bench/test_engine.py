@@ -3,7 +3,7 @@
 from typing import Any
 
 from xlstm7b.bench import cases
-from xlstm7b.bench.engine import drive, make_requests
+from xlstm7b.bench.engine import drive, make_requests, random_adapters
 from xlstm7b.bench.measure import random_model
 from xlstm7b.bench.plans import Engine as Plan
 from xlstm7b.generate import Engine, RequestStatus
@@ -43,6 +43,17 @@ def test_both_parts_are_measured(small: dict[str, Any]) -> None:
     assert later.seconds is not None
     assert slowest.seconds is not None
     assert 0 < later.seconds <= slowest.seconds
+
+
+def test_requests_with_adapters_in_turn(small: dict[str, Any]) -> None:
+    options = {"streams": 4, "requests": 6, "prompt_tokens": 9, "new_tokens": "3"}
+    plan = Plan.of(**small, **options, adapters=2, parts=["streams"])
+    (result,) = cases.run(plan)
+    assert result.work == "prefill of 512, 2 adapters"
+    assert result.tokens_per_second is not None
+    adapters = random_adapters(plan.config, 2)
+    requests = make_requests(plan, adapters)
+    assert [request.adapter for request in requests] == adapters * 3
 
 
 def test_lengths_are_drawn_from_a_range_and_streams_are_kept_up(small: dict[str, Any]) -> None:

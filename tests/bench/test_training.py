@@ -1,7 +1,7 @@
 """`bench training`: cases, figures, and that a failure is reported, not raised."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -9,7 +9,7 @@ from xlstm7b.accounting import training_flops
 from xlstm7b.bench import cases
 from xlstm7b.bench.cases import Result
 from xlstm7b.bench.plans import Cpu, Training, TrainingCase
-from xlstm7b.bench.training import with_speed
+from xlstm7b.bench.training import train, with_speed
 from xlstm7b.config import ModelConfig
 
 
@@ -18,6 +18,8 @@ def test_cases() -> None:
     case = TrainingCase.parse("7b:4x8192x2:block")
     assert case == TrainingCase("7b", 4, 8192, 2, "block")
     assert case.tokens == 65536
+    case = TrainingCase.parse("7b:1x8192:products:lora-int4")
+    assert case == TrainingCase("7b", 1, 8192, 1, "products", "lora-int4")
     sizes = [TrainingCase.parse(text).size for text in Training.of(device="cuda").cases]
     assert sizes == ["160m", "400m", "1.4b", "7b", "7b"]
     Training.of(device="cuda").check()
@@ -61,6 +63,19 @@ def test_ours_and_peers_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert (others.name, others.error) == ("transformers", None)
     assert others.ratio is not None
     assert "ours, tiny, recomputes block" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "work"),
+    [
+        ("tiny:1x64:lora", "lora"),
+        ("tiny:1x64:products:lora-int4", "lora-int4, recomputes products"),
+    ],
+)
+def test_lora_on_a_cpu(text: str, work: str) -> None:
+    (result,) = train("ours", asdict(TrainingCase.parse(text)), 1, "cpu")
+    assert result.work == work
+    assert all(math.isfinite(loss) for loss in result.figures["losses"])
 
 
 def test_a_case_that_fails_is_a_line() -> None:

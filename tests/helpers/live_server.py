@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from models import spelling_model
 
 from xlstm7b.chat_format import ChatFormat, PlainFormat
 from xlstm7b.generate import Engine, Generator, StateStore
+from xlstm7b.model.adapter import Adapter
 from xlstm7b.serve.app import create_app
 from xlstm7b.serve.engine_thread import EngineThread
 from xlstm7b.serve.handlers import Service
@@ -109,9 +110,16 @@ def serving(
     max_waiting: int = 64,
     cache_bytes: int = 1 << 24,
     send_buffer: int | None = None,
+    adapters: Mapping[str, tuple[Adapter, ChatFormat]] | None = None,
 ) -> Iterator[LiveServer]:
     """Serves the generator's model. The generator itself can be used at the same time."""
-    engine = Engine(generator.model, generator.tokenizer, slots=slots, cache_bytes=cache_bytes)
+    engine = Engine(
+        generator.model,
+        generator.tokenizer,
+        slots=slots,
+        cache_bytes=cache_bytes,
+        adapters=[adapter for adapter, _ in (adapters or {}).values()],
+    )
     thread = EngineThread(engine, max_waiting)
     saved = None
     if states is not None:
@@ -123,6 +131,7 @@ def serving(
         limits or Limits(choices=min(128, max_waiting)),
         Metrics(thread),
         saved,
+        adapters or {},
     )
     app = create_app(service, keys=keys, cors=cors, is_local=True)
     bound = bind("127.0.0.1", 0)

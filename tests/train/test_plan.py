@@ -105,6 +105,8 @@ def test_activations_by_checkpointing_mode() -> None:
     mode = "run.activation_checkpointing"
     assert memory(f"{mode}=none")["activations"] == 2 * tokens * 32 * none
     assert memory(f"{mode}=selective")["activations"] == 2 * tokens * 32 * selective
+    products = selective - 4096  # without the cell's output
+    assert memory(f"{mode}=products")["activations"] == 2 * tokens * 32 * products
     assert memory(f"{mode}=block")["activations"] == 2 * tokens * (32 * 4096 + none)
     halved = memory(f"{mode}=none", "parallel.tp=2")["activations"]
     assert halved == 2 * tokens * 32 * (none - (none - 4 * 4096) // 2)
@@ -117,6 +119,7 @@ def test_the_cell_keeps_its_states_at_the_kernels_chunk_boundaries() -> None:
     mode = "run.activation_checkpointing"
     assert memory(f"{mode}=none")["cell"] == 2 * (32 + 1) * boundaries * state
     assert memory(f"{mode}=selective")["cell"] == 2 * (32 + 1) * boundaries * state
+    assert memory(f"{mode}=products")["cell"] == 2 * (1 + 1) * boundaries * state
     assert memory(f"{mode}=block")["cell"] == 2 * (1 + 1) * boundaries * state
     assert memory(f"{mode}=block", "parallel.tp=2")["cell"] == 2 * boundaries * state
 

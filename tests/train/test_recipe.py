@@ -15,6 +15,7 @@ from xlstm7b.train.recipe import (
     Batch,
     Data,
     Layout,
+    Lora,
     Optimizer,
     Parallel,
     Recipe,
@@ -475,7 +476,7 @@ def test_the_reference_has_every_setting_with_its_default_and_a_meaning() -> Non
     assert len(defaults) == len(rows)
     assert all(meaning.endswith(".") for *_, meaning in rows)
     sections = {"data.sources.NAME.": Source, "model.": ModelConfig}
-    for section in (Data, Batch, Optimizer, Schedule, Run, Parallel):
+    for section in (Data, Batch, Optimizer, Schedule, Run, Parallel, Lora):
         sections[f"{section.__name__.lower()}."] = section
     top = {"extends", "init_from", "start_step", "model.size"}
     names = {f"{prefix}{field.name}" for prefix, cls in sections.items() for field in fields(cls)}

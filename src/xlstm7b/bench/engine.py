@@ -13,13 +13,19 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+import torch
+
+from xlstm7b.accounting import adapted_shapes
 from xlstm7b.bench import plans
 from xlstm7b.bench.cases import Column, Part, Result
 from xlstm7b.bench.measure import GREEDY, percentile, random_model, random_prompts, release
+from xlstm7b.config import ModelConfig
 from xlstm7b.devices import to_dtype
 from xlstm7b.generate import Engine, Generator, Request, SamplingParams
 from xlstm7b.model import XLSTM
+from xlstm7b.model.adapter import Adapter, LowRank
 from xlstm7b.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from xlstm7b.train.recipe import Lora
 
 _QUESTION_TOKENS, _QUESTIONS = 40, 12  # of the prefix part
 
@@ -59,15 +65,40 @@ def results(plan: plans.Engine) -> Iterator[Result]:
         yield from _prefix(model, tokenizer, plan)
 
 
-def make_requests(plan: plans.Engine) -> list[Request]:
+def make_requests(plan: plans.Engine, adapters: Sequence[Adapter] = ()) -> list[Request]:
     """New requests. Every call returns the same prompts and lengths."""
     prompts = random_prompts(plan.config.vocab_size, plan.requests, plan.prompt_tokens)
     draw = random.Random(0)
-    return [_greedy(ids, draw.randint(*plan.new_tokens_range())) for ids in prompts]
+    requests = [_greedy(ids, draw.randint(*plan.new_tokens_range())) for ids in prompts]
+    for number, request in enumerate(requests if adapters else ()):
+        request.adapter = adapters[number % len(adapters)]
+    return requests
 
 
 def _greedy(token_ids: list[int], new_tokens: int) -> Request:
     return Request(token_ids, SamplingParams(max_new_tokens=new_tokens, **GREEDY))
+
+
+def random_adapters(config: ModelConfig, count: int) -> list[Adapter]:
+    """Adapters of the recipes' default rank and layers."""
+    lora, draw = Lora(), torch.Generator().manual_seed(0)
+    return [
+        Adapter(
+            Path(f"adapter-{number}"),
+            {
+                path: LowRank(
+                    torch.randn(lora.rank, columns, generator=draw) / columns**0.5,
+                    torch.randn(rows, lora.rank, generator=draw) / 100,
+                    lora.alpha / lora.rank,
+                )
+                for path, (rows, columns) in adapted_shapes(config, lora.targets).items()
+            },
+            {},
+            "",
+            f"{number:064x}",
+        )
+        for number in range(count)
+    ]
 
 
 def drive(engine: Engine, requests: Sequence[Request], streams: int) -> list[list[float]]:
@@ -106,16 +137,19 @@ def _whole_batches(model: XLSTM, tokenizer: Tokenizer, plan: plans.Engine) -> fl
 def _streams(
     model: XLSTM, tokenizer: Tokenizer, plan: plans.Engine, prefill_tokens: int, limit: float
 ) -> Result:
+    adapters = random_adapters(plan.config, plan.adapters)
     engine = Engine(
         model,
         tokenizer,
         slots=plan.streams,
         state_dtype=to_dtype(plan.state_dtype),
         prefill_tokens=prefill_tokens,
+        adapters=adapters,
     )
     engine.warm_up()
-    drive(engine, make_requests(plan)[: plan.streams], plan.streams)  # not counted
-    requests, before, began = make_requests(plan), engine.stats(), time.perf_counter()
+    drive(engine, make_requests(plan, adapters)[: plan.streams], plan.streams)  # not counted
+    requests = make_requests(plan, adapters)
+    before, began = engine.stats(), time.perf_counter()
     times = drive(engine, requests, plan.streams)
     seconds, after = time.perf_counter() - began, engine.stats()
     engine.close()
@@ -133,7 +167,7 @@ def _streams(
     }
     return Result(
         "streams",
-        work=f"prefill of {prefill_tokens}",
+        work=f"prefill of {prefill_tokens}" + (f", {len(adapters)} adapters" if adapters else ""),
         batch=plan.streams,
         length=plan.prompt_tokens,
         seconds=seconds,

@@ -232,6 +232,11 @@ class Engine(ModelPlan):
     requests: int = option("Requests in all.", 192)
     prompt_tokens: int = option("Tokens of each prompt.", 512)
     new_tokens: str = option("Tokens of each output: a number, or a range such as 128-384.", "256")
+    adapters: int = option(
+        "Random LoRA adapters of rank 16, which the requests have in turn. The limit is without.",
+        0,
+        least=0,
+    )
     prefill_tokens: Numbers = option(
         "Prompt tokens per engine step. Each number is one row of the table.", (512,)
     )
@@ -318,7 +323,7 @@ class Training(Plan):
     device: str = option("Device to measure on.", choices=("cuda", "cpu"))
     cases: Names = option(
         "Cases, separated by commas: SIZE:BATCHxLENGTH or SIZE:BATCHxLENGTHxMICRO_BATCHES, "
-        "optionally with :block or :selective.",
+        "optionally with :block, :selective or :products, and :lora, :lora-int8 or :lora-int4.",
         (
             *("160m:16x4096", "400m:16x4096", "1.4b:4x8192"),
             *("7b:4x8192x2:block", "7b:1x8192x8:selective"),
@@ -339,27 +344,30 @@ class Training(Plan):
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """A model size, the batches of one step, and which activations are recomputed."""
+    """A model size, the batches of one step, which activations are recomputed, and LoRA's base."""
 
     size: str
     batch: int
     length: int
     micro_batches: int = 1
     activations: str = "none"
+    lora: str = ""  # LoRA with rank 16 on "lora" (bfloat16), "lora-int8" or "lora-int4" weights
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        pattern = r"([^:]+):([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?(?::(none|block|selective))?"
+        pattern = r"([^:]+):([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?"
+        pattern += r"(?::(none|block|selective|products))?(?::(lora|lora-int8|lora-int4))?"
         match = re.fullmatch(pattern, text)
         if match is None:
             raise ValueError(
                 "a case is SIZE:BATCHxLENGTH or SIZE:BATCHxLENGTHxMICRO_BATCHES, optionally "
-                f"followed by :block or :selective, not {text!r}"
+                "followed by :block, :selective or :products, and by :lora, :lora-int8 or "
+                f":lora-int4, not {text!r}"
             )
-        size, batch, length, micro_batches, activations = match.groups()
+        size, batch, length, micro_batches, activations, lora = match.groups()
         ModelConfig.named(size)
         numbers = int(batch), int(length), int(micro_batches or 1)
-        return cls(size, *numbers, activations or "none")
+        return cls(size, *numbers, activations or "none", lora or "")
 
     @property
     def tokens(self) -> int:

@@ -2,7 +2,8 @@
 
 Each case runs in its own process, with the trainer of `xlstm7b train`: loader, forward,
 backward, clipping, AdamW over float32 weights, bfloat16 computation on a GPU. The text is random.
-MFU counts `accounting.training_flops`, without recomputation, against the peak of an H100.
+MFU counts `accounting.training_flops`, without recomputation, against the peak of an H100. LoRA
+has a base of random weights in a temporary folder.
 
 Peers train with PyTorch's cross-entropy over all logits and without recomputation; on a GPU they
 are compiled as a whole. `xlstm` is the authors' package, `transformers` has its own xLSTM, and
@@ -22,15 +23,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xlstm7b.accounting import H100_FLOPS, training_flops
+from xlstm7b.accounting import H100_FLOPS, lora_training_flops, training_flops
 from xlstm7b.bench.cases import Column, Part, Result
 from xlstm7b.bench.measure import synchronize
 from xlstm7b.bench.peers import in_process, load_transformers, load_xlstm
 from xlstm7b.bench.plans import Training, TrainingCase
+from xlstm7b.checkpoint import save_checkpoint
 from xlstm7b.config import ModelConfig
 from xlstm7b.data.shards import ShardWriter, write_manifest
+from xlstm7b.model.lm import schemes_of
+from xlstm7b.quantize.config import Quantization
+from xlstm7b.quantize.weight import QuantizedWeight
 from xlstm7b.train.processes import process_group
-from xlstm7b.train.recipe import Batch, Data, Recipe, Run, Schedule, Source
+from xlstm7b.train.recipe import Batch, Data, Lora, Recipe, Run, Schedule, Source
 from xlstm7b.train.trainer import Trainer
 
 _WARM_UP = 2  # steps that are not counted: they compile
@@ -53,7 +58,7 @@ PARTS = {"training": Part(_TITLE, _COLUMNS, plot=("tokens", "tok/s"))}
 def results(plan: Training) -> Iterator[Result]:
     for text in plan.cases:
         case = TrainingCase.parse(text)
-        for name in ("ours", *plan.peers):
+        for name in ("ours",) if case.lora else ("ours", *plan.peers):
             # Peers cannot recompute activations.
             same = case if name == "ours" else replace(case, activations="none")
             job = {"name": name, "case": asdict(same), "steps": plan.steps, "device": plan.device}
@@ -62,7 +67,8 @@ def results(plan: Training) -> Iterator[Result]:
 
 def row(case: TrainingCase, name: str) -> Result:
     """The case without figures."""
-    work = "" if case.activations == "none" else f"recomputes {case.activations}"
+    recomputes = "" if case.activations == "none" else f"recomputes {case.activations}"
+    work = ", ".join(filter(None, (case.lora, recomputes)))
     figures = {"micro_batches": case.micro_batches}
     return Result("training", name, work, case.size, case.batch, case.length, figures=figures)
 
@@ -97,8 +103,11 @@ def with_speed(result: Result, case: TrainingCase, seconds: float, *, has_mfu: b
     speed = case.tokens / seconds
     figures = dict(result.figures)
     if has_mfu:
-        flops_per_token = training_flops(ModelConfig.named(case.size), case.length) / case.length
-        figures["mfu"] = flops_per_token * speed / H100_FLOPS
+        config, lora = ModelConfig.named(case.size), Lora()
+        flops = training_flops(config, case.length)
+        if case.lora:
+            flops = lora_training_flops(config, case.length, lora.targets, lora.rank)
+        figures["mfu"] = flops / case.length * speed / H100_FLOPS
     return replace(result, seconds=seconds, tokens_per_second=speed, figures=figures)
 
 
@@ -126,14 +135,43 @@ def _recipe(case: TrainingCase, steps: int, data: Path) -> Recipe:
     write_manifest(
         data, [writer.entry], vocab_size=model.vocab_size, tokenizer_fingerprint="random"
     )
+    base = data.with_name("base")
+    if case.lora:
+        _write_base(base, model, case.lora)
     return Recipe(
         name="bench",
+        init_from=str(base) if case.lora else "",
+        lora=Lora() if case.lora else None,
         model=model,
         data=Data(case.length, {"random": Source(str(data))}),
         batch=Batch(case.batch * case.micro_batches, micro_batch=case.batch),
         schedule=Schedule(warmup=0),
         run=Run(_WARM_UP + steps, activation_checkpointing=case.activations),  # type: ignore[arg-type]
     )
+
+
+def _write_base(folder: Path, config: ModelConfig, lora: str) -> None:
+    """A checkpoint of noise, the same in every matrix: to draw all numbers would take minutes."""
+    _, _, bits = lora.partition("-")
+    quantization = Quantization.named(bits) if bits else None
+    schemes = {} if quantization is None else schemes_of(config, quantization)
+    noise = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
+
+    def tensors() -> Iterator[tuple[str, Tensor | QuantizedWeight]]:
+        for name, shape in config.parameter_shapes().items():
+            count = torch.Size(shape).numel()
+            values = noise.repeat(-(-count // len(noise)))[:count].view(shape)
+            if name not in schemes:
+                small = values * 0.02 if len(shape) > 1 else torch.ones(shape)
+                yield name, small.bfloat16()
+                continue
+            scheme = schemes[name]
+            groups = shape[1] // scheme.group_size if scheme.group_size else 1
+            scale = torch.full((shape[0], groups), 0.01, dtype=torch.bfloat16)
+            codes = (2 * values).round().clamp(-7, 7)
+            yield name, QuantizedWeight.from_codes(codes, scale, scheme)
+
+    save_checkpoint(folder, config, tensors(), quantization=quantization)
 
 
 def _train_peer(name: str, case: TrainingCase, steps: int, device: str) -> Result:

@@ -36,6 +36,7 @@ for command in (
     checkpoints.info,
     checkpoints.verify,
     checkpoints.convert,
+    checkpoints.merge,
     checkpoints.compare,
     quantize.quantize,
 ):

@@ -34,6 +34,7 @@ def chat(
     ] = None,
     *,
     params: SamplingParams,
+    adapter: options.Adapter = None,
     tokenizer: options.TokenizerPath = None,
     dtype: options.DType = None,
     device: options.Device = None,
@@ -45,7 +46,7 @@ def chat(
 
     Messages are formatted by the model's chat template, or as User: and Assistant: if it has none.
     """
-    opened = open_model(model, tokenizer, dtype, device, state_dtype)
+    opened = open_model(model, tokenizer, dtype, device, state_dtype, adapter=adapter)
     chat_format = opened.chat_format(system)
     from xlstm7b.generate.chat import Chat
 

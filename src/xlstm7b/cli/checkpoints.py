@@ -1,4 +1,4 @@
-"""`xlstm7b info | verify | convert | compare`: inspect and convert checkpoints."""
+"""`xlstm7b info | verify | convert | merge | compare`: inspect and convert checkpoints."""
 
 import json
 from dataclasses import asdict
@@ -103,6 +103,27 @@ def convert(
             companions=checkpoint.companions(),
             progress=report,
         )
+    print(f"wrote {target}")
+
+
+def merge(
+    base: Annotated[str, typer.Argument(help="Checkpoint folder or hub id that was adapted.")],
+    adapter: Annotated[str, typer.Argument(help="Folder in PEFT's format, or a hub id.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write, in Hugging Face layout.")],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the checkpoint in TARGET.")
+    ] = False,
+) -> None:
+    """Add a LoRA adapter to the weights of its base, and write them as a checkpoint.
+
+    The result is an ordinary model of the base's size and dtype. Tokenizer and chat template come
+    from the adapter's folder if it has them, else from the base.
+    """
+    if target.is_dir() and not overwrite and any(target.iterdir()):
+        raise ValueError(f"{target} exists already; --overwrite replaces the checkpoint in it")
+    from xlstm7b.model.adapter import merge_checkpoint
+
+    merge_checkpoint(base, adapter, target)
     print(f"wrote {target}")
 
 

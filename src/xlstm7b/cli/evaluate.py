@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from xlstm7b.cli import options
-from xlstm7b.cli.loading import open_model
+from xlstm7b.cli.loading import OpenedModel, open_model
 from xlstm7b.cli.options import count_progress, listed, to_target
 
 
@@ -86,6 +86,7 @@ def run(
     ] = False,
     output: _Output = None,
     batch_size: _BatchSize = "auto",
+    adapter: options.Adapter = None,
     tokenizer: options.TokenizerPath = None,
     dtype: options.DType = None,
     device: options.Device = None,
@@ -107,14 +108,13 @@ def run(
         raise ValueError("--log-samples needs --output: its files are written beside that file")
     if not names and tasks_dir is None:
         raise ValueError("no tasks are given; use --tasks NAME,NAME or --tasks-dir FOLDER")
-    opened = open_model(
-        model, tokenizer=tokenizer, dtype=dtype, device=device, state_dtype="float32"
-    )
+    opened = open_model(model, tokenizer, dtype, device, adapter=adapter)
     from xlstm7b.chat_format import load_chat_template
 
-    template = load_chat_template(opened.folder) if apply_chat_template else None
+    folder = opened.template_folder
+    template = load_chat_template(folder) if apply_chat_template else None
     if apply_chat_template and template is None:
-        raise ValueError(f"{opened.folder} has no chat template; leave --apply-chat-template out")
+        raise ValueError(f"{folder} has no chat template; leave --apply-chat-template out")
     from xlstm7b.evaluate.harness import (
         XLSTM7B,
         FinishedTasks,
@@ -128,7 +128,7 @@ def run(
 
     loaded = load_tasks(names, tasks_dir, num_fewshot)
     info = run_info(
-        opened.folder,
+        _described(opened),
         tokenizer=_fingerprint(opened.folder, tokenizer),
         chat_template=template and hashlib.sha256(template.source.encode()).hexdigest(),
     )
@@ -153,6 +153,7 @@ def run(
             dtype=dtype,
             device=str(opened.device),
             batch_size=batch_size,
+            adapter=adapter,
         )
         results = run_tasks(
             lm,
@@ -204,6 +205,7 @@ def ppl(
         Path | None, typer.Option(help="PNG file for a plot of the loss over the position.")
     ] = None,
     batch_size: _BatchSize = "auto",
+    adapter: options.Adapter = None,
     tokenizer: options.TokenizerPath = None,
     dtype: options.DType = None,
     device: options.Device = None,
@@ -218,7 +220,7 @@ def ppl(
     texts = ([] if peer is None else [Path(model)]) + (texts or [])
     if not texts:
         raise ValueError("no text is given; name files or folders after the model")
-    _check_peer(peer, tokenizer)
+    _check_peer(peer, tokenizer, adapter)
     target = None if output is None else to_target(output)
     picture = None if plot is None else to_target(plot)
     from xlstm7b.data.input_files import Columns, check_input_file, find_input_files
@@ -241,10 +243,8 @@ def ppl(
     opened: Any
     scorer: Any
     if peer is None:
-        opened = open_model(
-            model, tokenizer=tokenizer, dtype=dtype, device=device, state_dtype="float32"
-        )
-        info = run_info(opened.folder, tokenizer=_fingerprint(opened.folder, tokenizer))
+        opened = open_model(model, tokenizer, dtype, device, adapter=adapter)
+        info = run_info(_described(opened), tokenizer=_fingerprint(opened.folder, tokenizer))
         scorer, encoder = Scorer(opened.load_model(), batch_size=rows), opened.tokenizer
     else:
         opened = Peer(peer, dtype, device)
@@ -327,6 +327,7 @@ def ruler(
     english_words: Annotated[
         Path | None, _data("RULER's english_words.json, for cwe of 2026-07 at 131072 tokens.")
     ] = None,
+    adapter: options.Adapter = None,
     tokenizer: options.TokenizerPath = None,
     dtype: options.DType = None,
     device: options.Device = None,
@@ -357,7 +358,7 @@ def ruler(
 
     if (model is None) == (peer is None):
         raise ValueError("give either a model or --peer FOLDER")
-    _check_peer(peer, tokenizer)
+    _check_peer(peer, tokenizer, adapter)
     if plot:
         check_matplotlib()
     chosen = tuple(TASKS) if tasks is None else tuple(listed(tasks))
@@ -383,9 +384,10 @@ def ruler(
             device=device,
             state_dtype=state_dtype,
             batch_size=batch_size,
+            adapter=adapter,
         )
         encode, state = opened.tokenizer.encode, state_dtype
-        info, vocabulary = run_info(opened.folder), _fingerprint(opened.folder, tokenizer)
+        info, vocabulary = run_info(_described(opened)), _fingerprint(opened.folder, tokenizer)
     identity = {
         "version": version,
         "model_fingerprint": info["model"]["fingerprint"],
@@ -453,9 +455,11 @@ def _to_lengths(text: str) -> tuple[int, ...]:
         raise ValueError(f"--lengths must be numbers such as 4096,8192, not {text!r}") from None
 
 
-def _check_peer(peer: Path | None, tokenizer: Path | None) -> None:
+def _check_peer(peer: Path | None, tokenizer: Path | None, adapter: str | None) -> None:
     if peer is not None and tokenizer is not None:
         raise ValueError("--tokenizer is for our model; a peer has its tokenizer in its folder")
+    if peer is not None and adapter is not None:
+        raise ValueError("--adapter is for our model, not for a peer")
 
 
 def _fingerprint(folder: Path, tokenizer: Path | None) -> str:
@@ -464,6 +468,18 @@ def _fingerprint(folder: Path, tokenizer: Path | None) -> str:
 
     in_folder = folder if (folder / "tokenizer.json").is_file() else "bytes"
     return tokenizer_fingerprint(tokenizer or in_folder)
+
+
+def _described(opened: OpenedModel) -> dict[str, Any]:
+    """The model for a results file. An adapter makes it another model."""
+    from xlstm7b.evaluate.results import fingerprint
+
+    found = fingerprint(opened.folder)
+    if opened.adapter is not None:
+        both = found["fingerprint"] + opened.adapter.fingerprint
+        found["fingerprint"] = hashlib.sha256(both.encode()).hexdigest()
+        found["adapter"] = str(opened.adapter.folder)
+    return found
 
 
 def _dtype_name(dtype: Any) -> str:

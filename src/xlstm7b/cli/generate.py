@@ -67,6 +67,7 @@ def generate(
     token_ids: Annotated[
         bool, _batch_option("Write token_ids of each output.", "--token-ids")
     ] = False,
+    adapter: options.Adapter = None,
     tokenizer: options.TokenizerPath = None,
     dtype: options.DType = None,
     device: options.Device = None,
@@ -81,7 +82,7 @@ def generate(
 
     Ctrl-C ends the output; --save-state still saves the state. A second Ctrl-C quits at once.
     """
-    opening = partial(open_model, model, tokenizer, dtype, device, state_dtype, batch_size)
+    opening = partial(open_model, model, tokenizer, dtype, device, state_dtype, batch_size, adapter)
     if num_return_sequences < 1:
         raise ValueError(f"num_return_sequences must be at least 1, not {num_return_sequences}")
     if peak_tbs is not None and not 0 < peak_tbs < float("inf"):

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from xlstm7b.config import ModelConfig
     from xlstm7b.generate import Generator
     from xlstm7b.model import XLSTM
+    from xlstm7b.model.adapter import Adapter
     from xlstm7b.tokenizer import Tokenizer
 
 
@@ -24,8 +25,12 @@ def open_model(
     device: str | None,
     state_dtype: str = "float32",
     batch_size: int = 1,
+    adapter: str | None = None,
 ) -> "OpenedModel":
-    """Reads a checkpoint's config and tokenizer. The arguments are the options of a command."""
+    """Reads a checkpoint's config and tokenizer, and its adapter if there is one.
+
+    The arguments are the options of a command.
+    """
     to = to_device(device)
     weights_dtype = default_dtype(to) if dtype is None else to_dtype(dtype)
     kept_dtype = to_dtype(state_dtype, ("float32", "bfloat16"))
@@ -37,7 +42,19 @@ def open_model(
     folder = resolve(model)
     config = read_config(folder)
     text = model_tokenizer(folder, config, tokenizer)
-    return OpenedModel(folder, config, text, weights_dtype, to, kept_dtype, batch_size)
+    loaded = None if adapter is None else open_adapter(adapter, folder)
+    return OpenedModel(folder, config, text, weights_dtype, to, kept_dtype, batch_size, loaded)
+
+
+def open_adapter(adapter: str, base: Path) -> "Adapter":
+    """An adapter that fits the weights in the folder `base`."""
+    from xlstm7b.checkpoint import open_checkpoint
+    from xlstm7b.model.adapter import check_base, load_adapter
+
+    checkpoint = open_checkpoint(base)
+    loaded = load_adapter(adapter, checkpoint.config)
+    check_base(loaded, checkpoint)
+    return loaded
 
 
 @dataclass(frozen=True)
@@ -51,12 +68,18 @@ class OpenedModel:
     device: "torch.device"
     state_dtype: "torch.dtype"
     batch_size: int
+    adapter: "Adapter | None" = None
 
     def load_model(self) -> "XLSTM":
         """Reads the weights."""
         from xlstm7b.model import XLSTM
 
-        return XLSTM.from_pretrained(self.folder, dtype=self.dtype, device=self.device)
+        model = XLSTM.from_pretrained(self.folder, dtype=self.dtype, device=self.device)
+        if self.adapter is not None:
+            from xlstm7b.model.adapter import apply_adapter
+
+            apply_adapter(model, self.adapter)
+        return model
 
     def load(self) -> "Generator":
         """Reads the weights into a generator."""
@@ -69,15 +92,21 @@ class OpenedModel:
             batch_size=self.batch_size,
         )
 
+    @property
+    def template_folder(self) -> Path:
+        """Where the chat template is: the adapter's folder if it has one, else the base's."""
+        return self.folder if self.adapter is None else self.adapter.template_folder(self.folder)
+
     def chat_format(self, system: str | None = None) -> "ChatFormat":
         """The chat template of the checkpoint, or User: and Assistant: if there is no usable one.
 
-        A warning on stderr says why a template cannot be used.
+        That of the adapter's folder comes first. A warning on stderr says why a template cannot be
+        used.
         """
         from xlstm7b.chat_format import PlainFormat, TemplateFormat, load_chat_template
 
         try:
-            template = load_chat_template(self.folder)
+            template = load_chat_template(self.template_folder)
             return PlainFormat() if template is None else TemplateFormat(template, system)
         except ValueError as error:
             warning = f"{error}; turns are written as User: and Assistant: instead"

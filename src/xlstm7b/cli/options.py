@@ -40,6 +40,12 @@ DType = Annotated[
 ]
 StateDType = Annotated[str, _model_option("Dtype of the state (of C): float32 or bfloat16.")]
 BatchSize = Annotated[int, _model_option("Maximum number of outputs generated at once.")]
+Adapter = Annotated[
+    str | None,
+    _model_option(
+        "LoRA adapter of the model: a folder in PEFT's format, or a hub id.", default="none"
+    ),
+]
 TokenizerPath = Annotated[
     Path | None,
     _model_option(

@@ -47,7 +47,8 @@ def quantize(
 ) -> None:
     """Write a checkpoint with quantised weights, one tensor at a time.
 
-    Gates, norms and the embedding stay as they are. The folder works with every command but train.
+    Gates, norms and the embedding stay as they are. The folder works with every command; train
+    takes it with [lora] only.
     After a kill, the same command goes on where it stopped.
     """
     to = to_device(device)

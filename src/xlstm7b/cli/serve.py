@@ -6,11 +6,17 @@ The command is one long function: it declares every option and builds the server
 import functools
 import logging
 import os
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from xlstm7b.cli import options
-from xlstm7b.cli.loading import open_model
+from xlstm7b.cli.loading import OpenedModel, open_adapter, open_model
+
+if TYPE_CHECKING:
+    from xlstm7b.chat_format import ChatFormat
+    from xlstm7b.model.adapter import Adapter
 
 _KEY_VARIABLE = "XLSTM7B_API_KEY"
 _server = functools.partial(options.option, panel="Server")
@@ -66,6 +72,15 @@ def serve(
     cache_folder_gb: Annotated[
         float, _engine("Disk limit for the on-disk prefix cache, in GB.")
     ] = 20,
+    adapter: Annotated[
+        list[str] | None,
+        options.option(
+            "LoRA adapter that a request may name: a folder in PEFT's format, or a hub id. "
+            "NAME=FOLDER gives it another name than the folder's. Repeatable.",
+            panel="Model",
+            default="none",
+        ),
+    ] = None,
     tokenizer: options.TokenizerPath = None,
     dtype: options.DType = None,
     device: options.Device = None,
@@ -103,6 +118,7 @@ def serve(
         model, tokenizer=tokenizer, dtype=dtype, device=device, state_dtype=state_dtype
     )
     chat_format = opened.chat_format()
+    adapters = read_adapters(adapter or (), opened)
     bound = bind(host, port)
     # 2. The engine and the server.
     from xlstm7b.generate import Engine, StateStore
@@ -127,6 +143,7 @@ def serve(
         host_cache_bytes=int(host_cache_gb * 1e9),
         cache_folder=cache_folder,
         cache_folder_bytes=int(cache_folder_gb * 1e9),
+        adapters=[one for one, _ in adapters.values()],
     )
     thread = EngineThread(engine, max_waiting)
     limits = Limits(
@@ -140,7 +157,7 @@ def serve(
         store = StateStore(states_folder, opened.config, int(states_gb * 1e9), evict=False)
         states = SavedStates(store)
     service = Service(
-        thread, chat_format, name or _default_name(model), limits, Metrics(thread), states
+        thread, chat_format, name or _default_name(model), limits, Metrics(thread), states, adapters
     )
     app = create_app(service, keys=keys, cors=origins, is_local=is_loopback(bound))
     run(app, service, bound, drain_seconds)
@@ -166,6 +183,27 @@ def read_keys(given: list[str] | None, file: Path | None) -> list[str]:
     if _KEY_VARIABLE in os.environ:
         found.append((_KEY_VARIABLE, os.environ[_KEY_VARIABLE]))
     return [check_key(key, source) for source, key in found]
+
+
+def read_adapters(
+    given: Iterable[str], base: OpenedModel
+) -> "dict[str, tuple[Adapter, ChatFormat]]":
+    """The adapters of FOLDER or NAME=FOLDER, by name, with their chat formats."""
+    found: dict[str, tuple[Adapter, ChatFormat]] = {}
+    folders: dict[str, str] = {}
+    for text in given:
+        name, _, folder = text.rpartition("=") if not Path(text).is_dir() else ("", "", text)
+        loaded = open_adapter(folder, base.folder)
+        name = name or _default_name(folder).rpartition("/")[2]
+        if ":" in name or not name.isprintable():
+            raise ValueError(f"--adapter: {name!r} cannot be the name of an adapter")
+        if name in found:
+            raise ValueError(f"--adapter: two adapters are called {name!r}: use NAME=FOLDER")
+        if loaded.fingerprint in folders:
+            raise ValueError(f"--adapter: {folder} is the same as {folders[loaded.fingerprint]}")
+        folders[loaded.fingerprint] = folder
+        found[name] = loaded, replace(base, adapter=loaded).chat_format()
+    return found
 
 
 def _default_name(model: str) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from xlstm7b.accounting import A100_FLOPS, H100_FLOPS, PAPER_MFU, training_flops
+from xlstm7b.accounting import A100_FLOPS, H100_FLOPS, PAPER_MFU
 from xlstm7b.cli.options import to_target
 from xlstm7b.cli.sections import print_sections
 from xlstm7b.config import ModelConfig
@@ -142,7 +142,10 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Write a checkpoint of a run as a Hugging Face folder, for generate and transformers."""
+    """Write a checkpoint of a run as a Hugging Face folder, for generate and transformers.
+
+    A LoRA run becomes an adapter in PEFT's format, for --adapter, merge and PEFT.
+    """
     from xlstm7b.checkpoint import read_config, transformers_limits
     from xlstm7b.train.run_checkpoints import export_run
 
@@ -154,7 +157,8 @@ def export(
             raise ValueError(f"--step must be a number or best, not {step!r}")
         chosen = int(str(step))
     done = export_run(run, folder, step=chosen, dtype=to_dtype(dtype), tokenizer=tokenizer)
-    warnings = transformers_limits(read_config(folder))
+    is_adapter = (folder / "adapter_config.json").is_file()
+    warnings = [] if is_adapter else transformers_limits(read_config(folder))
     if not (folder / "tokenizer.json").exists():
         warnings.append("the run's tokenizer was not found: give it with --tokenizer")
     for warning in warnings:
@@ -272,10 +276,12 @@ def _mfu(recipe: "Recipe", tokens_per_second: float, device: str) -> str:
         return ""
     import torch
 
+    from xlstm7b.train.plan import sequence_flops
+
     peak = _PEAK_FLOPS.get(torch.cuda.get_device_capability())
     if peak is None:
         return ""
     length = recipe.data.context_length
-    flops = training_flops(recipe.model, length) / length
+    flops = sequence_flops(recipe) / length
     world = torch.distributed.get_world_size()
     return f"  MFU {100 * flops * tokens_per_second / (peak * world):.1f}%"

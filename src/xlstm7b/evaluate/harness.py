@@ -31,7 +31,7 @@ from xlstm7b.evaluate.prefix_tree import PrefixTree
 from xlstm7b.evaluate.scoring import Continuation, Scorer, default_batch_size
 from xlstm7b.files import write_aside, write_hashed
 from xlstm7b.generate import Generator, Request, SamplingParams, SavedState
-from xlstm7b.model import XLSTM
+from xlstm7b.model.adapter import load_adapted, load_adapter
 from xlstm7b.tokenizer import model_tokenizer, with_first_token
 
 NAME = "xlstm7b"
@@ -58,7 +58,8 @@ class XLSTM7B(TemplateLM):
 
     Device and dtype have the usual defaults (`xlstm7b.devices`), but a "cuda" device becomes the
     CPU if there is no GPU: lm_eval's command line passes "cuda" by default. `batch_size` is a
-    number or "auto" (by free memory, at most `max_batch_size`).
+    number or "auto" (by free memory, at most `max_batch_size`). `adapter` is a LoRA adapter of the
+    model.
 
     The harness asks for all tasks at once. They are run one after the other, so that each one is
     finished as soon as possible and can be kept in `finished`.
@@ -76,6 +77,7 @@ class XLSTM7B(TemplateLM):
         batch_size: int | str = "auto",
         max_batch_size: int | None = None,
         grouping: bool = True,
+        adapter: str | None = None,
     ) -> None:
         super().__init__()
         if str(device).startswith("cuda") and not torch.cuda.is_available():
@@ -86,7 +88,11 @@ class XLSTM7B(TemplateLM):
         if rows is not None and rows < 1:
             raise ValueError(f"batch_size must be at least 1 or auto, not {rows}")
         text = model_tokenizer(self._folder, read_config(self._folder), tokenizer)
-        model = XLSTM.from_pretrained(self._folder, dtype=model_dtype, device=self._device)
+        model = load_adapted(self._folder, adapter, dtype=model_dtype, device=self._device)
+        self._template_folder = self._folder
+        if adapter is not None:
+            loaded = load_adapter(adapter, model.config)
+            self._template_folder = loaded.template_folder(self._folder)
         if rows is None:
             rows = min(default_batch_size(model), max_batch_size or 1 << 30)
         # Both use the same weights: the generator fuses them in place.
@@ -115,9 +121,9 @@ class XLSTM7B(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        template = load_chat_template(self._folder)
+        template = load_chat_template(self._template_folder)
         if template is None:
-            raise ValueError(f"{self._folder} has no chat template")
+            raise ValueError(f"{self._template_folder} has no chat template")
         return template.render(chat_history, add_generation_prompt=add_generation_prompt)
 
     def loglikelihood(

@@ -46,6 +46,7 @@ from xlstm7b.generate.scheduler import PrefillChunk, Scheduler
 from xlstm7b.generate.state import SavedState, StateStore, state_bytes
 from xlstm7b.generate.unfused import UnfusedModel
 from xlstm7b.model import XLSTM
+from xlstm7b.model.adapter import Adapter
 from xlstm7b.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class Engine:
     fused: True computes from stacked weights (`FusedModel`), and refuses a model whose layers are
         not those of `XLSTM`. False calls the model itself (`UnfusedModel`), which is slower. A
         model whose config names other classes always runs so.
+    adapters: LoRA adapters. Each request may name one of them, and all run in one batch.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Engine:
         cache_folder_bytes: int = 1 << 34,
         cache_interval: int = 2048,
         fused: bool = True,
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         sizes = {"prefill_tokens": prefill_tokens, "cache_interval": cache_interval}
         for name, size in {**sizes, "slots": 1 if slots is None else slots}.items():
@@ -114,11 +117,17 @@ class Engine:
         if fused and model.config.other_classes():
             _log_unfused(model.config)
             fused = False
-        computed = FusedModel(model) if fused else UnfusedModel(model)
+        if adapters and not fused:
+            raise ValueError("several adapters need the fused path, which this model does not have")
+        self._adapters = {one.fingerprint: number for number, one in enumerate(adapters, 1)}
+        computed = FusedModel(model, adapters) if fused else UnfusedModel(model)
         self.config, self.tokenizer, self.state_dtype = model.config, tokenizer, state_dtype
         self.device, self.dtype = computed.device, computed.dtype
         device_bytes = max(cache_bytes, _SHARED_STATES * state_bytes(self.config, state_dtype))
-        self.slots = fitting_slots(self.config, self.device, state_dtype, slots, device_bytes)
+        started = len(adapters) * state_bytes(self.config, state_dtype)
+        self.slots = fitting_slots(
+            self.config, self.device, state_dtype, slots, device_bytes + started
+        )
         self._runner = ModelRunner(computed, self.slots, state_dtype=state_dtype)
         self._scheduler = Scheduler(
             self.slots,
@@ -149,6 +158,8 @@ class Engine:
 
     def add_request(self, request: Request) -> Request:
         """Queues a request. An invalid request raises a `ValueError`."""
+        if request.adapter is not None and request.adapter.fingerprint not in self._adapters:
+            raise ValueError(f"the engine does not have the adapter {request.adapter.folder}")
         request.prepare(self.config, self.tokenizer)
         if request.status is not RequestStatus.WAITING or request.added:
             raise ValueError("a request can be added once; build a new one")
@@ -281,7 +292,10 @@ class Engine:
 
     def _restore(self, request: Request) -> None:
         """Loads the state after the longest cached prefix into the slot, or the start state."""
-        found = None
+        found, adapter = None, request.adapter
+        self._runner.set_adapter(
+            request.slot, 0 if adapter is None else self._adapters[adapter.fingerprint]
+        )
         if request.hashed is not None:
             found = self._cache.longest(request.hashed, max(request.position, 0))
         if found is not None:

@@ -9,6 +9,7 @@ from torch import nn
 from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
 from xlstm7b.model.layers import Linear, MLSTMBlock, QuantizedLinear
+from xlstm7b.model.lora import LoraLinear
 from xlstm7b.registry import STANDARD
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -52,6 +53,10 @@ def _difference(name: str, module: nn.Module, standard: nn.Module) -> str | None
         if any(getattr(module, hooks) for hooks in _HOOKS):
             return f"{called} has hooks"
         return f"{called} has a forward of its own" if "forward" in vars(module) else None
+    if type(module) is LoraLinear and type(standard) is Linear:
+        if any(getattr(module, hooks) for hooks in _HOOKS) or "forward" in vars(module):
+            return f"{called} has hooks or a forward of its own"
+        return _difference(f"{name}.base_layer", module.base_layer, standard)
     if type(module) is not type(standard):
         return f"{called} is a {_names(type(module), type(standard))}"
     if any(getattr(module, hooks) for hooks in _HOOKS):

@@ -11,9 +11,17 @@ from torch import Tensor
 from xlstm7b.devices import as_current
 from xlstm7b.generate.fusable import difference
 from xlstm7b.generate.kernels import plain
+from xlstm7b.generate.low_rank import (
+    BlockLowRanks,
+    LowRankProduct,
+    LowRanks,
+    Masks,
+    add_low_rank,
+)
 from xlstm7b.generate.unfused import evaluation_mode
 from xlstm7b.mlstm import MLSTMState, has_kernels, mlstm_sequence
 from xlstm7b.model import XLSTM, ModelState
+from xlstm7b.model.adapter import Adapter
 from xlstm7b.model.layers import QuantizedLinear
 from xlstm7b.quantize.weight import QuantizedWeight, stack
 
@@ -49,13 +57,15 @@ class FusedModel:
 
     So the model can still be trained and saved. Moving it to another device separates the two.
 
-    It computes from the weights alone, by the mathematics of `XLSTM`. A model with other layers,
-    hooks or adapters is a `ValueError` that names the layer; `UnfusedModel` runs those.
+    It computes from the weights alone, by the mathematics of `XLSTM`. A model with other layers or
+    hooks is a `ValueError` that names the layer; `UnfusedModel` runs those. LoRA layers of the
+    model are added to its products. With `adapters`, each row of a batch may have one of them:
+    `adapter_of` [B] in a call has their numbers, from 1, and 0 for none.
     """
 
     uses_graphs = True
 
-    def __init__(self, model: XLSTM) -> None:
+    def __init__(self, model: XLSTM, adapters: Sequence[Adapter] = ()) -> None:
         _refuse(difference(model))
         self.config = model.config
         self.embedding = model.backbone.embeddings.weight.data
@@ -63,6 +73,8 @@ class FusedModel:
         self.head = _fuse_linear([model.lm_head])
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
         self.blocks = [_fuse_block(block) for block in model.backbone.blocks]
+        self.low_ranks = LowRanks(model, adapters, self.device, self.dtype)
+        self.adapter_count = len(adapters)
         self.operations: Any = plain
         heads = self.config.d_qk, self.config.d_hv
         supported = self.dtype.itemsize <= 4 and all(16 <= d <= 1024 for d in heads)
@@ -79,21 +91,29 @@ class FusedModel:
         self._compare_logits(model)
 
     def weights(self) -> Iterator[Tensor]:
-        """All weights."""
+        """All weights, without those of adapters that a row may have."""
         for weight in (*chain.from_iterable(self.blocks), self.embedding, self.out_norm, self.head):
             if isinstance(weight, QuantizedWeight):
                 yield from (weight.data, weight.scale)
             else:
                 yield weight
+        yield from self.low_ranks.weights()
 
-    def step(self, tokens: Tensor, state: ModelState, live: Tensor) -> Tensor:
+    def step(
+        self,
+        tokens: Tensor,
+        state: ModelState,
+        live: Tensor,
+        adapter_of: Tensor | None = None,
+    ) -> Tensor:
         """Reads one token per row [B] into the state; float32 logits [B, V].
 
         A row that is not `live` keeps its state, and its logits are garbage.
         """
         x = F.embedding(tokens, self.embedding)
-        for block, memory in zip(self.blocks, state.blocks, strict=True):
-            self._block(x, block, memory, live, batch=None, slots=None)
+        masks = self.low_ranks.masks(adapter_of)
+        for number, memory in enumerate(state.blocks):
+            self._block(x, number, memory, live, batch=None, slots=None, masks=masks)
         state.tokens_seen.add_(live)
         return self.logits(x)
 
@@ -103,6 +123,7 @@ class FusedModel:
         state: ModelState,
         lengths: Tensor | None = None,
         slots: "Slots | None" = None,
+        adapter_of: Tensor | None = None,
     ) -> Tensor:
         """Reads tokens [B, T] into the state; vectors [B, d] at each row's last token.
 
@@ -113,7 +134,7 @@ class FusedModel:
         last = torch.full((batch,), length - 1, device=tokens.device)
         if lengths is not None:
             last = (lengths - 1).clamp(min=0)
-        vectors = self.vectors(tokens, state, lengths, slots)
+        vectors = self.vectors(tokens, state, lengths, slots, adapter_of)
         return vectors[torch.arange(batch, device=tokens.device), last]
 
     def vectors(
@@ -122,6 +143,7 @@ class FusedModel:
         state: ModelState,
         lengths: Tensor | None = None,
         slots: "Slots | None" = None,
+        adapter_of: Tensor | None = None,
     ) -> Tensor:
         """Reads tokens as `read` does; vectors [B, T, d] at all of them."""
         batch, length = tokens.shape
@@ -129,8 +151,11 @@ class FusedModel:
         live = None
         if lengths is not None:
             live = (torch.arange(length, device=tokens.device) < lengths[:, None]).flatten()
-        for block, memory in zip(self.blocks, state.blocks, strict=True):
-            self._block(x, block, memory, live, batch, slots)
+        if adapter_of is not None:
+            adapter_of = adapter_of[:, None].expand(batch, length).flatten()
+        masks = self.low_ranks.masks(adapter_of)
+        for number, memory in enumerate(state.blocks):
+            self._block(x, number, memory, live, batch, slots, masks)
         seen, read = state.tokens_seen, length if lengths is None else lengths
         if slots is None:
             seen.add_(read)
@@ -149,20 +174,46 @@ class FusedModel:
     def _block(
         self,
         x: Tensor,
-        block: FusedBlock,
+        number: int,
         memory: MLSTMState,
         live: Tensor | None,
         batch: int | None,
         slots: "Slots | None",
+        masks: Masks = None,
     ) -> None:
         """One block over the rows of x, in place: `batch` sequences, or (None) single tokens."""
-        h = self._mlstm(x, block, memory, live, batch, slots)
+        block, added = self.blocks[number], self._additions(number, masks)
+        h = self._mlstm(x, block, memory, live, batch, slots, added, masks)
         self.operations.add_product(x, h, block.out)
+        add_low_rank(x, h, added.out, masks)
         del h
-        for rows in x.split(_FFN_ROWS):
-            y = self.operations.swiglu(rows, block.norm_ffn, self.config.norm_eps, block.up)
+        for start in range(0, len(x), _FFN_ROWS):
+            rows = x[start : start + _FFN_ROWS]
+            own = masks and [mask[start : start + _FFN_ROWS] for mask in masks]
+            y = self._swiglu(rows, block, added.up, own)
             self.operations.add_product(rows, y, block.down)
+            add_low_rank(rows, y, added.down, own)
             del y
+
+    def _additions(self, number: int, masks: Masks) -> BlockLowRanks:
+        """The low-rank additions of a block. Without masks, none of several adapters is used."""
+        if self.low_ranks.mixed and masks is None:
+            return BlockLowRanks()
+        return self.low_ranks.blocks[number]
+
+    def _swiglu(
+        self, x: Tensor, block: FusedBlock, added: LowRankProduct | None, masks: Masks
+    ) -> Tensor:
+        norm, eps = block.norm_ffn, self.config.norm_eps
+        y: Tensor
+        if added is None:
+            y = self.operations.swiglu(x, norm, eps, block.up)
+            return y
+        x = self.operations.rms_norm(x, norm, eps)
+        y = self.operations.multiply(x, block.up)
+        add_low_rank(y, x, added, masks)
+        y = self.operations.silu_and_multiply(y)
+        return y
 
     def _mlstm(
         self,
@@ -172,6 +223,8 @@ class FusedModel:
         live: Tensor | None,
         batch: int | None,
         slots: "Slots | None",
+        added: BlockLowRanks,
+        masks: Masks,
     ) -> Tensor:
         config = self.config
         projected, gates = self.operations.project(
@@ -184,6 +237,9 @@ class FusedModel:
             config.gate_soft_cap,
             live,
         )
+        if added.projections is not None:
+            rows = self.operations.rms_norm(x, block.norm_mlstm, config.norm_eps)
+            add_low_rank(projected, rows, added.projections, masks)
         if batch is None:
             q, k, v, gate, i, f = self._heads(projected, gates, (len(x),))
             h: Tensor = self.operations.step_cell(
@@ -233,7 +289,7 @@ class FusedModel:
             x = model.backbone.embeddings(tokens)
             for number, block in enumerate(model.backbone.blocks):
                 rows = x[0].clone()
-                self._block(rows, self.blocks[number], state.blocks[number], None, 1, None)
+                self._block(rows, number, state.blocks[number], None, 1, None)
                 x, _ = block(x)
                 if not self._is_close(rows, x[0]):
                     _refuse(f"backbone.blocks.{number} does not compute what its class did")
@@ -274,6 +330,7 @@ def _fuse_block(block: Any) -> FusedBlock:
 
 def _fuse_linear(layers: Sequence[Any]) -> Tensor | QuantizedWeight:
     """The weights of these layers, stacked; theirs become parts of the stack."""
+    layers = [getattr(layer, "base_layer", layer) for layer in layers]  # without LoRA
     weights = [layer.weight for layer in layers]
     if not any(isinstance(layer, QuantizedLinear) for layer in layers):
         whole: Tensor = weights[0].data

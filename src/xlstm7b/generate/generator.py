@@ -27,6 +27,7 @@ from xlstm7b.generate.request import (
 )
 from xlstm7b.generate.state import SavedState
 from xlstm7b.model import XLSTM
+from xlstm7b.model.adapter import load_adapted
 from xlstm7b.quantize.config import Quantization
 from xlstm7b.tokenizer import Tokenizer, model_tokenizer
 
@@ -73,19 +74,21 @@ class Generator:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         quantize: str | Quantization | None = None,
+        adapter: str | Path | None = None,
         state_dtype: torch.dtype = torch.float32,
         batch_size: int = 32,
     ) -> Self:
         """Loads a checkpoint folder or hub id with its tokenizer.
 
         By default on a GPU in bfloat16 if there is one; else on the CPU in the stored dtype.
-        `quantize` is that of `XLSTM.from_pretrained`.
+        `quantize` is that of `XLSTM.from_pretrained`. `adapter` is a LoRA adapter of the weights: a
+        folder in PEFT's format, or a hub id.
         """
         where = to_device(device)
         folder = resolve(folder_or_hub_id)
         text = model_tokenizer(folder, read_config(folder), tokenizer)
-        model = XLSTM.from_pretrained(
-            folder, dtype=dtype or default_dtype(where), device=where, quantize=quantize
+        model = load_adapted(
+            folder, adapter, dtype=dtype or default_dtype(where), device=where, quantize=quantize
         )
         return cls(model, text, state_dtype=state_dtype, batch_size=batch_size)
 

@@ -31,6 +31,7 @@ class Entry(Generic[Value]):
     prefix: bytes  # all ids, compared on a match: a hash alone is not trusted
     value: Value
     nbytes: int
+    salt: bytes = b""  # of the tokens
 
     def __len__(self) -> int:
         return len(self.prefix) // 4
@@ -92,7 +93,9 @@ class PrefixIndex(Generic[Value]):
         for _, lengths in tokens.block_lengths(longer_than, self._digests.keys()):
             for length in lengths:
                 entry = self._entries.get(tokens.key(length))
-                if entry is not None and entry.prefix == tokens.prefix_bytes(length):
+                if entry is None or entry.salt != tokens.salt:
+                    continue
+                if entry.prefix == tokens.prefix_bytes(length):
                     return entry
         return None
 
@@ -125,7 +128,8 @@ class PrefixCache:
         """Stores the state after the first `length` tokens. It must not be written to later."""
         prefix = tokens.prefix_bytes(length)
         self._on_host.remove(tokens.key(length))
-        self._put(Entry(tokens.key(length), prefix, state, state.nbytes + len(prefix)))
+        nbytes = state.nbytes + len(prefix)
+        self._put(Entry(tokens.key(length), prefix, state, nbytes, tokens.salt))
 
     def longest(self, tokens: HashedTokens, longer_than: int) -> tuple[int, SavedState] | None:
         """Length and state of the longest stored prefix above `longer_than` tokens."""
@@ -182,11 +186,13 @@ class DiskLevel:
         for stored in reversed(store.list()):
             try:
                 prefix = bytes.fromhex(stored.notes.get("prefix", ""))
-                tokens = HashedTokens.from_bytes(prefix)
+                salt = bytes.fromhex(stored.notes.get("salt", ""))
+                tokens = HashedTokens.from_bytes(prefix, salt)
             except ValueError:
                 continue
-            if stored.name == self._name(prefix):
-                self._index.add(Entry(tokens.key(len(tokens)), prefix, stored.name, stored.nbytes))
+            if stored.name == self._name(prefix, salt):
+                key = tokens.key(len(tokens))
+                self._index.add(Entry(key, prefix, stored.name, stored.nbytes, salt))
 
     @property
     def nbytes(self) -> int:
@@ -205,14 +211,15 @@ class DiskLevel:
                 _LOG.warning("a cached state cannot be used: %s", error)
             if state is not None and state.tokens_seen == [len(entry) + self._first_tokens]:
                 self._index.touch(entry.key)
-                return Entry(entry.key, entry.prefix, state, state.nbytes + len(entry.prefix))
+                nbytes = state.nbytes + len(entry.prefix)
+                return Entry(entry.key, entry.prefix, state, nbytes, entry.salt)
             self._forget(entry)
         return None
 
     def save(self, entry: Entry[SavedState]) -> None:
         """Writes a state in the background. It is found once the file is complete."""
         self._collect()
-        name = self._name(entry.prefix)
+        name = self._name(entry.prefix, entry.salt)
         if entry.key in self._index:
             self._index.touch(entry.key)
         elif name not in self._unwritten and len(self._unwritten) < _MAX_UNWRITTEN:
@@ -234,7 +241,8 @@ class DiskLevel:
         try:
             if copied is not None:
                 copied.synchronize()
-            nbytes = self._store.save(name, entry.value, prefix=entry.prefix.hex()).nbytes
+            notes = {"prefix": entry.prefix.hex(), "salt": entry.salt.hex()}
+            nbytes = self._store.save(name, entry.value, **notes).nbytes
         except StoreFull as error:
             _LOG.warning("a cached state is dropped: %s", error)
         except Exception:
@@ -245,10 +253,10 @@ class DiskLevel:
         """Adds files that were written since the last call, and drops evicted ones."""
         while self._written:
             entry, nbytes = self._written.popleft()
-            name = self._name(entry.prefix)
+            name = self._name(entry.prefix, entry.salt)
             self._unwritten.discard(name)
             if nbytes:
-                self._index.add(Entry(entry.key, entry.prefix, name, nbytes))
+                self._index.add(Entry(entry.key, entry.prefix, name, nbytes, entry.salt))
                 for other in self._index:
                     if not (self._store.folder / f"{other.value}.safetensors").exists():
                         self._index.remove(other.key)
@@ -258,8 +266,8 @@ class DiskLevel:
         with suppress(KeyError):
             self._store.delete(entry.value)
 
-    def _name(self, prefix: bytes) -> str:
-        return f"prefix-{hashlib.sha256(self._fingerprint + prefix).hexdigest()}"
+    def _name(self, prefix: bytes, salt: bytes) -> str:
+        return f"prefix-{hashlib.sha256(self._fingerprint + salt + prefix).hexdigest()}"
 
 
 def weights_fingerprint(

@@ -16,6 +16,7 @@ from xlstm7b.tokenizer import StreamDecoder, Tokenizer, check_tokens, with_first
 if TYPE_CHECKING:
     from xlstm7b.config import ModelConfig
     from xlstm7b.generate.state import SavedState
+    from xlstm7b.model.adapter import Adapter
 
 Prompt = str | Sequence[int]
 FinishReason = Literal["stop", "length"]
@@ -41,6 +42,7 @@ class Request:
     prefill_only: read the prompt and generate nothing. The completion carries the state; with
         `prompt_logprobs` only if `keep_state` is set.
     previous_prompt, previous_output: tokens that `state` has read already. Penalties count them.
+    adapter: one of the engine's adapters. Default: the model without any.
     """
 
     def __init__(
@@ -54,7 +56,9 @@ class Request:
         prefill_only: bool = False,
         previous_prompt: Sequence[int] = (),
         previous_output: Sequence[int] = (),
+        adapter: "Adapter | None" = None,
     ) -> None:
+        self.adapter = adapter
         self.prompt, self.params = prompt, params or SamplingParams()
         self.state, self.keep_state = state, keep_state
         self.prompt_logprobs, self.prefill_only = prompt_logprobs, prefill_only
@@ -127,7 +131,8 @@ class Request:
                 # All prompts start with the same token. The engine keeps the state after it.
                 self.read_token_ids, self.starts_after_bos = self.prompt_token_ids[1:], True
             if shareable:
-                self.hashed = HashedTokens(self.read_token_ids)
+                salt = b"" if self.adapter is None else bytes.fromhex(self.adapter.fingerprint)
+                self.hashed = HashedTokens(self.read_token_ids, salt=salt)
         self.output = OutputText(tokenizer, self.params)
         return self
 
@@ -295,24 +300,28 @@ _ID_BYTES = 4
 class HashedTokens:
     """Token ids with a hash after every block of 64, which covers all tokens before it.
 
-    So the key of any prefix is found without reading all its tokens.
+    So the key of any prefix is found without reading all its tokens. Tokens with another `salt`,
+    such as that of an adapter, have other keys.
     """
 
-    def __init__(self, ids: Sequence[int], after: "HashedTokens | None" = None) -> None:
+    def __init__(
+        self, ids: Sequence[int], after: "HashedTokens | None" = None, *, salt: bytes = b""
+    ) -> None:
         """`ids`, or `after` continued by `ids`."""
+        self.salt: bytes = after.salt if after else salt
         self._bytes: bytes = (after._bytes if after else b"") + array("i", ids).tobytes()
-        self._digests: list[bytes] = [*after._digests] if after else [b""]
+        self._digests: list[bytes] = [*after._digests] if after else [self.salt]
         size = BLOCK * _ID_BYTES
         for start in range(size * (len(self._digests) - 1), len(self._bytes) - size + 1, size):
             self._digests.append(digest(self._digests[-1], self._bytes[start : start + size]))
         self._blocks = {block_hash: blocks for blocks, block_hash in enumerate(self._digests)}
 
     @classmethod
-    def from_bytes(cls, content: bytes) -> "HashedTokens":
+    def from_bytes(cls, content: bytes, salt: bytes = b"") -> "HashedTokens":
         """The inverse of `prefix_bytes(len(self))`."""
         ids = array("i")
         ids.frombytes(content)
-        return cls(ids)
+        return cls(ids, salt=salt)
 
     def __len__(self) -> int:
         return len(self._bytes) // _ID_BYTES

@@ -121,10 +121,15 @@ class ModelRunner:
         self.model, self.config, self.slots = model, model.config, slots
         self.device = device = model.device
         self._on_gpu = device.type == "cuda"
-        # The last row is not a slot. It holds the state that prompts start from, after the model's
-        # first token. Unused rows of a prefill graph read 0 tokens from it and write it back.
-        rows = slots + 1
+        # The last rows are not slots. They hold the states that prompts start from, after the
+        # model's first token: without an adapter, and with each of them. Unused rows of a prefill
+        # graph read 0 tokens from the first of them and write it back.
+        rows = slots + 1 + model.adapter_count
         self._start = slots
+        self._adapters = [0] * slots + [*range(1 + model.adapter_count)]  # number of each row
+        self._adapter_of: Tensor | None = None  # the same on the device
+        if model.adapter_count:
+            self._adapter_of = torch.tensor(self._adapters, device=device)
         self._state = ModelState.zeros(self.config, rows, dtype=state_dtype, device=device)
         self._logits = torch.zeros(
             rows,
@@ -132,19 +137,18 @@ class ModelRunner:
             dtype=torch.promote_types(model.dtype, torch.float32),
             device=device,
         )
-        self._start_logits = self._logits[slots:].clone()
+        self._start_logits = [*self._logits[slots:].clone().split(1)]
         self._sampler = Sampler(slots, self.config.vocab_size, device)
         # Made once: slicing the 97 tensors of a 7B's state takes long next to a step.
-        *self._slot_states, self._start_state = [
-            self._state.rows(row, row + 1) for row in range(rows)
-        ]
+        self._slot_states = [self._state.rows(row, row + 1) for row in range(rows)]
         # A CPU always computes all slots: then a request's tokens do not depend, to the bit, on
         # which other requests are running.
         buckets = [n for n in _SLOT_BUCKETS if n < slots] if self._on_gpu else []
         self._parts = {n: self._part(n) for n in (*buckets, slots)}
         self._single_tokens = torch.full((slots,), -1, device=device)
         self._graphs: dict[Any, torch.cuda.CUDAGraph | _NoGraph] = {}
-        self._has_start = not self.config.force_bos_token_insert  # zeros are right without one
+        # Zeros are right without a first token.
+        self._has_start = [not self.config.force_bos_token_insert] * (1 + model.adapter_count)
         if self._on_gpu:
             self._graph_memory = torch.cuda.graph_pool_handle()
             self._capture_stream = _stream_for(self, device)
@@ -159,6 +163,18 @@ class ModelRunner:
     # Slots
 
     @torch.inference_mode()
+    def set_adapter(self, slot: int, number: int) -> None:
+        """Sets the adapter of a slot: 0 is none. It stays until the next call."""
+        if self._adapters[slot] != number:
+            assert self._adapter_of is not None
+            self._adapters[slot] = number
+            self._adapter_of[slot : slot + 1].fill_(number)
+
+    def _adapter_rows(self, start: int, end: int) -> Tensor | None:
+        """The numbers of these rows' adapters."""
+        return None if self._adapter_of is None else self._adapter_of[start:end]
+
+    @torch.inference_mode()
     def load(self, slot: int, state: SavedState | None) -> None:
         """Sets the state of a slot; None is the state before any token."""
         if state is None:
@@ -170,9 +186,10 @@ class ModelRunner:
     @torch.inference_mode()
     def load_start(self, slot: int) -> None:
         """Sets a slot to the state that prompts start from, as `prefill` does with `fresh`."""
-        self._compute_start()
-        self._slot_states[slot].copy_(self._start_state)
-        self._logits[slot : slot + 1].copy_(self._start_logits)
+        number = self._adapters[slot]
+        self._compute_start(number)
+        self._slot_states[slot].copy_(self._slot_states[self._start + number])
+        self._logits[slot : slot + 1].copy_(self._start_logits[number])
 
     def saved(self, slot: int) -> SavedState:
         """A copy of a slot's state."""
@@ -183,6 +200,7 @@ class ModelRunner:
     @torch.inference_mode()
     def move(self, source: int, target: int) -> None:
         """Moves a running request to another slot."""
+        self.set_adapter(target, self._adapters[source])
         self._slot_states[target].copy_(self._slot_states[source])
         self._logits[target].copy_(self._logits[source])
         self._sampler.move_row(source, target)
@@ -207,11 +225,14 @@ class ModelRunner:
             return
         if not self._on_gpu:
             for row in rows:
-                vectors = self.model.read(torch.tensor([row.tokens]), self._slot_states[row.slot])
+                tokens, state = torch.tensor([row.tokens]), self._slot_states[row.slot]
+                adapter = self._adapter_rows(row.slot, row.slot + 1)
+                vectors = self.model.read(tokens, state, None, None, adapter)
                 self._logits[row.slot : row.slot + 1] = self.model.logits(vectors)
             return
-        if any(row.fresh for row in rows):
-            self._compute_start()
+        for row in rows:
+            if row.fresh:
+                self._compute_start(self._adapters[row.slot])
         count, size, has_graph = _prefill_bucket(len(rows), longest)
         unused = PrefillRow(self._start, (), fresh=True)
         padded = [*rows, *[unused] * (count - len(rows))]
@@ -219,7 +240,10 @@ class ModelRunner:
             token for row in padded for token in (*row.tokens, *[0] * (size - len(row.tokens)))
         ]
         inputs += [len(row.tokens) for row in padded]
-        inputs += [self._start if row.fresh else row.slot for row in padded]
+        starts = [self._start + self._adapters[row.slot] for row in padded]
+        inputs += [
+            start if row.fresh else row.slot for row, start in zip(padded, starts, strict=True)
+        ]
         inputs += [row.slot for row in padded]
         values = on_device(inputs, self.device)
         if not has_graph:
@@ -237,7 +261,11 @@ class ModelRunner:
 
     def _prefill(self, inputs: Tensor, count: int, size: int) -> None:
         tokens, lengths, *slots = inputs.split([count * size, count, count, count])
-        vectors = self.model.read(tokens.view(count, size), self._state, lengths, Slots(*slots))
+        adapter = self._adapter_of
+        if adapter is not None:
+            adapter = adapter.index_select(0, slots[1])
+        tokens = tokens.view(count, size)
+        vectors = self.model.read(tokens, self._state, lengths, Slots(*slots), adapter)
         self._logits.index_copy_(0, slots[1], self.model.logits(vectors))
 
     def _capture_prefill(self, count: int, size: int) -> None:
@@ -246,13 +274,15 @@ class ModelRunner:
         inputs[-2 * count :].fill_(self._start)
         self._capture(("prefill", count, size), partial(self._prefill, inputs, count, size))
 
-    def _compute_start(self) -> None:
-        """Reads the model's first token into the start row, once."""
-        if not self._has_start:
+    def _compute_start(self, number: int) -> None:
+        """Reads the model's first token into the start row of an adapter, once."""
+        if not self._has_start[number]:
+            row = self._start + number
             token = torch.tensor([[self.config.bos_token_id]], device=self.device)
-            vectors = self.model.read(token, self._start_state)
-            self._start_logits = self.model.logits(vectors)
-            self._has_start = True
+            adapter = self._adapter_rows(row, row + 1)
+            vectors = self.model.read(token, self._slot_states[row], None, None, adapter)
+            self._start_logits[number] = self.model.logits(vectors)
+            self._has_start[number] = True
 
     def _read_single(self, tokens: dict[int, int]) -> None:
         """One token per slot, computed as in decoding but without sampling."""
@@ -272,7 +302,8 @@ class ModelRunner:
 
     def _step(self, part: _Part, tokens: Tensor) -> None:
         live = tokens >= 0
-        logits = self.model.step(tokens.clamp(min=0), part.state, live)
+        adapter = self._adapter_rows(0, len(tokens))
+        logits = self.model.step(tokens.clamp(min=0), part.state, live, adapter)
         torch.where(live[:, None], logits, part.logits, out=part.logits)
 
     @torch.inference_mode()
@@ -289,7 +320,9 @@ class ModelRunner:
         lengths = on_device([len(tokens)], self.device) if self._on_gpu else None
         unknown = [0] * (len(tokens) - len(targets))
         wanted = on_device([*targets, *unknown], self.device)
-        vectors = self.model.vectors(inputs[None], self._slot_states[slot], lengths)
+        adapter = self._adapter_rows(slot, slot + 1)
+        state = self._slot_states[slot]
+        vectors = self.model.vectors(inputs[None], state, lengths, None, adapter)
         vectors = vectors[0, : len(tokens)]
         scores = []
         for x, target in zip(vectors.split(_SCORED), wanted.split(_SCORED), strict=True):
@@ -357,7 +390,8 @@ class ModelRunner:
     @torch.inference_mode()
     def warm_up(self, chunk_tokens: int) -> None:
         """Compiles kernels and captures the graphs that serving needs. No slot may be in use."""
-        self._compute_start()
+        for number in range(len(self._has_start)):
+            self._compute_start(number)
         if not self._on_gpu:
             return
         self._single_tokens.fill_(-1)

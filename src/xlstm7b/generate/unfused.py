@@ -20,10 +20,12 @@ class UnfusedModel:
 
     For adapters, hooks, changed layers and subclasses, which `FusedModel` refuses. It has the same
     methods, but where `FusedModel` returns vectors, this returns logits: only the model's own
-    `forward` knows how to make one from the other.
+    `forward` knows how to make one from the other. Rows cannot have adapters of their own:
+    `adapter_of` is always None.
     """
 
     uses_graphs = False  # a layer may do what a CUDA graph cannot record
+    adapter_count = 0
 
     def __init__(self, model: XLSTM) -> None:
         self.model, self.config = model, model.config
@@ -41,7 +43,9 @@ class UnfusedModel:
         with torch.inference_mode(), as_current(self.device), evaluation_mode(self.model):
             yield self.model(tokens)[0]
 
-    def step(self, tokens: Tensor, state: ModelState, live: Tensor) -> Tensor:
+    def step(
+        self, tokens: Tensor, state: ModelState, live: Tensor, adapter_of: Tensor | None = None
+    ) -> Tensor:
         """Reads one token per row [B] into the state; logits [B, V], as `FusedModel.step`."""
         return self._read(tokens[:, None], state, live.long(), None, "last")
 
@@ -51,6 +55,7 @@ class UnfusedModel:
         state: ModelState,
         lengths: Tensor | None = None,
         slots: "Slots | None" = None,
+        adapter_of: Tensor | None = None,
     ) -> Tensor:
         """Reads tokens [B, T] into the state; logits [B, V] at each row's last token."""
         return self._read(tokens, state, lengths, slots, "last")
@@ -61,6 +66,7 @@ class UnfusedModel:
         state: ModelState,
         lengths: Tensor | None = None,
         slots: "Slots | None" = None,
+        adapter_of: Tensor | None = None,
     ) -> Tensor:
         """Reads tokens as `read` does; logits [B, T, V] at all of them."""
         return self._read(tokens, state, lengths, slots, "all")

@@ -24,8 +24,11 @@ def head_logprobs(
 ) -> Tensor:
     """float32 log-probabilities of `targets` [...] from the head. x is [..., d].
 
-    `cap` is the soft-cap of the logits, or None. A quantised head has no gradient.
+    `cap` is the soft-cap of the logits, or None. A quantised head gives a gradient to x alone.
     """
+    if isinstance(weight, QuantizedWeight) and x.requires_grad and torch.is_grad_enabled():
+        x = to_autocast(x)
+        weight = weight.dequantize(x.dtype)
     if isinstance(weight, QuantizedWeight):
         return _quantized_logprobs(to_autocast(x.detach()), weight, targets, cap)
     apply: Callable[..., Tensor] = _HeadLogprobs.apply
@@ -33,15 +36,23 @@ def head_logprobs(
 
 
 def head_loss(
-    x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, cap: float | None
+    x: Tensor,
+    weight: Tensor | QuantizedWeight,
+    targets: Tensor,
+    weights: Tensor,
+    cap: float | None,
 ) -> Tensor:
     """−Σ weights · log p(targets), as one float32 number, for training.
 
     The weights are known in the forward pass, so the gradient is computed there, from the logits
-    that the loss needs. `head_logprobs` has to compute the logits again in the backward pass.
+    that the loss needs. `head_logprobs` has to compute the logits again in the backward pass. A
+    head that is frozen or quantised gets no gradient, and none is computed.
     """
+    x = to_autocast(x)
+    if isinstance(weight, QuantizedWeight):
+        weight = weight.dequantize(x.dtype)
     apply: Callable[..., Tensor] = _HeadLoss.apply
-    return apply(to_autocast(x), to_autocast(weight), targets, weights, cap)
+    return apply(x, to_autocast(weight), targets, weights, cap)
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -64,18 +75,23 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, targets, log_sums = ctx.saved_tensors
         shape, grad = (*grad.shape, x.shape[-1]), grad.flatten()
-        grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight, dtype=grad.dtype)
+        grad_x, grad_weight = torch.empty_like(x), None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=grad.dtype)
         for rows in _row_slices(x, weight):
             products = product_float32(x[rows], weight)
             d_products = _gradients(
                 products, targets[rows], log_sums[rows], grad[rows], ctx.cap, x.dtype
             )
             grad_x[rows] = linear(d_products, weight.mT)
-            grad_weight += product_float32(d_products.mT, x[rows].mT)
-        return grad_x.view(shape), grad_weight.to(weight.dtype), None, None
+            if grad_weight is not None:
+                grad_weight += product_float32(d_products.mT, x[rows].mT)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_x.view(shape), grad_weight, None, None
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -86,22 +102,30 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, cap: float | None
     ) -> Tensor:
         shape, x, targets, weights = x.shape, x.flatten(0, -2), targets.flatten(), weights.flatten()
-        grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight, dtype=weights.dtype)
+        grad_x, grad_weight = torch.empty_like(x), None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=weights.dtype)
         loss = weights.new_zeros(())
-        for rows in _row_slices(x, weight):
+        # Few large slices, because each is added to the whole gradient of the head.
+        for rows in _row_slices(x, weight, large=grad_weight is not None):
             products = product_float32(x[rows], weight)
             chosen, log_sum = _log_sums(products, targets[rows], cap)
             loss += ((log_sum - chosen) * weights[rows]).sum()
             d_products = _gradients(products, targets[rows], log_sum, -weights[rows], cap, x.dtype)
             grad_x[rows] = linear(d_products, weight.mT)
-            grad_weight += product_float32(d_products.mT, x[rows].mT)
-        ctx.save_for_backward(grad_x.view(shape), grad_weight.to(weight.dtype))
+            if grad_weight is not None:
+                grad_weight += product_float32(d_products.mT, x[rows].mT)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        ctx.save_for_backward(grad_x.view(shape), grad_weight)
         return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        grad_x, grad_weight = (kept * grad.to(kept.dtype) for kept in ctx.saved_tensors)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        grad_x, grad_weight = (
+            None if kept is None else kept * grad.to(kept.dtype) for kept in ctx.saved_tensors
+        )
         return grad_x, grad_weight, None, None, None
 
 
@@ -115,9 +139,9 @@ def _quantized_logprobs(
     return torch.cat(parts).view(targets.shape)
 
 
-def _row_slices(x: Tensor, weight: Tensor | QuantizedWeight) -> list[slice]:
+def _row_slices(x: Tensor, weight: Tensor | QuantizedWeight, *, large: bool = True) -> list[slice]:
     """Slices of the rows of x [R, d]. The logits of one slice are in memory at a time."""
-    limit = GPU_MAX_LOGITS if weight.is_cuda else MAX_LOGITS
+    limit = GPU_MAX_LOGITS if weight.is_cuda and large else MAX_LOGITS
     rows = max(1, limit // len(weight))
     if weight.is_cuda:
         rows = max(128, rows // 128 * 128)  # whole tiles of the matrix products

@@ -16,6 +16,7 @@ from xlstm7b.mlstm.autocast import to_autocast, without_autocast
 from xlstm7b.model.init import check_initialised, normal_, residual_std, small_std
 from xlstm7b.model.model_state import BlockState, ModelState
 from xlstm7b.quantize import cpu
+from xlstm7b.quantize.config import Scheme
 from xlstm7b.quantize.weight import QuantizedWeight
 from xlstm7b.registry import STANDARD, find, register
 
@@ -399,18 +400,29 @@ class Float32Linear(Linear):
 
 
 class QuantizedLinear(nn.Module):
-    """Takes the place of a `Linear` or, with `wide`, of a `Float32Linear`. It has no gradient.
+    """Takes the place of a `Linear` or, with `wide`, of a `Float32Linear`.
 
-    The weight is no parameter, and is set after the layer is made.
+    The weight is no parameter, and is set after the layer is made. With `has_gradient` the gradient
+    flows to the input, through the dequantised weight (`freeze` in `lora.py` sets it). Without, the
+    product has no gradient, and the fastest operator is used.
     """
 
     weight: QuantizedWeight
+    has_gradient = False
 
     def __init__(self, in_features: int, out_features: int, *, wide: bool) -> None:
         super().__init__()
         self.in_features, self.out_features, self.wide = in_features, out_features, wide
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.has_gradient and torch.is_grad_enabled():
+            weight = self.weight
+            assert weight.layout == "stored"
+            scheme, x = weight.scheme, to_autocast(x)
+            y: Tensor = _dequantized_product(
+                x, weight.data, weight.scale, scheme.name, scheme.group_size, weight.shape[1]
+            )
+            return y.float() if self.wide and y.dtype.itemsize == 2 else y
         with torch.no_grad():
             x = to_autocast(x)
             return linear_float32(x, self.weight) if self.wide else linear(x, self.weight)
@@ -541,6 +553,52 @@ def _quantized_product(x: Tensor, weight: QuantizedWeight, *, wide: bool = False
     elif wide:
         y = y.to(torch.promote_types(y.dtype, torch.float32))
     return y.view(*x.shape[:-1], -1)
+
+
+@torch.library.custom_op("xlstm7b::dequantized_product", mutates_args=())
+def _dequantized_product(
+    x: Tensor, data: Tensor, scale: Tensor, scheme: str, group_size: int, columns: int
+) -> Tensor:
+    """x Wᵀ with the dequantised weight, which is freed at once. The gradient is that of x alone.
+
+    One operator, so that selective checkpointing can keep its output and compilers do not see how
+    the weight is unpacked.
+    """
+    weight = QuantizedWeight(Scheme(scheme, group_size), (len(data), columns), data, scale)
+    return linear(x, weight.dequantize(x.dtype))
+
+
+@_dequantized_product.register_fake
+def _(x: Tensor, data: Tensor, scale: Tensor, scheme: str, group_size: int, columns: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(data))
+
+
+@torch.library.custom_op("xlstm7b::dequantized_product_backward", mutates_args=())
+def _dequantized_product_backward(
+    grad: Tensor, data: Tensor, scale: Tensor, scheme: str, group_size: int, columns: int
+) -> Tensor:
+    weight = QuantizedWeight(Scheme(scheme, group_size), (len(data), columns), data, scale)
+    return linear(grad, weight.dequantize(grad.dtype).mT)
+
+
+@_dequantized_product_backward.register_fake
+def _(
+    grad: Tensor, data: Tensor, scale: Tensor, scheme: str, group_size: int, columns: int
+) -> Tensor:
+    return grad.new_empty(*grad.shape[:-1], columns)
+
+
+def _setup_dequantized(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, data, scale, *ctx.kind = inputs
+    ctx.save_for_backward(data, scale)
+
+
+def _backward_dequantized(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    dx: Tensor = _dequantized_product_backward(grad, *ctx.saved_tensors, *ctx.kind)
+    return dx, None, None, None, None, None
+
+
+_dequantized_product.register_autograd(_backward_dequantized, setup_context=_setup_dequantized)
 
 
 @torch.library.custom_op("xlstm7b::linear_float32", mutates_args=())

@@ -139,12 +139,11 @@ class XLSTM(nn.Module):
         _check_shape("weights", weights, tokens)
         if not weights.is_floating_point():
             raise ValueError(f"weights must be floating-point numbers, not {weights.dtype}")
-        head = self.lm_head
-        if self.is_quantized or isinstance(head, QuantizedLinear):
+        if any(not layer.has_gradient for layer in self.quantized_layers()):
             raise ValueError("a model with quantised weights cannot be trained: load a float one")
         x, after = self._hidden(tokens, state, resets, None)
         cap = self.config.output_logit_soft_cap
-        loss = head_loss(x, head.weight, targets, weights, cap)
+        loss = head_loss(x, self.lm_head.weight, targets, weights, cap)
         return loss if state is None else (loss, after)
 
     def _hidden(
@@ -185,14 +184,7 @@ class XLSTM(nn.Module):
             raise ValueError(f"dtype must be one of torch's, as torch.bfloat16, not {dtype!r}")
         with torch.device("meta"):
             model = cls(config).to(dtype)
-        for name in quantized:
-            path = name.removesuffix(".weight")
-            layer = model.get_submodule(path)
-            if not isinstance(layer, Linear):
-                raise ValueError(f"{name} is quantised, which is not supported for this layer")
-            wide = isinstance(layer, Float32Linear)
-            rows, columns = layer.weight.shape
-            model.set_submodule(path, QuantizedLinear(columns, rows, wide=wide))
+        model.replace_quantized(quantized)
         parameters = dict(model.named_parameters())
         sizes = [-(-p.numel() // 64) * 64 for p in parameters.values()]  # aligned as in PyTorch
         memory = torch.empty(sum(sizes), dtype=dtype, device=device).split(sizes)
@@ -242,7 +234,7 @@ class XLSTM(nn.Module):
                 layer = model.get_submodule(name.removesuffix(".weight"))
                 assert isinstance(layer, QuantizedLinear)
                 layer.weight = tensor.to(model.backbone.embeddings.weight.device)
-        layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]
+        layers = model.quantized_layers()
         # One by one: there is never a second copy of all weights.
         if dtype == torch.float64:
             return model  # nothing is rounded further
@@ -258,7 +250,21 @@ class XLSTM(nn.Module):
     @property
     def is_quantized(self) -> bool:
         """True if a layer has quantised weights."""
-        return any(isinstance(module, QuantizedLinear) for module in self.modules())
+        return bool(self.quantized_layers())
+
+    def quantized_layers(self) -> list[QuantizedLinear]:
+        return [module for module in self.modules() if isinstance(module, QuantizedLinear)]
+
+    def replace_quantized(self, names: Collection[str]) -> None:
+        """Puts a `QuantizedLinear` without a weight in the place of each of these matrices."""
+        for name in names:
+            path = name.removesuffix(".weight")
+            layer = self.get_submodule(path)
+            if not isinstance(layer, Linear):
+                raise ValueError(f"{name} is quantised, which is not supported for this layer")
+            wide = isinstance(layer, Float32Linear)
+            rows, columns = layer.weight.shape
+            self.set_submodule(path, QuantizedLinear(columns, rows, wide=wide))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes a Hugging Face folder that this package and `transformers` can load."""

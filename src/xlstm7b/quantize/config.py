@@ -4,6 +4,7 @@ The format is that of the compressed-tensors library. This file reads and writes
 library, and without torch.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -139,6 +140,22 @@ def described(values: Mapping[str, Any] | None) -> dict[str, str]:
         ", ".join(map(str, group.get("targets", ()))): str(Scheme.from_dict(group["weights"]))
         for group in groups.values()
     }
+
+
+def named_scheme(values: Mapping[str, Any], layer: str) -> Scheme | None:
+    """The scheme of a layer by a supported `quantization_config`; None if it stays in floats."""
+
+    def matches(pattern: str) -> bool:
+        if pattern.startswith("re:"):
+            return re.match(pattern.removeprefix("re:"), layer) is not None
+        return pattern in ("Linear", layer)
+
+    if any(map(matches, values.get("ignore") or ())):
+        return None
+    for group in values["config_groups"].values():
+        if any(map(matches, group.get("targets", ()))):
+            return Scheme.from_dict(group["weights"])
+    return None
 
 
 def check_supported(values: Any) -> None:

@@ -89,17 +89,24 @@ class QuantizedWeight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The matrix as floats."""
-        return torch.cat([*self.tiles(dtype)])
+        assert self.layout == "stored"
+        return self._floats(self.data, self.scale, dtype)
 
     def tiles(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """Some rows of the matrix as floats at a time."""
         assert self.layout == "stored"
-        wide = torch.promote_types(dtype, torch.float32)
         rows = max(1, TILE // max(1, self.shape[1]))
         for data, scale in zip(self.data.split(rows), self.scale.split(rows), strict=True):
-            values = _unpack(data) if self.scheme.name == "int4" else data
-            groups = values.to(wide).unflatten(1, (scale.shape[1], -1))
-            yield (groups * scale.to(wide)[..., None]).flatten(1).to(dtype)
+            yield self._floats(data, scale, dtype)
+
+    def _floats(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        wide = torch.promote_types(dtype, torch.float32)
+        if dtype == scale.dtype == torch.bfloat16:
+            wide = dtype  # it holds the codes, and a product is rounded once
+        values = _unpack(data) if self.scheme.name == "int4" else data
+        groups = values.to(wide).unflatten(1, (scale.shape[1], -1))
+        floats: Tensor = groups.mul_(scale.to(wide)[..., None]).flatten(1).to(dtype)
+        return floats
 
 
 def stack(weights: Sequence[QuantizedWeight], data: Tensor) -> QuantizedWeight:

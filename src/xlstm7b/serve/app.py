@@ -67,24 +67,26 @@ def create_app(
 
 
 def _add_status_routes(app: FastAPI, service: Service) -> None:
-    model = {
-        "id": service.name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "xlstm7b",
-        "state_bytes": service.state_bytes,
+    models = {
+        model.id: {
+            "id": model.id,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "xlstm7b",
+            "state_bytes": service.state_bytes,
+        }
+        for model in service.models
     }
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        """The model that is served."""
-        return {"object": "list", "data": [model]}
+        """The model that is served, and after it the model with each adapter."""
+        return {"object": "list", "data": [*models.values()]}
 
     @app.get("/v1/models/{name:path}")
     async def find_model(name: str) -> dict[str, Any]:
         """The model, by its name."""
-        service.check_model(name)
-        return model
+        return models[service.find_model(name).id]
 
     @app.head("/health", response_model=None, include_in_schema=False)
     @app.get("/health", response_model=None)

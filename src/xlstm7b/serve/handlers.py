@@ -7,11 +7,11 @@ submitted to the engine thread. 3. Their outputs become the response, whole or a
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
@@ -21,6 +21,7 @@ from xlstm7b.chat_format import ChatFormat, answer_ends, without_prefix
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate import Completion, Request, RequestOutput, SamplingParams, SavedState
 from xlstm7b.generate.state import state_bytes
+from xlstm7b.model.adapter import Adapter
 from xlstm7b.serve import protocol
 from xlstm7b.serve.engine_thread import EngineThread
 from xlstm7b.serve.middleware import add_to_log, request_id
@@ -35,6 +36,19 @@ _SHORT = 4096  # tokens or characters
 _Result = TypeVar("_Result")
 
 
+class ServedModel(NamedTuple):
+    """What a client's `model` stands for."""
+
+    id: str
+    chat_format: ChatFormat
+    adapter: Adapter | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the adapter; empty without one."""
+        return "" if self.adapter is None else self.adapter.fingerprint
+
+
 @dataclass(frozen=True)
 class Service:
     """Everything that the handlers share: `http.app.state.service`."""
@@ -45,6 +59,7 @@ class Service:
     limits: protocol.Limits
     metrics: Metrics
     states: SavedStates | None = None
+    adapters: Mapping[str, tuple[Adapter, ChatFormat]] = field(default_factory=dict)  # by name
     created: int = field(default_factory=lambda: int(time.time()))
     draining: threading.Event = field(default_factory=threading.Event)
 
@@ -65,10 +80,23 @@ class Service:
         """Size of one saved state."""
         return state_bytes(self.config, self.engine.engine.state_dtype)
 
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.name:
-            message = f"there is no model {name[:80]!r}; this server has {self.name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+    @cached_property
+    def models(self) -> list[ServedModel]:
+        """The model without an adapter, then with each of them."""
+        adapted = [
+            ServedModel(f"{self.name}:{name}", chat_format, adapter)
+            for name, (adapter, chat_format) in self.adapters.items()
+        ]
+        return [ServedModel(self.name, self.chat_format), *adapted]
+
+    def find_model(self, name: str | None) -> ServedModel:
+        """By its id, or by the adapter's name alone. None is the model without an adapter."""
+        for model in self.models:
+            if name in (None, model.id, model.id.removeprefix(f"{self.name}:")):
+                return model
+        known = ", ".join(repr(model.id) for model in self.models)
+        message = f"there is no model {str(name)[:80]!r}; this server has {known}"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
     def saved_states(self) -> SavedStates:
         if self.states is None:
@@ -102,7 +130,9 @@ async def _generate(
         else:
             prompts, params, state = await _read_completion(service, body)
         _check_limits(service, body, prompts, params)
-        requests = await _prepare(service, _build_requests(body, prompts, params, state))
+        model = service.find_model(body.model)
+        built = _build_requests(body, prompts, params, state, model.adapter)
+        requests = await _prepare(service, built)
         # 2. They are submitted.
         answer = _Answer(service, body, http, prompts, requests)
         queue = OutputQueue(service.engine, service.metrics)
@@ -140,18 +170,19 @@ async def _read_completion(service: Service, body: CompletionBody) -> _Input:
 
 
 async def _read_chat(service: Service, body: ChatBody) -> _Input:
+    chat_format = service.find_model(body.model).chat_format
     state, text_after_answer = await _load_state(service, body)
     if state is None:
-        text = _render(service, body.messages)
+        text = _render(chat_format, body.messages)
     else:
         message, *others = body.messages
         if others or message.role != "user":
             error = "with a state, messages must be one user message: the state has read all others"
             raise ApiError(400, error, param="messages")
-        turn = service.chat_format.next_prompt(message.to_template()["content"])
+        turn = chat_format.next_prompt(message.to_template()["content"])
         text = without_prefix(turn, text_after_answer)
     stop_strings, eos_token_id = answer_ends(
-        service.chat_format, service.tokenizer, service.config.eos_token_id
+        chat_format, service.tokenizer, service.config.eos_token_id
     )
     params = body.to_sampling_params(
         service.limits, stop_strings=stop_strings, eos_token_id=eos_token_id
@@ -161,12 +192,12 @@ async def _read_chat(service: Service, body: ChatBody) -> _Input:
 
 async def _load_state(service: Service, body: SamplingBody) -> tuple[SavedState | None, str]:
     """The saved state to continue from, and the text that it has read after its answer."""
-    service.check_model(body.model)
+    model = service.find_model(body.model)
     if body.save_state:
         await asyncio.to_thread(service.saved_states().check_room, service.state_bytes)
     if body.state is None:
         return None, ""
-    return await asyncio.to_thread(service.saved_states().load, body.state)
+    return await asyncio.to_thread(service.saved_states().load, body.state, model.fingerprint)
 
 
 async def _encode(
@@ -187,10 +218,13 @@ async def _encode(
 
 
 def _render(
-    service: Service, messages: Sequence[protocol.Message], *, add_generation_prompt: bool = True
+    chat_format: ChatFormat,
+    messages: Sequence[protocol.Message],
+    *,
+    add_generation_prompt: bool = True,
 ) -> str:
     try:
-        return service.chat_format.render(
+        return chat_format.render(
             [message.to_template() for message in messages],
             add_generation_prompt=add_generation_prompt,
         )
@@ -230,6 +264,7 @@ def _build_requests(
     prompts: Sequence[list[int]],
     params: SamplingParams,
     state: SavedState | None,
+    adapter: Adapter | None,
 ) -> list[Request]:
     """The requests of the first prompt, then those of the second, …"""
     return [
@@ -241,6 +276,7 @@ def _build_requests(
             # One request of each prompt scores it.
             prompt_logprobs=body.answer_logprobs if body.echoes and number == 0 else None,
             prefill_only=body.only_echoes,
+            adapter=adapter,
         ).with_seed_offset(number)
         for prompt in prompts
         for number in range(body.candidates)
@@ -291,10 +327,11 @@ class _Answer:
         self.body, self.prompts, self.requests = body, prompts, requests
         self._is_chat = isinstance(body, ChatBody)
         prefix = "chatcmpl" if self._is_chat else "cmpl"
+        self._model = service.find_model(body.model)
         self._head = {
             "id": f"{prefix}-{request_id(http)}",
             "created": int(time.time()),
-            "model": service.name,
+            "model": self._model.id,
         }
         self.completions: dict[int, Completion] = {}  # by request
         self._service, self._tokenizer = service, service.tokenizer
@@ -357,7 +394,8 @@ class _Answer:
         text_after_answer = written.removeprefix(completion.text)
         save = self._service.saved_states().save
         try:
-            saved = await asyncio.to_thread(save, completion.state, text_after_answer)
+            adapter = self._model.fingerprint
+            saved = await asyncio.to_thread(save, completion.state, text_after_answer, adapter)
         except ApiError as error:
             return {"state_id": None, "state_error": error.message}
         return {"state_id": saved["id"]}
@@ -437,7 +475,7 @@ async def tokenize(body: TextBody, http: HttpRequest) -> dict[str, Any]:
 async def detokenize(body: protocol.TokensBody, http: HttpRequest) -> dict[str, Any]:
     """The text of token ids."""
     service: Service = http.app.state.service
-    service.check_model(body.model)
+    service.find_model(body.model)
     try:
         check_tokens(service.config, body.tokens)
     except ValueError as error:
@@ -449,11 +487,11 @@ async def detokenize(body: protocol.TokensBody, http: HttpRequest) -> dict[str, 
 async def save_state(body: TextBody, http: HttpRequest) -> dict[str, Any]:
     """Read a text or a conversation and save the state after it."""
     service: Service = http.app.state.service
-    states = service.saved_states()
+    states, model = service.saved_states(), service.find_model(body.model)
     with states.in_memory.count():
         await asyncio.to_thread(states.check_room, service.state_bytes)
         ids = await _encode_text(service, body, add_generation_prompt=False)
-        request = Request(ids, keep_state=True, prefill_only=True)
+        request = Request(ids, keep_state=True, prefill_only=True, adapter=model.adapter)
         queue = OutputQueue(service.engine, service.metrics)
         queue.submit(await _prepare(service, [request]))
         try:
@@ -463,8 +501,9 @@ async def save_state(body: TextBody, http: HttpRequest) -> dict[str, Any]:
         assert completion.state is not None
         text_after_answer = ""
         if body.messages is not None:
-            text_after_answer = _start_of_next_turn(service, body.messages)
-        return await asyncio.to_thread(states.save, completion.state, text_after_answer)
+            text_after_answer = _start_of_next_turn(model.chat_format, body.messages)
+        save = partial(states.save, completion.state, text_after_answer, model.fingerprint)
+        return await asyncio.to_thread(save)
 
 
 @router.get("/v1/states")
@@ -497,18 +536,20 @@ async def _completion(queue: OutputQueue) -> Completion:
 async def _encode_text(
     service: Service, body: TextBody, *, add_generation_prompt: bool = True
 ) -> list[int]:
-    service.check_model(body.model)
+    model = service.find_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "exactly one of prompt and messages is needed")
     prompt = body.prompt
     if body.messages is not None:
-        prompt = _render(service, body.messages, add_generation_prompt=add_generation_prompt)
+        prompt = _render(
+            model.chat_format, body.messages, add_generation_prompt=add_generation_prompt
+        )
     return [] if prompt == [] else (await _encode(service, prompt))[0]
 
 
-def _start_of_next_turn(service: Service, messages: Sequence[protocol.Message]) -> str:
+def _start_of_next_turn(chat_format: ChatFormat, messages: Sequence[protocol.Message]) -> str:
     """The end of the rendered conversation, where it equals the start of the next turn."""
-    text = _render(service, messages, add_generation_prompt=False)
-    turn = service.chat_format.next_prompt("")
+    text = _render(chat_format, messages, add_generation_prompt=False)
+    turn = chat_format.next_prompt("")
     lengths = range(min(len(text), len(turn)), 0, -1)
     return turn[: next((n for n in lengths if text.endswith(turn[:n])), 0)]

@@ -12,6 +12,7 @@ from xlstm7b.serve.protocol import ApiError, Json, Limiter
 MAX_IN_MEMORY = 16  # requests with a saved state at the same time: each holds 134 MB for the 7B
 _LOG = logging.getLogger("xlstm7b.serve")
 _ID = re.compile(r"state-[0-9a-f]{24}")  # files have no other names
+_ADAPTER = "adapter"  # the fingerprint of the adapter that has read the text; empty without one
 _NOTE = "note"  # in the file; `xlstm7b chat` uses the same name
 
 
@@ -27,15 +28,16 @@ class SavedStates:
         with _http_errors():
             self._store.check_room(nbytes)
 
-    def save(self, state: SavedState, text_after_answer: str = "") -> Json:
-        """Saves a state and returns its description.
+    def save(self, state: SavedState, text_after_answer: str = "", adapter: str = "") -> Json:
+        """Saves a state and returns its description. `adapter` is that which has read the text.
 
         `text_after_answer`: what the state has read after the end of the answer, such as a stop
         string. The next prompt must not repeat it.
         """
         state_id = f"state-{secrets.token_hex(12)}"
+        notes = {_NOTE: text_after_answer, _ADAPTER: adapter}
         with _http_errors():
-            return _describe(self._store.save(state_id, state, **{_NOTE: text_after_answer}))
+            return _describe(self._store.save(state_id, state, **notes))
 
     def list(self) -> list[Json]:
         """Descriptions of all saved states, newest first."""
@@ -45,10 +47,17 @@ class SavedStates:
         with _http_errors(state_id):
             return _describe(self._store.find(state_id))
 
-    def load(self, state_id: str) -> tuple[SavedState, str]:
+    def load(self, state_id: str, adapter: str = "") -> tuple[SavedState, str]:
         """The state, on the CPU, and the text that it has read after the end of the answer."""
         with _http_errors(state_id):
             notes = self._store.find(state_id).notes
+            if notes.get(_ADAPTER, "") != adapter:
+                raise ApiError(
+                    409,
+                    f"the state {state_id} was saved with another adapter, or without one: name "
+                    "the model that saved it",
+                    param="model",
+                )
             return self._store.load(state_id, device="cpu"), notes.get(_NOTE, "")
 
     def delete(self, state_id: str) -> None:

@@ -34,8 +34,11 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.AdamW:
-    """AdamW, fused where the device can. Its averages are float32 because the parameters are."""
-    parameters = list(model.parameters())
+    """AdamW for the parameters that are not frozen, fused where the device can.
+
+    Its averages are float32 because the parameters are.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
     assert all(p.dtype == torch.float32 for p in parameters), "AdamW needs float32 weights"
     return torch.optim.AdamW(
         parameter_groups(model, settings.weight_decay),

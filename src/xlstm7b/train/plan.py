@@ -13,23 +13,46 @@ Memory per GPU is an estimate. Of the P parameters a GPU holds
   the width, q, v and F the widths of q or k, v and the feed-forward, those three divided by tp:
       none       4 d + 2 q + 4 v + 3 F: the inputs of every norm and projection, the cell, its norm
       selective  2 d + 2 q + 3 v + 2 F: the outputs of matrix products and of the cell
+      products   2 d + 2 q + 2 v + 2 F: the outputs of matrix products
       block      d, and once the values of `none`: a block's input, and the block computed again
   Other blocks state those of `none` and `selective` by a static method `kept_values(config)`.
-- cell: the kernels keep C at every chunk boundary for the backward pass, in each block (`block`: in
-  the one that is computed again), and the gradient of C for one block
+- cell: the kernels keep C at every chunk boundary for the backward pass, in each block (`block` and
+  `products`: in the one that is computed again), and the gradient of C for one block
 - head: pieces of the logits, and the gradient of the head's weight, in float32
+
+With `[lora]` the model is frozen, and only the adapter's numbers are trained:
+
+- frozen: e bytes × P / dp_shard; if the folder of `init_from` is quantised, its 8 or 4 bits and
+  scales for the matrices, on every GPU
+- weights, gradients, adamw, gathered: those of the adapter
+- gathered: also two blocks, the embedding and the head if there are several shards; for quantised
+  weights, the largest matrix as floats with its temporaries
+- activations: also `rank` values for each matrix, and its dropped-out input if there is dropout
+- head: without a gradient; a quantised one is dequantised
 """
 
+import json
 from dataclasses import dataclass
+from math import prod
+from pathlib import Path
 from typing import Any
 
-from xlstm7b.accounting import H100_FLOPS, PAPER_MFU, parameter_counts, training_flops
+from xlstm7b.accounting import (
+    H100_FLOPS,
+    PAPER_MFU,
+    adapted_shapes,
+    lora_parameters,
+    lora_training_flops,
+    parameter_counts,
+    training_flops,
+)
 from xlstm7b.config import ModelConfig
+from xlstm7b.quantize.config import Scheme, named_scheme
 from xlstm7b.registry import STANDARD, find
 from xlstm7b.train.recipe import Layout, Recipe
 
 KERNEL_CHUNK = 256  # the Triton kernels' chunk; to import it from mlstm would load torch
-_LOGITS_PER_PIECE = 1 << 28  # of the head's loss on a GPU
+_LOGITS_PER_PIECE, _LOGITS_PER_FROZEN_PIECE = 1 << 28, 1 << 26  # of the head's loss on a GPU
 _HEAD_BUFFERS = 3  # logits, their softmax, and a temporary
 
 
@@ -40,6 +63,7 @@ class Plan:
     recipe: Recipe
     layout: Layout
     parameters: int
+    trained: int  # parameters that are not frozen
     tokens: int
     flops: int
     memory: dict[str, int]
@@ -80,12 +104,28 @@ def make_plan(
         recipe=recipe,
         layout=layout,
         parameters=parameter_counts(recipe.model)["total"],
+        trained=trained_parameters(recipe),
         tokens=tokens,
-        flops=training_flops(recipe.model, context) * (tokens // context),
+        flops=sequence_flops(recipe) * (tokens // context),
         memory=memory_per_gpu(recipe, layout),
         mfu=mfu,
         peak_flops=peak_flops,
     )
+
+
+def trained_parameters(recipe: Recipe) -> int:
+    """The parameters that are not frozen."""
+    if recipe.lora is not None:
+        return lora_parameters(recipe.model, recipe.lora.targets, recipe.lora.rank)
+    return parameter_counts(recipe.model)["total"]
+
+
+def sequence_flops(recipe: Recipe) -> int:
+    """FLOPs of a forward and a backward pass on one sequence, without recomputation."""
+    length, lora = recipe.data.context_length, recipe.lora
+    if lora is not None:
+        return lora_training_flops(recipe.model, length, lora.targets, lora.rank)
+    return training_flops(recipe.model, length)
 
 
 def memory_per_gpu(recipe: Recipe, layout: Layout) -> dict[str, int]:
@@ -101,37 +141,101 @@ def memory_per_gpu(recipe: Recipe, layout: Layout) -> dict[str, int]:
 
     micro = max(recipe.micro_batches(start, layout)[0] for start, _ in recipe.ramp.stages)
     tokens = micro * recipe.data.context_length
-    everything, selective = _kept_values(config, tp)
+    everything, selective, products = _kept_values(config, tp)
     kept = {
         "none": config.num_blocks * everything,
         "selective": config.num_blocks * selective,
+        "products": config.num_blocks * products,
         "block": config.num_blocks * config.embedding_dim + everything,
     }[mode]
     state = config.num_heads // tp * config.d_qk * config.d_hv
     boundaries = micro * (-(-recipe.data.context_length // KERNEL_CHUNK) + 1)
-    states = boundaries * (1 + (1 if mode == "block" else config.num_blocks))
+    states = boundaries * (1 + (1 if mode in ("block", "products") else config.num_blocks))
     pieces = min(_LOGITS_PER_PIECE, tokens * config.vocab_size)
+    gathered = is_gathered * itemsize * (3 * block + ends + counts["head"])
+    head = 4 * (_HEAD_BUFFERS * pieces + counts["head"])
+    frozen = 0
+    if recipe.lora is not None:
+        kept += _kept_by_lora(recipe)
+        frozen, gathered, head = _frozen_memory(recipe, layout, itemsize)
+        head += 4 * _HEAD_BUFFERS * min(_LOGITS_PER_FROZEN_PIECE, pieces)
+        local = -(-trained_parameters(recipe) // layout.dp_shard)
+        gathered += itemsize * trained_parameters(recipe)
     parts = {
+        **({"frozen": frozen} if recipe.lora is not None else {}),
         "weights": 4 * local,
         "gradients": 4 * local,
         "adamw": 8 * local,
-        "gathered": is_gathered * itemsize * (3 * block + ends + counts["head"]),
+        "gathered": gathered,
         "activations": itemsize * tokens * kept,
         "cell": itemsize * states * state,
-        "head": 4 * (_HEAD_BUFFERS * pieces + counts["head"]),
+        "head": head,
     }
     return {**parts, "total": sum(parts.values())}
 
 
-def _kept_values(config: ModelConfig, tp: int) -> tuple[int, int]:
-    """Values that a block keeps for each token, with `none` and with `selective`."""
+def _kept_by_lora(recipe: Recipe) -> int:
+    """Values that all blocks keep for each token because of LoRA; with `block`, one block."""
+    assert recipe.lora is not None
+    shapes = adapted_shapes(recipe.model, recipe.lora.targets).values()
+    kept = sum(recipe.lora.rank + bool(recipe.lora.dropout) * columns for _, columns in shapes)
+    once = recipe.run.activation_checkpointing == "block"
+    return kept // recipe.model.num_blocks if once else kept
+
+
+def _frozen_memory(recipe: Recipe, layout: Layout, itemsize: int) -> tuple[int, int, int]:
+    """Bytes of the frozen weights, of what is gathered or dequantised of them, and of the head."""
+    config, counts = recipe.model, parameter_counts(recipe.model)
+    quantized = _quantization(recipe.init_from)
+    if quantized is None:
+        block = (counts["total"] - counts["embedding"] - counts["head"]) // config.num_blocks
+        whole = 2 * block + counts["embedding"] + counts["head"]
+        gathered = itemsize * whole if layout.dp_shard > 1 else 0
+        return itemsize * -(-counts["total"] // layout.dp_shard), gathered, 0
+    matrices = counts["total"] - counts["embedding"] - counts["gates"] - counts["norms"]
+    blocks, head = matrices - counts["head"], counts["head"]
+    floats = counts["total"] - matrices
+    of_blocks, of_head = quantized
+    frozen = itemsize * -(-floats // layout.dp_shard)
+    frozen += _quantized_bytes(of_blocks, blocks, itemsize)
+    frozen += _quantized_bytes(of_head, head, itemsize)
+    largest = max(prod(shape) for shape in config.block_parameter_shapes().values())
+    # The codes as int8, as float32, and the result.
+    return frozen, (5 + itemsize) * largest, itemsize * head if of_head else 0
+
+
+def _quantized_bytes(scheme: Scheme | None, count: int, itemsize: int) -> int:
+    if scheme is None:
+        return itemsize * count
+    # A scale of int8 and fp8 is for a whole row: next to nothing.
+    return count // 2 + 2 * count // scheme.group_size if scheme.group_size else count
+
+
+def _quantization(init_from: str) -> tuple[Scheme | None, Scheme | None] | None:
+    """The schemes of blocks and head in a local folder; None if it is not quantised.
+
+    The weights of a hub id count as floats: nothing is downloaded for a plan.
+    """
+    path = Path(init_from) / "config.json"
+    if not path.is_file():
+        return None
+    ModelConfig.from_file(path)  # checks it, with the quantisation
+    values = json.loads(path.read_text(encoding="utf-8")).get("quantization_config")
+    if values is None:
+        return None
+    return named_scheme(values, "backbone.blocks.0.mlstm_layer.q"), named_scheme(values, "lm_head")
+
+
+def _kept_values(config: ModelConfig, tp: int) -> tuple[int, int, int]:
+    """Values that a block keeps for each token, with `none`, `selective` and `products`."""
     if config.block != STANDARD["block"]:
         block = find("block", config.block)
         if hasattr(block, "kept_values"):
             none, selective = block.kept_values(config)
-            return none, selective
+            return none, selective, selective
     d, q, v, f = config.embedding_dim, config.qk_dim // tp, config.v_dim // tp, config.ffn_dim // tp
-    return 4 * d + 2 * q + 4 * v + 3 * f, 2 * d + 2 * q + 3 * v + 2 * f
+    products = 2 * d + 2 * q + 2 * v + 2 * f
+    return 4 * d + 2 * q + 4 * v + 3 * f, products + v, products
 
 
 def key_steps(recipe: Recipe) -> list[int]:
@@ -139,6 +243,20 @@ def key_steps(recipe: Recipe) -> list[int]:
     first, last = recipe.start_step, recipe.run.steps
     corners = {*recipe.learning_rate.corners(), *(start for start, _ in recipe.ramp.stages)}
     return [first, *sorted(step for step in corners if first < step < last), last]
+
+
+def _frozen(recipe: Recipe, trained: int) -> dict[str, Any]:
+    """What is frozen and what is trained, if that is not everything."""
+    if recipe.lora is None:
+        return {}
+    quantized = _quantization(recipe.init_from)
+    weights = "float32" if recipe.run.precision == "float32" else "bfloat16"
+    if quantized is not None:
+        blocks, head = (str(scheme or weights) for scheme in quantized)
+        weights = f"{blocks}, head {head}"
+    elif not (Path(recipe.init_from) / "config.json").is_file():
+        weights += f" (unless {recipe.init_from}, which is not here, is quantised)"
+    return {"frozen_weights": weights, "trained_parameters": trained}
 
 
 def describe(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -155,6 +273,7 @@ def describe(plan: Plan) -> dict[str, dict[str, Any]]:
             "vocab_size": config.vocab_size,
             **config.differences(),
             "parameters": plan.parameters,
+            **_frozen(recipe, plan.trained),
         },
         "run": {
             "start": {"from": recipe.init_from or "new weights", "at_step": recipe.start_step},

@@ -19,6 +19,7 @@ from functools import wraps
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
+from types import UnionType
 from typing import (
     Annotated,
     Any,
@@ -43,6 +44,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
+from xlstm7b.accounting import adapted_shapes
 from xlstm7b.config import ModelConfig
 from xlstm7b.data import Packing
 from xlstm7b.train.schedule import BatchRamp, Decay, LearningRate, micro_batches
@@ -217,9 +219,10 @@ class Run:
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of the computation; weights and averages are float32. auto: bfloat16 on GPUs, float32
     on CPUs."""
-    activation_checkpointing: Literal["none", "block", "selective"] = "none"
+    activation_checkpointing: Literal["none", "block", "selective", "products"] = "none"
     """What the forward pass keeps for the backward pass: everything (`none`), the outputs of
-    matrix products and of the cell (`selective`), or each block's input (`block`). Less memory
+    matrix products and of the cell (`selective`), the outputs of matrix products alone
+    (`products`), or each block's input (`block`). Less memory
     takes more time."""
     compile: StrictBool = True
     """Compile each block with `torch.compile`, on GPUs."""
@@ -246,6 +249,33 @@ class Run:
     hooks: tuple[Annotated[str, AfterValidator(_check_hook)], ...] = ()
     """Code of your own to call, as `"file.py:Class"` or `"package.module:Class"`. Files are found
     from where the command runs."""
+
+
+@section
+class Lora:
+    """LoRA: the weights of `init_from` are frozen, and low-rank additions to them are trained."""
+
+    rank: AtLeast1 = 16
+    """Rank of the additions B A. They have rank × (rows + columns) numbers for each matrix."""
+    alpha: Positive = 32.0
+    """The addition is B A × `alpha` / `rank`."""
+    dropout: Below1 = 0.0
+    """Dropout of the input of A."""
+    targets: tuple[str, ...] = (
+        "q",
+        "k",
+        "v",
+        "ogate_preact",
+        "out_proj",
+        "proj_up",
+        "proj_up_gate",
+        "proj_down",
+    )
+    """Names of the layers that get an addition, in every block."""
+
+    def __post_init__(self) -> None:
+        if not self.targets:
+            raise ValueError("lora.targets is empty; name at least one layer")
 
 
 class Layout(NamedTuple):
@@ -349,6 +379,7 @@ class Recipe:
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     parallel: Parallel = Parallel()
+    lora: Lora | None = None
     init_from: str = ""
     """Where the first weights come from: a checkpoint folder or a hub id. With `start_step`, the
     folder of a run. `[model]` may then be left out. Empty: new weights."""
@@ -379,8 +410,25 @@ class Recipe:
                 raise ValueError(
                     f"parallel.tp ({self.parallel.tp}) does not divide the {what} ({size})"
                 )
+        if self.lora is not None:
+            self._check_lora(self.lora)
         if -1 not in (self.parallel.dp_shard, self.parallel.dp_replicate):
             self.layout()
+
+    def _check_lora(self, lora: Lora) -> None:
+        if not self.init_from:
+            raise ValueError("[lora] needs init_from: the folder of the weights to adapt")
+        if self.start_step:
+            raise ValueError("[lora] starts at step 0: leave start_step out")
+        if self.parallel.tp > 1:
+            raise ValueError(
+                f"[lora] cannot be split over tensor-parallel processes: set parallel.tp = 1, "
+                f"not {self.parallel.tp}"
+            )
+        try:
+            adapted_shapes(self.model, lora.targets)
+        except ValueError as error:
+            raise ValueError(f"lora.targets: {error}") from error
 
     @property
     def learning_rate(self) -> LearningRate:
@@ -444,6 +492,7 @@ def _sentence(error: ValidationError, cls: Any) -> str:
             for part in location[:-1]:
                 hints = get_type_hints(cls) if is_dataclass(cls) else {}
                 cls = hints.get(str(part)) or get_args(cls)[1]  # a section, or a dict of them
+                cls = get_args(cls)[0] if isinstance(cls, UnionType) else cls  # or None
             return _unknown(name, str(location[-1]), [field.name for field in fields(cls)])
         case "dataclass_type" | "dict_type":
             return f"{name} must be a table, not {first['input']!r}"

@@ -15,6 +15,7 @@ from xlstm7b.config import SIZES, ModelConfig
 from xlstm7b.train.recipe import (
     Batch,
     Data,
+    Lora,
     Optimizer,
     Parallel,
     Recipe,
@@ -105,7 +106,7 @@ def recipe_reference() -> str:
     """The page as Markdown."""
     page = [_INTRODUCTION, _TOP, _table([_EXTENDS, *_rows(Recipe, "")])]
     page += [_MODEL, _table(_model_rows())]
-    for cls in (Data, Batch, Optimizer, Schedule, Run, Parallel):
+    for cls in (Data, Batch, Optimizer, Schedule, Run, Parallel, Lora):
         name = cls.__name__.lower()
         rows = _rows(cls, f"{name}.")
         if cls is Data:

@@ -8,6 +8,9 @@ The distributed checkpoint contains pickles. They are opened only after every fi
 checksum, so damage is never unpickled. Checksums do not stop an attacker, who can change them too:
 load only checkpoints that you trust. To share weights, export them.
 
+If a part of the model is frozen, as with LoRA, a checkpoint holds only what is trained. `run.json`
+then has a fingerprint of the frozen weights, which are read from `init_from` again.
+
 Every `run.json` names the step with the lowest validation loss. So the latest checkpoint knows the
 best one, and the best one is deleted only after a better one is complete.
 """
@@ -22,6 +25,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -34,13 +38,18 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from xlstm7b.accounting import adapted_shapes
 from xlstm7b.chat_format import PlainFormat, template_source
 from xlstm7b.checkpoint import resolve, save_checkpoint
 from xlstm7b.config import ModelConfig
@@ -54,6 +63,7 @@ from xlstm7b.files import (
     write_manifest,
 )
 from xlstm7b.model import XLSTM
+from xlstm7b.model.adapter import LowRank, save_adapter
 from xlstm7b.tokenizer import (
     load_tokenizer,
     open_tokenizer,
@@ -67,6 +77,7 @@ from xlstm7b.train.processes import any_process, in_first_process
 from xlstm7b.train.recipe import Recipe
 
 _NAME = re.compile(r"step-(\d{8})")
+_TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
 class CheckpointManager:
@@ -105,7 +116,7 @@ class CheckpointManager:
 
         with self._explain_failure(step):
             run_sum = in_first_process(prepare)
-        weights, averages = get_state_dict(model, optimizer)
+        weights, averages = get_state_dict(model, optimizer, options=_TRAINED)
         state = {"model": weights, "optimizer": averages}
         # The stager that `async_save` makes itself when it is given no writer.
         stager = DefaultStager(StagingOptions(False, False, False, False))
@@ -165,10 +176,16 @@ class CheckpointManager:
             {name: value for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups
         ]
-        weights, averages = get_state_dict(model, optimizer)
+        weights, averages = get_state_dict(model, optimizer, options=_TRAINED)
         with _name_damage(path):
             load({"model": weights, "optimizer": averages}, checkpoint_id=path)
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=averages)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=weights,
+            optim_state_dict=averages,
+            options=_TRAINED,
+        )
         for group, values in zip(optimizer.param_groups, settings, strict=True):
             group.update(values)  # the recipe's settings, not those of the checkpoint
         if any_process(not _all_finite(_tensors(model, optimizer))):
@@ -266,10 +283,31 @@ def _read_sums(checkpoint: Path) -> dict[str, str]:
 def read_model(checkpoint: Path, config: ModelConfig) -> XLSTM:
     """The weights of a checkpoint as a model on the CPU, in this process alone."""
     model = XLSTM.empty(config, dtype=torch.float32, device="cpu")
+    _read_weights(checkpoint, model.state_dict())
+    return model
+
+
+def read_adapter(checkpoint: Path, recipe: Recipe) -> dict[str, LowRank]:
+    """A and B of a checkpoint of a LoRA run, by the paths of their layers."""
+    lora = recipe.lora
+    assert lora is not None
+    layers = {
+        path: LowRank(
+            torch.empty(lora.rank, columns), torch.empty(rows, lora.rank), lora.alpha / lora.rank
+        )
+        for path, (rows, columns) in adapted_shapes(recipe.model, lora.targets).items()
+    }
+    weights = {f"{path}.lora_A": layer.A for path, layer in layers.items()}
+    weights |= {f"{path}.lora_B": layer.B for path, layer in layers.items()}
+    _read_weights(checkpoint, weights)
+    return layers
+
+
+def _read_weights(checkpoint: Path, weights: dict[str, Any]) -> None:
+    """Reads the weights of these names, in this process alone."""
     with warnings.catch_warnings(), _name_damage(checkpoint):
         warnings.simplefilter("ignore", UserWarning)  # PyTorch warns of a single process
-        load({"model": model.state_dict()}, checkpoint_id=checkpoint, no_dist=True)
-    return model
+        load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
 
 
 def export_run(
@@ -282,6 +320,7 @@ def export_run(
 ) -> int:
     """Writes a checkpoint, by default the last, as a Hugging Face folder. Returns its step.
 
+    That of a LoRA run becomes an adapter in PEFT's format.
     "best" is the step with the lowest validation loss. `tokenizer` is a tokenizer.json, its folder,
     a hub id or "bytes"; by default that of `init_from` or of the data. The folder gets the
     tokenizer with the model's first token, a chat template, and the tokenizer's fingerprint.
@@ -305,8 +344,10 @@ def export_run(
     fingerprint = saved.get("tokenizer")  # earlier versions did not save it
     found_tokenizer = _find_tokenizer(recipe, tokenizer, fingerprint)
     verify_checkpoint(checkpoint)
-    model = read_model(checkpoint, recipe.model)
-    if not _all_finite(model.parameters()):
+    layers = {} if recipe.lora is None else read_adapter(checkpoint, recipe)
+    model = None if layers else read_model(checkpoint, recipe.model)
+    parts = [part for layer in layers.values() for part in (layer.A, layer.B)]
+    if not _all_finite(parts if model is None else model.parameters()):
         raise ValueError(_not_finite(checkpoint))
     template = saved.get("chat_template")  # that of the chats in the data
     if saved.get("has_plain_chats"):  # of earlier versions, which had no other chats
@@ -320,8 +361,18 @@ def export_run(
         else:
             companions = [write_fingerprint(Path(aside), fingerprint)] if fingerprint else []
             companions += [write_chat_template(Path(aside), template)] if template else []
-        parameters = model.named_parameters()
-        save_checkpoint(target, recipe.model, parameters, dtype=dtype, companions=companions)
+        if model is not None:
+            parameters = model.named_parameters()
+            save_checkpoint(target, recipe.model, parameters, dtype=dtype, companions=companions)
+        elif recipe.lora is not None:
+            save_adapter(
+                target,
+                {path: layer.to(dtype) for path, layer in layers.items()},
+                **asdict(recipe.lora),
+                base=saved["frozen"],
+                base_name=recipe.init_from,
+                companion_files=companions,
+            )
     return step
 
 
@@ -355,8 +406,8 @@ def _find_tokenizer(
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """The weights and AdamW's averages."""
-    yield from model.parameters()
+    """The weights that are trained, and AdamW's averages."""
+    yield from (parameter for parameter in model.parameters() if parameter.requires_grad)
     for averages in optimizer.state.values():
         yield from averages.values()
 

@@ -5,8 +5,10 @@ blocks by heads, FSDP2 (`fully_shard`) shards all parameters. Parameters keep th
 become DTensors.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -45,6 +47,8 @@ from xlstm7b.checkpoint import open_checkpoint
 from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
 from xlstm7b.model.init import drawn_parameters
+from xlstm7b.model.lora import add_lora, base_name, draw_lora, lora_layers
+from xlstm7b.quantize.weight import QuantizedWeight
 from xlstm7b.registry import STANDARD
 from xlstm7b.train.recipe import Layout, Recipe
 
@@ -63,14 +67,28 @@ def build_model(
 ) -> XLSTM:
     """The sharded model with float32 weights: drawn, or read from the checkpoint `init_from`.
 
-    On one kind of device every layout starts from the same numbers.
+    With `[lora]` the weights of `init_from` are frozen, in the computation's dtype or quantised;
+    only A and B are float32. On one kind of device every layout starts from the same numbers.
     """
-    weights = first_weights(recipe, init_from, device)
+    quantized: Collection[str] = ()
+    weights: Iterator[tuple[str, Tensor | QuantizedWeight]]
+    if recipe.lora is None:
+        weights = iter(first_weights(recipe, init_from, device))
+    else:
+        base = open_checkpoint(init_from)
+        check_same_model(init_from, base.config, recipe.model)
+        quantized, weights = base.schemes, base.weights()
     auto = "bfloat16" if device.type == "cuda" else "float32"
     precision = auto if recipe.run.precision == "auto" else recipe.run.precision
     # 1. The model without memory; the recipe says whether blocks recompute and are compiled.
     with torch.device("meta"):
         model = XLSTM(recipe.model)
+        if recipe.lora is not None:
+            model.replace_quantized(quantized)
+            add_lora(model, **asdict(recipe.lora))
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(getattr(torch, precision))
     blocks: Any = model.backbone.blocks
     for block in blocks:
         checkpoint_activations(block, recipe.run.activation_checkpointing)
@@ -85,12 +103,26 @@ def build_model(
     parallelize(model, mesh, getattr(torch, precision), keep_gathered=keep_gathered)
     # 3. Memory and values. Each process fills its own part of every parameter.
     model.to_empty(device=device)
-    parameters = dict(model.named_parameters())
+    parameters = {base_name(name): parameter for name, parameter in model.named_parameters()}
     with torch.no_grad():
-        for name, whole in weights:
-            _fill(parameters.pop(name), whole)
+        for name, whole in chain(weights, _drawn_adapter(model, recipe.run.seed, device)):
+            if isinstance(whole, QuantizedWeight):
+                layer: Any = model.get_submodule(name.removesuffix(".weight"))
+                getattr(layer, "base_layer", layer).weight = whole.to(device)
+            else:
+                _fill(parameters.pop(name), whole)
     assert not parameters, "every parameter has a first value"
     return model
+
+
+def _drawn_adapter(model: XLSTM, seed: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """The first values of A and B, one layer at a time."""
+    torch.manual_seed(seed)
+    for path, layer in lora_layers(model):
+        A, B = (torch.empty(part.shape, device=device) for part in (layer.lora_A, layer.lora_B))
+        draw_lora(A, B)
+        yield f"{path}.lora_A", A
+        yield f"{path}.lora_B", B
 
 
 def first_weights(
@@ -103,7 +135,8 @@ def first_weights(
     if opened.schemes:
         raise ValueError(
             f"the weights in {init_from} are quantised, and cannot be trained: start from the "
-            "float weights, or from those that `xlstm7b convert` makes of these"
+            "float weights, or from those that `xlstm7b convert` makes of these, or train an "
+            "adapter with [lora]"
         )
     check_same_model(init_from, opened.config, recipe.model)
     return opened.tensors()
@@ -132,7 +165,9 @@ def _drawn_weights(recipe: Recipe, device: torch.device) -> Iterator[tuple[str, 
 
 def _fill(parameter: Tensor, whole: Tensor) -> None:
     """Copies this process's part. No communication: every process has the whole tensor."""
-    assert isinstance(parameter, DTensor)
+    if not isinstance(parameter, DTensor):  # frozen, and not sharded
+        parameter.copy_(whole)
+        return
     shape, offset = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )
@@ -146,21 +181,30 @@ def _fill(parameter: Tensor, whole: Tensor) -> None:
 def checkpoint_activations(block: nn.Module, mode: str) -> None:
     """Makes the backward pass compute a block again, so that fewer activations are kept.
 
-    "block" keeps only the block's input, "selective" the outputs of matrix products and the cell.
-    It wraps the block's forward method, not the block, so parameters keep their names.
+    "block" keeps only the block's input, "products" the outputs of matrix products, "selective"
+    those and the cell's. It wraps the block's forward method, not the block, so parameters keep
+    their names.
     """
     if mode == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False}
-    if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    if mode in ("selective", "products"):
+        policy = partial(_policy, keep_cell=mode == "selective")
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     block.forward = partial(checkpoint, block.forward, **options)
 
 
-def _policy(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+def _policy(
+    context: Any, operator: Any, *arguments: Any, keep_cell: bool, **options: Any
+) -> CheckpointPolicy:
     aten = torch.ops.aten
     products = (aten.mm.default, aten.addmm.default, aten.bmm.default)
-    is_kept = operator in products or "mlstm_chunkwise" in str(operator)
+    is_kept = "dequantized_product" in str(operator)
+    is_kept |= keep_cell and "mlstm_chunkwise" in str(operator)
+    if operator in products:
+        x, weight = arguments[-2:]
+        # The product with B of LoRA is cheap, and as large as the layer's own.
+        is_kept = 4 * x.shape[-1] > weight.shape[-1]
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -186,7 +230,9 @@ def parallelize(
 ) -> None:
     """Lays the model out over the mesh, in place; the meta device works too.
 
-    Parameters stay float32; computation is in `compute_dtype` and gradients are reduced in float32.
+    Trained parameters stay float32; computation is in `compute_dtype` and gradients are reduced in
+    float32. Frozen ones have `compute_dtype`. They are sharded if there are several shards; else
+    they are used as they are, without a copy.
     With tensor parallelism each half of a block takes one all-reduce. `keep_gathered` keeps the
     gathered weights of the forward pass for the backward pass.
     """
@@ -210,6 +256,8 @@ def parallelize(
         ),
         "reshard_after_forward": not keep_gathered,
     }
+    if mesh[SHARD].size() == 1:
+        options["ignored_params"] = {p for p in model.parameters() if not p.requires_grad}
     for unit in _units(blocks, unit_parameters):
         fully_shard(unit, **options)
     fully_shard(model, **options)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xlstm7b.checkpoint import resolve
+from xlstm7b.checkpoint import open_checkpoint, resolve
 from xlstm7b.data.loader import Batch, Loader, check_tokenizers
 from xlstm7b.data.shards import chat_template, open_folder
 from xlstm7b.files import write_json
@@ -112,9 +112,12 @@ class Trainer:
         self._gate_sample = self.loader.first_sample()
         # 2. The model. `init_from` is not read if a checkpoint of a run will be loaded.
         is_new = not saved_steps(self.folder / "checkpoints")
-        init_from = recipe.init_from if is_new and not recipe.start_step else ""
-        if init_from:
+        # Frozen weights are always read.
+        is_read = recipe.lora is not None or (is_new and not recipe.start_step)
+        init_from = recipe.init_from if is_read else ""
+        if init_from and is_new:
             _check_tokenizer(init_from, self._tokenizer)
+        self._frozen = None if recipe.lora is None else open_checkpoint(init_from).fingerprint()
         if is_new and recipe.start_step:
             earlier = model_of(recipe.init_from, recipe.start_step)
             check_same_model(recipe.init_from, earlier, recipe.model)
@@ -155,6 +158,16 @@ class Trainer:
                 raise ValueError(
                     f"the run in {self.folder} has batches of {before.ramp.stages} (first step, "
                     f"sequences), not {self.recipe.ramp.stages}: choose another folder"
+                )
+            if before.lora != self.recipe.lora:
+                raise ValueError(
+                    f"the run in {self.folder} has [lora] {before.lora}, not {self.recipe.lora}: "
+                    "choose another folder"
+                )
+            if saved.get("frozen") != self._frozen:
+                raise ValueError(
+                    f"the run in {self.folder} adapts the weights of {before.init_from}; those in "
+                    f"{self.recipe.init_from} are others now"
                 )
             run = self.checkpoints.load(found[-1], self.model, self.optimizer)
             self.loader.load_state_dict(run["loader"])
@@ -285,7 +298,9 @@ class Trainer:
             line |= self.validate()
             line |= self._call_hooks("on_validation", line)
         if self.step % run.log_every == 0:
+            self.model.eval()
             line |= gate_statistics(self.model, self._gate_sample, self.device)
+            self.model.train()
             reshard(self.model)
         line |= self._call_hooks("on_step", line)
         in_first_process(self._log, line, metrics, report)
@@ -303,6 +318,7 @@ class Trainer:
                 "tokenizer": self._tokenizer,
                 "chat_template": self._chat_template,
                 "hooks": self.hooks.record,
+                "frozen": self._frozen,
             }
             self.checkpoints.start_save(self.step, self.model, self.optimizer, state)
         return update.stop
@@ -342,6 +358,9 @@ class Trainer:
         counts = torch.tensor(counted, dtype=torch.float64)
         dist.all_reduce(counts)
         targets, positions = (counts[:2] / self.layout.tp).tolist()
+        if recipe.lora is not None and recipe.lora.dropout:
+            # Dropout depends on the step and the process alone, so that a resume is exact.
+            torch.manual_seed(hash((recipe.run.seed, step, dist.get_rank())))
         # 2. Forward and backward. FSDP averages over data-parallel processes; this scale makes
         # the result the mean over targets. Replicas are summed with the last micro-batch.
         scale = self.layout.data_parallel / max(targets, 1.0)
@@ -385,10 +404,12 @@ class Trainer:
         If that of the first set is the lowest so far, this step becomes the best.
         """
         found: dict[str, Any] = {}
+        self.model.eval()
         for name, folder in self._validation.items():
             measured = validation_loss(self.model, folder, self.recipe, self.layout, self.device)
             found.setdefault("validation_loss", measured["validation_loss"])
             found |= {f"{key}/{name}" if name else key: loss for key, loss in measured.items()}
+        self.model.train()
         reshard(self.model)
         loss = found["validation_loss"]
         if self.recipe.run.keep_best and loss < (self.best or {}).get("validation_loss", math.inf):

@@ -14,7 +14,7 @@ from xlstm7b.generate.kernels import pointwise
 from xlstm7b.generate.kernels.few_rows import MAX_ROWS, multiply_rows
 from xlstm7b.generate.kernels.one_row import multiply_row
 from xlstm7b.generate.kernels.overlap import overlap_options
-from xlstm7b.generate.kernels.pointwise import head_norm
+from xlstm7b.generate.kernels.pointwise import head_norm, rms_norm, silu_and_multiply
 from xlstm7b.generate.kernels.quantized import dequantize, multiply_codes
 from xlstm7b.generate.kernels.slot_states import gather_states, scatter_states
 from xlstm7b.mlstm import MLSTMState
@@ -28,8 +28,11 @@ __all__ = [
     "gather_states",
     "head",
     "head_norm",
+    "multiply",
     "project",
+    "rms_norm",
     "scatter_states",
+    "silu_and_multiply",
     "step_cell",
     "swiglu",
 ]
@@ -97,6 +100,13 @@ def swiglu(x: Tensor, norm: Tensor, eps: float, W: Tensor | QuantizedWeight) -> 
         return _multiply(pointwise.rms_norm(x, norm, eps), W, swiglu=True)[0]
     # Prefill uses most memory here. In one expression, so that the normalised x is freed first.
     return pointwise.silu_and_multiply(pointwise.rms_norm(x, norm, eps) @ _matrix(W, x.dtype).mT)
+
+
+def multiply(x: Tensor, W: Tensor | QuantizedWeight) -> Tensor:
+    """x Wᵀ."""
+    if len(x) == 1 and isinstance(W, Tensor):
+        return multiply_row(x, W)[0]
+    return _multiply(x, W)[0] if len(x) <= MAX_ROWS else x @ _matrix(W, x.dtype).mT
 
 
 def head(

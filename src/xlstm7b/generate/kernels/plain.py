@@ -69,7 +69,17 @@ def add_product(x: Tensor, y: Tensor, W: Tensor | QuantizedWeight) -> None:
 
 def swiglu(x: Tensor, norm: Tensor, eps: float, W: Tensor | QuantizedWeight) -> Tensor:
     """SiLU(RMSNorm(x) W_gateᵀ) ⊙ RMSNorm(x) W_upᵀ, for W = [W_gate; W_up]."""
-    gate, up = linear(rms_norm(x, norm, eps), W).chunk(2, -1)
+    return silu_and_multiply(multiply(rms_norm(x, norm, eps), W))
+
+
+def multiply(x: Tensor, W: Tensor | QuantizedWeight) -> Tensor:
+    """x Wᵀ."""
+    return linear(x, W)
+
+
+def silu_and_multiply(x: Tensor) -> Tensor:
+    """SiLU(x[:, :F]) · x[:, F:] for x [R, 2 F]."""
+    gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
 
 

@@ -14,7 +14,10 @@ from xlstm7b.model.head_kernels import soft_cap
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / √(mean(x²) + ε) in x's dtype, times the weight; x [R, d] with any row stride."""
+    """x / √(mean(x²) + ε) in x's dtype, times the weight; computed in float32 or wider.
+
+    x is [R, d] with any row stride.
+    """
     rows, width = x.shape
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     rms_norm_kernel[(rows,)](

@@ -1,0 +1,307 @@
+"""Adapters in PEFT's format: a folder with adapter_config.json and adapter_model.safetensors.
+
+    adapter = load_adapter("my-adapter", model.config)
+    merge_adapter(model, adapter)
+
+An adapter that this package wrote also holds a fingerprint of its base, in the metadata of the
+safetensors file, which PEFT ignores. Weights of an adapter are never unpickled.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from xlstm7b import files
+from xlstm7b.checkpoint import (
+    COMPANIONS,
+    Checkpoint,
+    check_target,
+    companions,
+    open_checkpoint,
+    resolve,
+    save_checkpoint,
+)
+from xlstm7b.config import ModelConfig
+from xlstm7b.model.layers import QuantizedLinear
+from xlstm7b.model.lm import XLSTM
+from xlstm7b.model.lora import LoraLinear
+from xlstm7b.tokenizer import read_object
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+# Fields of the config that may have any value: they do not change what an adapter computes.
+_INITIAL = {"eva_config", "loftq_config"}
+# Ways to start an adapter that change the base's weights too.
+_CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+class LowRank(NamedTuple):
+    """The addition to one matrix [N, K]: scale · B A, with A [rank, K] and B [N, rank]."""
+
+    A: Tensor
+    B: Tensor
+    scale: float
+
+    def to(self, dtype: torch.dtype | None) -> Self:
+        return self._replace(A=self.A.to(dtype), B=self.B.to(dtype))
+
+    def product(self, dtype: torch.dtype) -> Tensor:
+        """The addition as a matrix, in float32 or wider."""
+        wide = torch.promote_types(dtype, torch.float32)
+        return self.scale * (self.B.to(wide) @ self.A.to(wide))
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Additions to matrices of a model, by the paths of their layers."""
+
+    folder: Path
+    layers: Mapping[str, LowRank]
+    base: Mapping[str, str]  # fingerprint of the weights that it was trained on; {}: not known
+    base_name: str  # where they were
+    fingerprint: str  # of A and B
+
+    def template_folder(self, base: Path) -> Path:
+        """Where the chat template is: the adapter's folder if it has one, else the base's."""
+        described = read_object(self.folder / "tokenizer_config.json")
+        has_own = "chat_template" in described or (self.folder / "chat_template.jinja").is_file()
+        return self.folder if has_own else base
+
+
+def load_adapter(folder_or_hub_id: str | Path, config: ModelConfig) -> Adapter:
+    """Reads an adapter for a model of this config. Anything that does not fit is a `ValueError`."""
+    folder = resolve(folder_or_hub_id, [CONFIG, WEIGHTS, *COMPANIONS])
+    settings = _read_settings(folder)
+    path, shapes = folder / WEIGHTS, config.parameter_shapes()
+    if not path.is_file() and (folder / "adapter_model.bin").exists():
+        raise ValueError(f"{folder} holds a pickle, adapter_model.bin: save it as {WEIGHTS}")
+    parts: dict[str, dict[str, Tensor]] = {}
+    digest = hashlib.sha256()
+    with files.opened_safetensors(path) as file:
+        metadata = file.metadata() or {}
+        for key in sorted(file.keys()):
+            match = _KEY.fullmatch(key)
+            if key.endswith(".base_layer.weight"):
+                continue  # PEFT saves the head of the base too, if it is adapted
+            if match is None:
+                raise ValueError(f"{path}: {key!r} is not supported, only lora_A and lora_B")
+            layer, side = match[1], match[2]
+            shape = shapes.get(f"{layer}.weight", ())
+            if len(shape) != 2 or layer == "backbone.embeddings":
+                raise ValueError(f"{path}: {key!r} is for no matrix of this model")
+            tensor = file.get_tensor(key).clone()
+            if not tensor.is_floating_point() or not tensor.isfinite().all():
+                raise ValueError(f"{path}: {key!r} holds values that are not finite numbers")
+            parts.setdefault(layer, {})[side] = tensor
+            digest.update(key.encode() + tensor.float().flatten().view(torch.uint8).numpy().data)
+    layers = {}
+    for layer, sides in parts.items():
+        rows, columns = shapes[f"{layer}.weight"]
+        given = {side: tuple(tensor.shape) for side, tensor in sides.items()}
+        rank = given.get("A", (0,))[0]
+        if given != {"A": (rank, columns), "B": (rows, rank)} or not rank:
+            raise ValueError(
+                f"{path}: A and B of {layer} have the shapes {given}, "
+                f"for a matrix of {rows} × {columns}"
+            )
+        scale = _scale(settings, layer, rank)
+        layers[layer] = LowRank(sides["A"], sides["B"], scale)
+        digest.update(repr(scale).encode())
+    if not layers:
+        raise ValueError(f"{path} holds no adapter")
+    try:
+        base = json.loads(metadata.get("base", "{}"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: its metadata are no JSON") from error
+    name = str(settings.get("base_model_name_or_path") or "")
+    return Adapter(folder, layers, base, name, digest.hexdigest())
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no {CONFIG}: not an adapter")
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
+        kind = settings.get("peft_type") if isinstance(settings, dict) else settings
+        raise ValueError(f"{path}: the peft_type {kind!r} is not supported, only 'LORA'")
+    others = (
+        *(key for key in settings if key.startswith("use_") and key != "use_rslora"),
+        *(key for key in settings if key.endswith("_config") and key not in _INITIAL),
+        *("lora_bias", "fan_in_fan_out", "modules_to_save", "layer_replication"),
+        *("trainable_token_indices", "target_parameters", "alora_invocation_tokens"),
+    )
+    for key in others:
+        if settings.get(key):
+            raise ValueError(f"{path}: {key} = {settings[key]!r} is not supported")
+    if settings.get("bias", "none") != "none":
+        raise ValueError(f"{path}: bias = {settings['bias']!r} is not supported")
+    if str(settings.get("init_lora_weights")).startswith(_CHANGE_BASE):
+        raise ValueError(
+            f"{path}: init_lora_weights = {settings['init_lora_weights']!r} changes the base's "
+            "weights: convert it to an ordinary adapter with PEFT first"
+        )
+    return settings
+
+
+def _scale(settings: Mapping[str, Any], layer: str, rank: int) -> float:
+    """alpha / rank, or alpha / √rank with `use_rslora`. A pattern may give a layer another alpha.
+
+    As in PEFT, a pattern matches the end of the layer's path.
+    """
+    alpha = settings.get("lora_alpha", 8)
+    for pattern, value in (settings.get("alpha_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", layer):
+            alpha = value
+            break
+    if not isinstance(alpha, int | float):
+        raise ValueError(f"lora_alpha is {alpha!r}, not a number")
+    return float(alpha / rank**0.5 if settings.get("use_rslora") else alpha / rank)
+
+
+def save_adapter(
+    folder: str | Path,
+    layers: Mapping[str, LowRank],
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    targets: Iterable[str],
+    base: Mapping[str, str],
+    base_name: str,
+    companion_files: Iterable[Path] = (),
+) -> None:
+    """Writes a folder that PEFT loads. It appears when it is complete."""
+    target = Path(folder).resolve()
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
+        "target_modules": list(targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    tensors = {
+        f"base_model.model.{path}.lora_{side}.weight": tensor.contiguous()
+        for path, layer in layers.items()
+        for side, tensor in (("A", layer.A), ("B", layer.B))
+    }
+    metadata = {"format": "pt", "base": json.dumps(dict(base))}
+    with files.replacing(target, lambda name: name in (CONFIG, WEIGHTS)) as aside:
+        for path in companion_files:
+            files.write_hashed(aside / path.name, [path.read_bytes()])
+        files.write_json(aside / CONFIG, settings)
+        files.write_hashed(aside / WEIGHTS, files.safetensors_pieces(tensors, metadata=metadata))
+
+
+def check_base(adapter: Adapter, base: Checkpoint) -> None:
+    """`ValueError` if the adapter was trained on other weights.
+
+    The matrices are compared if both or none are quantised in the same way: an adapter that was
+    trained on quantised weights may be used on the floats that they were made of.
+    """
+    if not adapter.base:
+        return
+    ours, theirs = base.fingerprint(), adapter.base
+    compared = ["others"]
+    if ours["quantization"] == theirs.get("quantization"):
+        compared.append("matrices")
+    if any(ours[kind] != theirs.get(kind) for kind in compared):
+        where = f", {adapter.base_name}" if adapter.base_name else ""
+        raise ValueError(
+            f"{adapter.folder} was trained on other weights than those in {base.folder}: give the "
+            f"base that it was trained on{where}"
+        )
+
+
+@torch.no_grad()
+def merge_adapter(model: XLSTM, adapter: Adapter) -> None:
+    """Adds the adapter to the weights, which must be floats."""
+    for path, layer in adapter.layers.items():
+        module: Any = model.get_submodule(path)
+        if isinstance(module, QuantizedLinear):
+            raise ValueError(f"{path} is quantised: an adapter cannot be merged into it")
+        weight = module.weight
+        weight.copy_(weight + layer.product(weight.dtype).to(weight.device))
+
+
+@torch.no_grad()
+def apply_adapter(model: XLSTM, adapter: Adapter) -> None:
+    """Makes a model compute with the adapter: merged into floats, added to quantised layers."""
+    quantized: dict[str, LowRank] = {}
+    floats = dict(adapter.layers)
+    for path in adapter.layers:
+        if isinstance(model.get_submodule(path), QuantizedLinear):
+            quantized[path] = floats.pop(path)
+    if "lm_head" in quantized:
+        raise ValueError(
+            f"{adapter.folder} changes lm_head, which is quantised here: use float weights"
+        )
+    merge_adapter(model, replace(adapter, layers=floats))
+    like = model.backbone.embeddings.weight
+    for path, (A, B, scale) in quantized.items():
+        layer = LoraLinear(model.get_submodule(path), len(A), scale=scale)
+        layer.lora_A = nn.Parameter(A.to(like), requires_grad=False)
+        layer.lora_B = nn.Parameter(B.to(like), requires_grad=False)
+        model.set_submodule(path, layer)
+
+
+def load_adapted(
+    folder_or_hub_id: str | Path,
+    adapter: str | Path | None,
+    **options: Any,
+) -> XLSTM:
+    """`XLSTM.from_pretrained` with these options, and an adapter for these weights."""
+    base = open_checkpoint(folder_or_hub_id)
+    loaded = None
+    if adapter is not None:
+        loaded = load_adapter(adapter, base.config)
+        check_base(loaded, base)
+    model = XLSTM.from_pretrained(base.folder, **options)
+    if loaded is not None:
+        apply_adapter(model, loaded)
+    return model
+
+
+def merge_checkpoint(base: str | Path, adapter: str | Path, target: str | Path) -> None:
+    """Writes the base with the adapter added, in the base's dtype: an ordinary checkpoint.
+
+    Tokenizer and chat template are those of the adapter's folder, where it has them.
+    """
+    opened = open_checkpoint(base)
+    if opened.schemes:
+        raise ValueError(
+            f"the weights in {opened.folder} are quantised, and an adapter cannot be merged into "
+            "them: merge it into the float weights and quantise the result, or give the adapter "
+            "to generate, chat, eval or serve with --adapter"
+        )
+    added = load_adapter(adapter, opened.config)
+    check_base(added, opened)
+    folder = check_target(target)
+    for source in (opened.folder, added.folder):
+        if folder == source.resolve():
+            raise ValueError(f"{folder} is also read; choose another folder for the merged weights")
+    beside = {path.name: path for path in [*opened.companions(), *companions(added.folder)]}
+    save_checkpoint(folder, opened.config, _merged(opened, added), companions=beside.values())
+
+
+def _merged(base: Checkpoint, adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in base.tensors():
+        layer = adapter.layers.get(name.removesuffix(".weight"))
+        if layer is not None:
+            tensor = (tensor + layer.product(tensor.dtype)).to(tensor.dtype)
+        yield name, tensor
