@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticKnownError
 from starlette.responses import JSONResponse
 
 from xlstm7b.generate.params import SamplingParams
@@ -100,7 +100,10 @@ class Limiter:
 def _check_entries(value: Any) -> Any:
     """Limits the number of entries before validation, which would list every wrong entry."""
     if isinstance(value, dict) and len(value) > _MAX_ENTRIES:
-        raise PydanticCustomError("too_long", f"there may be at most {_MAX_ENTRIES} entries")
+        raise PydanticKnownError(
+            "too_long",
+            {"field_type": "Object", "max_length": _MAX_ENTRIES, "actual_length": len(value)},
+        )
     return value
 
 
@@ -136,6 +139,7 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # with include_usage: the usage so far in every chunk
     include_obfuscation: bool = False
 
 
@@ -149,8 +153,9 @@ class SamplingBody(Body):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Sampling fields of OpenAI's API:
+    # Sampling fields of OpenAI's API. -1 for max_tokens is as if it were absent, for top_k it is 0.
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
     seed: int | None = None
     temperature: float | None = None
@@ -174,6 +179,11 @@ class SamplingBody(Body):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    cache_prompt: bool | None = None
+    # Accepted only with the values that change nothing:
+    skip_special_tokens: Literal[True] | None = None
+    stop_token_ids: _EmptyList | None = None
+    use_beam_search: Literal[False] | None = None
 
     default_max_tokens: ClassVar[int]
 
@@ -202,6 +212,7 @@ class SamplingBody(Body):
         options |= {
             "max_new_tokens": max_tokens,
             "min_new_tokens": self.min_tokens,
+            "top_k": 0 if self.top_k == -1 else self.top_k,
             "stop_strings": (*stop, *stop_strings),
             "eos_token_id": () if self._ignores_eos() else eos_token_id,
             "logprobs": logprobs,
@@ -241,7 +252,9 @@ class SamplingBody(Body):
 
     def _max_tokens(self) -> tuple[str, int | None]:
         """The field that limits the output, for error messages, and its value."""
-        return "max_tokens", self.max_tokens
+        name = "max_tokens" if self.max_completion_tokens in (None, -1) else "max_completion_tokens"
+        value = getattr(self, name)
+        return name, None if value == -1 else value
 
     def _ignores_eos(self) -> bool:
         return bool(self.ignore_eos)
@@ -254,7 +267,7 @@ class CompletionBody(SamplingBody):
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     echo: bool | None = None
     logprobs: int | None = None
-    suffix: None = None
+    suffix: Literal[""] | None = None
 
     default_max_tokens = 16
 
@@ -268,19 +281,21 @@ class CompletionBody(SamplingBody):
 
     @property
     def only_echoes(self) -> bool:
-        return self.echoes and self.max_tokens == 0
+        return self.echoes and super()._max_tokens()[1] == 0
 
     @property
     def answer_logprobs(self) -> int | None:
         return self.logprobs
 
     def _max_tokens(self) -> tuple[str, int | None]:
-        return "max_tokens", 1 if self.only_echoes else self.max_tokens
+        name, max_tokens = super()._max_tokens()
+        return name, 1 if self.only_echoes else max_tokens
 
     def _ignores_eos(self) -> bool:
         # Clients that score prompts request one token and drop the last score (lm_eval does). So
         # one token must be returned, even if it is the end of text.
-        return bool(self.ignore_eos) or (self.scores_prompt and self.max_tokens == 1)
+        one_token = super()._max_tokens()[1] == 1
+        return bool(self.ignore_eos) or (self.scores_prompt and one_token)
 
 
 class TextPart(Body):
@@ -296,6 +311,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | Annotated[list[TextPart], Field(max_length=1024)] | None = None
     name: str | None = None
+    reasoning_content: Text | None = None  # of past turns: without effect
     refusal: None = None
     tool_calls: _EmptyList | None = None
     annotations: _EmptyList | None = None
@@ -315,9 +331,10 @@ class ChatBody(SamplingBody):
     """POST /v1/chat/completions"""
 
     messages: Messages
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    # Accepted, without effect:
+    reasoning_effort: str | None = None
     # Accepted only with the values that mean plain text without tools:
     response_format: TextFormat | None = None
     modalities: list[Literal["text"]] | None = None
@@ -326,13 +343,9 @@ class ChatBody(SamplingBody):
     parallel_tool_calls: bool | None = None
     functions: _EmptyList | None = None
     function_call: Literal["none", "auto"] | None = None
+    add_generation_prompt: Literal[True] | None = None
 
     default_max_tokens = 1024
-
-    def _max_tokens(self) -> tuple[str, int | None]:
-        if self.max_completion_tokens is not None:
-            return "max_completion_tokens", self.max_completion_tokens
-        return super()._max_tokens()
 
     @property
     def answer_logprobs(self) -> int | None:
