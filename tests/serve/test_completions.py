@@ -132,7 +132,7 @@ def test_echo_with_logprobs_scores_the_prompt(live: LiveServer, folder: Path) ->
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_scored_prompt_is_read_once(live: LiveServer, n: int) -> None:
     counted = (
-        "prompt_tokens_total",
+        "computed_prompt_tokens_total",
         "time_to_first_token_seconds_count",
         'request_success_total{finished_reason="length"}',
     )

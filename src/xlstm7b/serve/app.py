@@ -1,6 +1,6 @@
 """The FastAPI application: routes, middleware and error responses."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -16,7 +16,7 @@ from starlette.routing import Route
 from xlstm7b import __version__
 from xlstm7b.serve.body_errors import to_api_error
 from xlstm7b.serve.handlers import Service, router
-from xlstm7b.serve.middleware import Gate, RequestLog
+from xlstm7b.serve.middleware import ApiKeys, Gate, RequestLog, refuse
 from xlstm7b.serve.protocol import ApiError, ErrorAnswer
 
 _PAGE_FILES = {  # path: (file, media type)
@@ -36,13 +36,15 @@ _PAGE_HEADERS = {
 def create_app(
     service: Service,
     *,
-    keys: Sequence[str] = (),
+    keys: ApiKeys,
     cors: Sequence[str] = (),
+    muted: Collection[str] = (),
     is_local: bool = False,
 ) -> FastAPI:
-    """The application. Without `keys`, everyone who can connect may use it.
+    """The application.
 
-    `is_local`: the server listens on a loopback address.
+    muted: paths whose requests have no log line, unless they are refused.
+    is_local: the server listens on a loopback address.
     """
     app = FastAPI(
         title="xlstm7b",
@@ -54,7 +56,7 @@ def create_app(
     )
     # The last one added is the first one that a request meets.
     app.add_middleware(Gate, service.limits, keys, local_only=is_local and not keys)
-    app.add_middleware(RequestLog, metrics=service.metrics)
+    app.add_middleware(RequestLog, metrics=service.metrics, muted=muted)
     if cors:
         app.add_middleware(
             CORSMiddleware, allow_origins=cors, allow_methods=["*"], allow_headers=["*"]
@@ -118,11 +120,11 @@ def _add_page(app: FastAPI) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def on_api_error(http: Request, error: ApiError) -> Response:
-        return error.to_response()
+        return refuse(http.scope, error)
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid_body(http: Request, error: RequestValidationError) -> Response:
-        return to_api_error(error.errors(), error.body).to_response()
+        return refuse(http.scope, to_api_error(error.errors(), error.body))
 
     @app.exception_handler(HTTPException)
     async def on_http_exception(http: Request, error: HTTPException) -> Response:
@@ -138,7 +140,7 @@ def _add_error_handlers(app: FastAPI) -> None:
                 message = str(error.detail)
         api_error = ApiError(error.status_code, message)
         api_error.headers.update(error.headers or {})
-        return api_error.to_response()
+        return refuse(http.scope, api_error)
 
     @app.exception_handler(ClientDisconnect)
     async def on_disconnect(http: Request, error: ClientDisconnect) -> Response:

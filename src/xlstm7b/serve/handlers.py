@@ -144,7 +144,7 @@ async def _generate(
         if body.stream:
             options = body.stream_options or protocol.StreamOptions()
             stream = EventStream(_chunks(answer, queue, options))
-            cleanup.callback(lambda: add_to_log(http, ended=stream.ended))
+            cleanup.callback(lambda: add_to_log(http, **stream.outcome))
             stream.cleanup = cleanup.pop_all()  # the stream outlives this function
             return stream
         content = await cancel_on_disconnect(http.receive, _whole(answer, queue))
@@ -173,6 +173,7 @@ async def _read_completion(service: Service, body: CompletionBody) -> _Input:
 async def _read_chat(service: Service, body: ChatBody) -> _Input:
     chat_format = service.find_model(body.model).chat_format
     state, text_after_answer = await _load_state(service, body)
+    _check_messages(service, body.messages)
     if state is None:
         text = _render(chat_format, body.messages)
     else:
@@ -234,6 +235,13 @@ def _render(
         )
     except ValueError as error:  # the chat template refuses them
         raise ApiError(400, str(error), param="messages") from error
+
+
+def _check_messages(service: Service, messages: Sequence[protocol.Message]) -> None:
+    count, allowed = len(messages), service.limits.messages
+    if count > allowed:
+        message = f"messages must have at most {allowed} entries, not {count}"
+        raise ApiError(400, message, param="messages")
 
 
 def _check_limits(
@@ -566,6 +574,7 @@ async def _encode_text(
         raise ApiError(400, "exactly one of prompt and messages is needed", param="prompt")
     prompt = body.prompt
     if body.messages is not None:
+        _check_messages(service, body.messages)
         prompt = _render(
             model.chat_format, body.messages, add_generation_prompt=add_generation_prompt
         )

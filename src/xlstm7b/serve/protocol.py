@@ -62,6 +62,7 @@ class ErrorAnswer(BaseModel):
 # 2. Bodies
 
 MAX_CHOICES = 128
+MAX_MESSAGES = 1 << 16  # the most that `Limits.messages` may be
 _MAX_ENTRIES = 1024  # of a JSON object
 
 
@@ -71,6 +72,7 @@ class Limits:
 
     body_bytes: int = 4 << 20
     body_seconds: float = 30.0
+    messages: int = 4096
     requests: int = 512  # HTTP requests at the same time
     prompt_tokens: int = 1 << 20  # of all choices together
     new_tokens: int = 1 << 16  # of each choice
@@ -110,7 +112,7 @@ def _check_entries(value: Any) -> Any:
 _Bounded = BeforeValidator(_check_entries)
 
 # A string with a maximum length is also checked for halves of surrogate pairs.
-Text = Annotated[str, Field(max_length=1 << 24)]
+Text = Annotated[str, Field(max_length=1 << 30)]
 # Without fail_fast, a long list of wrong items would produce one error per item.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 _Texts = Annotated[list[Text], Field(fail_fast=True, max_length=MAX_CHOICES)]
@@ -324,7 +326,7 @@ class Message(Body):
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 
 
 class ChatBody(SamplingBody):
