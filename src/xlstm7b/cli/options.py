@@ -91,16 +91,19 @@ def sampling_options(
     return decorate
 
 
+_SHOWN_DEFAULTS = {"seed": "another one each time", "stop_strings": "none", "logprobs": "none"}
+
+
 def _sampling_option(name: str, default: Any) -> inspect.Parameter:
     kind: Any = get_type_hints(SamplingParams)[name]
-    arguments = [HELP[name]]
+    arguments, shown = [HELP[name]], _SHOWN_DEFAULTS.get(name, True)
     if name == "stop_strings":
         kind, default = list[str] | None, None
         arguments = [f"{HELP[name]} Can be given several times.", "--stop"]
     elif name == "eos_token_id":
         kind, default = bool, False
         arguments = ["Do not stop at an end-of-text token.", "--ignore-eos"]
-    annotation = Annotated[kind, option(*arguments, panel="Sampling")]
+    annotation = Annotated[kind, option(*arguments, panel="Sampling", default=shown)]
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )

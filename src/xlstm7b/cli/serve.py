@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from xlstm7b.cli import options
-from xlstm7b.cli.loading import OpenedModel, open_adapter, open_model
+from xlstm7b.cli.loading import OpenedModel, name_of, open_adapter, open_model
 
 if TYPE_CHECKING:
     from xlstm7b.chat_format import ChatFormat
@@ -34,7 +34,10 @@ def serve(
     ] = None,
     api_key: Annotated[
         list[str] | None,
-        _server(f"API key that clients must send. Repeatable. {_KEY_VARIABLE} adds another."),
+        _server(
+            f"API key that clients must send. Repeatable. The variable {_KEY_VARIABLE} adds one.",
+            default="none: everyone who can connect may use the server",
+        ),
     ] = None,
     api_key_file: Annotated[
         Path | None,
@@ -45,7 +48,11 @@ def serve(
         ),
     ] = None,
     cors: Annotated[
-        str, _server("Origins whose web pages may call the server, separated by commas. * for all.")
+        str,
+        _server(
+            "Origins whose web pages may call the server, separated by commas. * for all.",
+            default="none",
+        ),
     ] = "",
     drain_seconds: Annotated[
         float, _server("Seconds that running requests may take to finish after SIGTERM.")
@@ -198,7 +205,7 @@ def serve(
     if states_folder is not None:
         store = StateStore(states_folder, opened.config, int(states_gb * 1e9), evict=False)
         states = SavedStates(store)
-    shown = name or _default_name(model)
+    shown = name or name_of(model)
     service = Service(thread, chat_format, shown, limits, Metrics(thread, shown), states, adapters)
     accepted = ApiKeys(keys)
     if api_key_file is not None:
@@ -252,7 +259,7 @@ def read_adapters(
     for text in given:
         name, _, folder = text.rpartition("=") if not Path(text).is_dir() else ("", "", text)
         loaded = open_adapter(folder, base.folder)
-        name = name or _default_name(folder).rpartition("/")[2]
+        name = name or name_of(folder).rpartition("/")[2]
         if ":" in name or not name.isprintable():
             raise ValueError(f"--adapter: {name!r} cannot be the name of an adapter")
         if name in found:
@@ -262,10 +269,6 @@ def read_adapters(
         folders[loaded.fingerprint] = folder
         found[name] = loaded, replace(base, adapter=loaded).chat_format()
     return found
-
-
-def _default_name(model: str) -> str:
-    return Path(model).resolve().name if Path(model).is_dir() else model
 
 
 def _check_at_least(minimum: int, **numbers: float) -> None:
