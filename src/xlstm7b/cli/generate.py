@@ -122,8 +122,8 @@ def generate(
         lines = read_lines(jsonl, params, options.listed(copy_fields))
         complete_lines(opening(), lines, target, token_ids=token_ids, verbose=verbose)
         return
-    if output != "-" or token_ids or params.logprobs is not None:
-        raise ValueError("--output, --token-ids and --logprobs need --jsonl")
+    if output != "-" or copy_fields != "id" or token_ids or params.logprobs is not None:
+        raise ValueError("--output, --copy-fields, --token-ids and --logprobs need --jsonl")
     if save_state is not None:
         if num_return_sequences > 1:
             raise ValueError("--save-state saves one state: it cannot be combined with -n")
