@@ -23,7 +23,7 @@ import xlstm7b
 from xlstm7b import XLSTM, Engine, ModelConfig, Request, SamplingParams
 from xlstm7b.generate.fused import FusedModel, Slots
 from xlstm7b.generate.kernels import gpu
-from xlstm7b.generate.kernels.quantized import dequantize
+from xlstm7b.generate.kernels.quantized import dequantize, round_rows
 from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
 from xlstm7b.model import ModelState
 from xlstm7b.quantize.config import Scheme
@@ -187,6 +187,8 @@ def run_quantized(scheme: Scheme, batches: Sequence[int]) -> None:
         x, y = draw(rows, 320, dtype=BFLOAT16), draw(rows, 70, dtype=BFLOAT16)
         gpu.add_product(y, x, weight)
     dequantize(weight, BFLOAT16)
+    if scheme.name == "fp8":
+        round_rows(draw(3, 320, dtype=BFLOAT16), weight)
 
 
 @torch.inference_mode()

@@ -54,6 +54,8 @@ def prepare(weight: QuantizedWeight) -> QuantizedWeight:
         target.copy_(halves.mT.contiguous().view(torch.int16).flatten(1))
     groups = blocks * codes if weight.scheme.name == "int4" else 1
     scale = F.pad(weight.scale.mT, (0, 0, 0, groups - weight.scale.shape[1])).contiguous()
+    if weight.scheme.name == "fp8":
+        scale = scale.float()  # as PyTorch's fp8 products want it
     return replace(weight, data=data, scale=scale, layout="gpu")
 
 
