@@ -83,9 +83,10 @@ def test_our_own_commands_read_the_file_as_bytes(byte_export: Path) -> None:
 
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_the_plain_chat_format_is_a_template(theirs, byte_export, add_generation_prompt) -> None:
-    assert load_chat_template(byte_export) is None  # so that our own commands use the plain format
     text = PlainFormat().render(TALK, add_generation_prompt=add_generation_prompt)
-    options = {"add_generation_prompt": add_generation_prompt, "return_dict": False}
+    options = {"add_generation_prompt": add_generation_prompt}
+    assert load_chat_template(byte_export).render(TALK, **options) == text
+    options["return_dict"] = False
     assert theirs.apply_chat_template(TALK, **options) == [0, *ByteTokenizer().encode(text)]
 
 

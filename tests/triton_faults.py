@@ -1,9 +1,11 @@
-"""Two compiler errors of Triton that the kernels avoid. Prints whether this Triton still has them.
+"""Two compiler errors of Triton that the kernels avoid. Prints whether small kernels show them.
 
     python tests/triton_faults.py
 
 Needs a Hopper GPU. docs/kernels.md says what the kernels do about them.
 """
+
+import itertools
 
 import torch
 import triton
@@ -67,15 +69,15 @@ def wrong_rows(got: Tensor, want: Tensor) -> int:
     return int(((got - want).norm(dim=1) > 0.05 * want.norm(dim=1)).sum())
 
 
-def register_use(stages: int, in_registers: bool) -> int:
+def register_use(stages: int, in_registers: bool, block: int, warps: int) -> int:
     width, columns, tiles = 256, 256, 4
     x, w, y, z = draw(ROWS, width), draw(width, columns), draw(256, width), draw(256, columns)
     vector = torch.randn(width, device="cuda")
     want = x.float() @ w.float() + (0.01 * x.float() @ y.float().T).bfloat16().float() @ z.float()
     out, sums = torch.empty(ROWS, columns, device="cuda"), torch.empty(ROWS, device="cuda")
     register_use_kernel[(ROWS // 64,)](
-        x, w, vector, y, z, out, sums, WIDTH=width, COLUMNS=columns, TILES=tiles, BLOCK=32,
-        IN_REGISTERS=in_registers, num_warps=4, num_stages=stages,
+        x, w, vector, y, z, out, sums, WIDTH=width, COLUMNS=columns, TILES=tiles, BLOCK=block,
+        IN_REGISTERS=in_registers, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return wrong_rows(out, want)
 
@@ -97,10 +99,11 @@ def main() -> None:
     print(f"Triton {triton.__version__}, {torch.cuda.get_device_name()}")
     torch.manual_seed(0)
     print(f"\na tile in a pipelined product and in registers: wrong rows of {ROWS}, three runs")
-    for in_registers in (False, True):
+    for in_registers, block, warps in itertools.product((False, True), (32, 64), (4, 8)):
         for stages in (2, 3, 4):
-            counts = [register_use(stages, in_registers) for _ in range(3)]
-            print(f"  in registers too: {in_registers}, stages {stages}: {counts}")
+            counts = [register_use(stages, in_registers, block, warps) for _ in range(3)]
+            about = f"in registers too: {in_registers}, tiles of {block}, {warps} warps"
+            print(f"  {about}, {stages} stages: {counts}")
     print("\na transposed operand that is narrower than 64 columns: wrong rows of 515")
     for width, columns, padded in ((33, 17, 32), (40, 24, 32), (40, 32, 32), (40, 24, 64)):
         counts = [narrow_tile(width, columns, padded, stages) for stages in (1, 4)]

@@ -201,6 +201,13 @@ class ByteTokenizer(Tokenizer):
     ) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
+    def encode_offsets(
+        self, text: str, *, continues: bool = False
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """`encode`, and for each token the first of its characters in the text, and their end."""
+        offsets = [(n, n + 1) for n, letter in enumerate(text) for _ in letter.encode()]
+        return self.encode(text), offsets
+
     def token_bytes(self, token: int) -> bytes:
         byte = token - _FIRST_BYTE
         return bytes([byte]) if 0 <= byte < 256 else b""
@@ -255,6 +262,7 @@ class FileTokenizer(Tokenizer):
             self._bytes[token] = b"" if added.special else to_bytes(added.content)
         self.vocab_size = max(self._bytes, default=-1) + 1
         self.cuts_after_words = _cuts_after_words(self._tokenizer)
+        self._variants: dict[tuple[bool, bool], Any] = {(False, False): self._tokenizer}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -289,8 +297,22 @@ class FileTokenizer(Tokenizer):
         return SpecialIds(**ids)
 
     def encode(self, text: str, *, continues: bool = False) -> list[int]:
-        backend = self._continuing if continues else self._tokenizer
-        return list(backend.encode(text, add_special_tokens=False).ids)
+        ids: list[int] = []
+        if continues and (backend := self._variant(continues)) is not self._tokenizer:
+            # SentencePiece's space also comes after each special token, in every text.
+            found = self._added_token.search(text)
+            cut = found.start() if found else len(text)
+            ids += backend.encode(text[:cut], add_special_tokens=False).ids
+            text = text[cut:]
+        return [*ids, *self._tokenizer.encode(text, add_special_tokens=False).ids]
+
+    @cached_property
+    def _added_token(self) -> re.Pattern[str]:
+        """The tokens that are found in a text before it is split."""
+        tokens = self._tokenizer.get_added_tokens_decoder().values()
+        keeps_special = self._tokenizer.encode_special_tokens  # as ordinary text
+        found = [token.content for token in tokens if not (token.special and keeps_special)]
+        return re.compile("|".join(map(re.escape, found)) or r"(?!)")
 
     def encode_batch(
         self, texts: Sequence[str], continues: Sequence[bool] | None = None
@@ -299,25 +321,43 @@ class FileTokenizer(Tokenizer):
 
         `continues` says of each text whether it continues the one before it.
         """
-        ids: dict[int, list[int]] = {}
-        for backend, wanted in ((self._tokenizer, False), (self._continuing, True)):
+        found: list[Any] = [None] * len(texts)
+        for wanted in (False, True):
             chosen = [n for n in range(len(texts)) if bool(continues and continues[n]) is wanted]
-            encodings = backend.encode_batch_fast(
-                [texts[n] for n in chosen], add_special_tokens=False
-            )
-            ids |= {n: list(found.ids) for n, found in zip(chosen, encodings, strict=True)}
-        return [ids[n] for n in range(len(texts))]
+            encode = self._variant(wanted).encode_batch_fast
+            encodings = encode([texts[n] for n in chosen], add_special_tokens=False)
+            for n, encoding in zip(chosen, encodings, strict=True):
+                found[n] = list(encoding.ids)
+        return found
 
-    @cached_property
-    def _continuing(self) -> Any:
-        """The tokenizer for texts that continue others: it puts no space before a text."""
-        written = json.loads(self._tokenizer.to_str())
-        changed = {part: _without_prefix(written[part]) for part in ("normalizer", "pre_tokenizer")}
-        if all(written[part] == changed[part] for part in changed):
-            return self._tokenizer
-        backend = type(self._tokenizer).from_str(json.dumps({**written, **changed}))
-        backend.encode_special_tokens = self._tokenizer.encode_special_tokens
-        return backend
+    def encode_offsets(
+        self, text: str, *, continues: bool = False
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """`encode`, and for each token the first of its characters in the text, and their end."""
+        backend = self._variant(continues, has_offsets=True)
+        encoding = backend.encode(text, add_special_tokens=False)
+        return list(encoding.ids), list(encoding.offsets)
+
+    def _variant(self, continues: bool, *, has_offsets: bool = False) -> Any:
+        """The tokenizer for texts that continue others: it puts no space before a text.
+
+        Or the one whose offsets are those of whole tokens: a post-processor may cut spaces off.
+        """
+        key = continues, has_offsets
+        if key not in self._variants:
+            written = json.loads(self._tokenizer.to_str())
+            changed = dict(written)
+            if continues:
+                for part in ("normalizer", "pre_tokenizer"):
+                    changed[part] = _without_prefix(written[part])
+            if has_offsets:
+                changed["post_processor"] = None
+            backend = self._tokenizer
+            if changed != written:
+                backend = type(backend).from_str(json.dumps(changed))
+                backend.encode_special_tokens = self._tokenizer.encode_special_tokens
+            self._variants[key] = backend
+        return self._variants[key]
 
     def token_bytes(self, token: int) -> bytes:
         # Some ids have no text, because the model's vocabulary is padded to 50304.
@@ -380,10 +420,12 @@ def _byte_file() -> tuple[int, str]:
 def write_tokenizer(
     folder: Path, tokenizer: AnyTokenizer, config: ModelConfig, chat_template: str
 ) -> list[Path]:
-    """Writes the `tokenizer.json` and `tokenizer_config.json` of a model with this config.
+    """Writes the tokenizer of a model with this config, and its chat template.
 
     `transformers` then has the ids of this package: the model's first token and the text's. The
-    tokenizer's fingerprint is written too: `model_tokenizer` checks it.
+    tokenizer's fingerprint is written too: `model_tokenizer` checks it. The template is written to
+    `tokenizer_config.json`, which all programs read, and to `chat_template.jinja`, which comes
+    first in `transformers`.
     """
     backend = tokenizer.backend()
     written = json.loads(backend.to_str())
@@ -413,7 +455,13 @@ def write_tokenizer(
     for name, content in files.items():
         text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
         (folder / name).write_text(text, encoding="utf-8")
-    return [folder / name for name in files]
+    return [*(folder / name for name in files), write_chat_template(folder, chat_template)]
+
+
+def write_chat_template(folder: Path, source: str) -> Path:
+    path = folder / "chat_template.jinja"
+    path.write_text(source, encoding="utf-8")
+    return path
 
 
 def write_fingerprint(folder: Path, fingerprint: str) -> Path:

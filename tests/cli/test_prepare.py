@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from commands import Cli, environment, refused, succeeded
+from tokenizer_kinds import qwen
 
 from xlstm7b.data.shards import open_folder
 from xlstm7b.tokenizer import ByteTokenizer
@@ -74,9 +75,20 @@ def test_adopting_a_folder_of_datatroves(cli: Cli, quotes: Path, tmp_path: Path)
 def test_mistakes_write_nothing(cli: Cli, quotes: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for arguments, message in (
-        (["-o", out], "quotes.jsonl line 1: the column 'text' is missing; the columns are body"),
+        (
+            ["-o", out, "--format", "text"],
+            "quotes.jsonl line 1: the column 'text' is missing; the columns are body",
+        ),
+        (
+            ["-o", out],
+            "quotes.jsonl line 1: the columns are body, which no format has: name the columns to "
+            "read, such as --text-column NAME",
+        ),
         ([], "--output is missing: the folder to write the shards to"),
-        (["-o", out, "--format", "csv"], "unknown format 'csv'; choose from text, chat, qa"),
+        (
+            ["-o", out, "--format", "csv"],
+            "unknown format 'csv'; choose from auto, text, chat, sharegpt, alpaca, qa, completion",
+        ),
         (["-o", out, "--processes", 0], "processes must be at least 1, not 0"),
         (["-o", out, "--tokenizer", "x"], "there is no tokenizer at x"),
         (
@@ -115,3 +127,65 @@ def test_the_summary_lists_what_was_left_out(cli: Cli, tmp_path: Path) -> None:
     assert refused(cli("prepare", folder, "-o", out, "--exclude", "*.nd")) == (
         "the pattern '*.nd' matches no file or folder of the input"
     )
+
+
+def test_prepare_says_which_formats_it_found(cli: Cli, tmp_path: Path) -> None:
+    folder, out = tmp_path / "in", tmp_path / "out"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n{"text": "no"}\n')
+    (folder / "b.jsonl").write_text('{"instruction": "Go.", "output": "So.", "text": "x"}\n')
+    (folder / "c.md").write_text("text")
+    prepare = ["prepare", folder, "-o", out, "--processes", 1]
+    assert refused(cli(*prepare)).startswith(
+        f"{folder}/a.jsonl line 2: the column 'question' is missing; the columns are text ("
+    )
+    lines = succeeded(cli(*prepare, "--skip-bad", 1)).splitlines()
+    assert lines[:6] == [
+        "read: 2 .jsonl, 1 .md",
+        f"format qa (question, answer): 1 ({folder}/a.jsonl)",
+        f"format alpaca (instruction, output): 1 ({folder}/b.jsonl)",
+        "  the records also have text (text): choose with --format",
+        f"format text (text): 1 ({folder}/c.md)",
+        "chats are written as User: and Assistant: lines",
+    ]
+    assert lines[6] == f"bad records left out: 1, all listed in {out}/manifest.json"
+    assert lines[-1].endswith(", 3 documents, shards: 1, loss masks")
+
+
+def test_preference_pairs_are_refused(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    said = refused(cli("prepare", tmp_path / "a.jsonl", "-o", tmp_path / "out", "--skip-bad", 9))
+    assert said.startswith(
+        f"{tmp_path}/a.jsonl: these are preference pairs (chosen, rejected), for"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_prepare_says_what_a_template_cannot_do(cli: Cli, tmp_path: Path) -> None:
+    tokenizer = qwen(tmp_path / "tokenizer")
+    talk = [{"role": ("user", "assistant")[n % 2], "content": "a|b"} for n in range(4)]
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps({'messages': talk})}\n")
+    turn = "<|im_start|>{{ m.role }}\n{{ m.content.split('|')[-1] }}<|im_end|>\n"
+    whole = turn.replace(".split('|')[-1]", "")
+    start = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    cases = {
+        f"{{% for m in messages %}}{whole}{{% endfor %}}{start}": [],
+        f"{{% for m in messages %}}{{% if loop.last %}}{whole}{{% else %}}{turn}{{% endif %}}"
+        f"{{% endfor %}}{start}": [
+            "chats of which only the last answer counts in the loss: 1 (the chat template writes "
+            "their earlier turns differently once a turn follows)"
+        ],
+        f"{{{{ messages | length }}}}{{% for m in messages %}}{whole}{{% endfor %}}{start}": [
+            "  the chat template does not just add to a text with each turn, so a chat cannot "
+            "continue from a saved state: `chat` and `serve` will write User: and Assistant: lines "
+            "instead",
+            "chats of which only the last answer counts in the loss: 1 (the chat template writes "
+            "their earlier turns differently once a turn follows)",
+        ],
+    }
+    for number, (template, lines) in enumerate(cases.items()):
+        (tokenizer / "chat_template.jinja").write_text(template)
+        out = tmp_path / f"{number}"
+        said = cli("prepare", tmp_path / "a.jsonl", "-o", out, "--tokenizer", tokenizer)
+        first, last = "chats are written with the tokenizer's template", f"{out} is ready"
+        assert succeeded(said).split(f"{first}\n")[1].split(last)[0].splitlines() == lines

@@ -10,9 +10,17 @@ from hypothesis import strategies as st
 
 from xlstm7b.chat_format import ChatTemplate, PlainFormat
 from xlstm7b.data import input_files
-from xlstm7b.data.input_files import Columns, check_input_file, find_input_files, read_batches
+from xlstm7b.data.input_files import (
+    FORMATS,
+    Columns,
+    check_input_file,
+    detect_columns,
+    find_input_files,
+    read_batches,
+)
 
 TEXT = Columns()
+PLAIN = ChatTemplate(PlainFormat.template, {})
 QUOTES = [f"text {number}, naïve 🐿\n\t" for number in range(7)]
 
 
@@ -32,7 +40,11 @@ def write_jsonl(path: Path, records) -> Path:
 
 def read(path, columns=TEXT, start=0, **options):
     batches = read_batches(Path(path), columns, start, **options)
-    return [found for batch in batches for found in batch.documents(columns)]
+    return [(at, found.segments) for batch in batches for at, found in batch.documents(PLAIN)]
+
+
+def segments_of(columns, record):
+    return columns.document(record, PLAIN).segments
 
 
 def texts(path, **options) -> list[str]:
@@ -102,17 +114,17 @@ def test_chats_are_written_as_the_chat_command_writes_them():
     messages = [("system", "Be kind."), ("user", "Hi"), ("assistant", "Ho"), ("user", "So?")]
     messages += [("assistant", "Yes."), ("user", "left out")]
     record = {"messages": [{"role": role, "content": content} for role, content in messages]}
-    assert Columns("chat").segments(record) == [
+    assert segments_of(Columns("chat"), record) == [
         (turns.first_prompt("Be kind.", "Hi"), False),
-        (" Ho", True),
-        (turns.next_prompt("So?"), False),
+        (" Ho\nUser:", True),
+        (turns.next_prompt("So?").removeprefix("\nUser:"), False),
         (" Yes.", True),
     ]
     without = {"messages": record["messages"][1:3]}
     first = (turns.first_prompt(None, "Hi"), False)
-    assert Columns("chat").segments(without) == [first, (" Ho", True)]
+    assert segments_of(Columns("chat"), without) == [first, (" Ho", True)]
     asked = {"q": "Hi", "a": "Ho"}
-    assert Columns("qa", question="q", answer="a").segments(asked) == [
+    assert segments_of(Columns("qa", question="q", answer="a"), asked) == [
         (turns.first_prompt(None, "Hi"), False),
         (" Ho", True),
     ]
@@ -128,16 +140,19 @@ def test_any_order_of_turns_reads_as_one_dialogue(turns):
     answers = [position for position, (role, _) in enumerate(turns) if role == "assistant"]
     if not answers:
         with pytest.raises(ValueError, match=r"^no message has the role 'assistant'$"):
-            Columns("chat").segments(record)
+            segments_of(Columns("chat"), record)
         return
-    segments = Columns("chat").segments(record)
+    segments = segments_of(Columns("chat"), record)
     kept = [
         (role, content.strip() if role == "assistant" else content)
         for role, content in turns[: answers[-1] + 1]
     ]
     whole = "\n".join(f"{role.capitalize()}: {content}" for role, content in kept)
     assert "".join(text for text, _ in segments) == whole
-    assert [text for text, counts in segments if counts] == [f" {kept[a][1]}" for a in answers]
+    # Each answer counts, and so does its end: the start of the user's next message.
+    ends = ["\nUser:" if kept[a + 1 : a + 2] and kept[a + 1][0] == "user" else "" for a in answers]
+    counted = [f" {kept[a][1]}{end}" for a, end in zip(answers, ends, strict=True)]
+    assert [text for text, counts in segments if counts] == counted
 
 
 @given(turns=st.lists(st.tuples(st.text(" \n\ta", max_size=5), st.text(" \n\ta", max_size=5))))
@@ -148,19 +163,17 @@ def test_training_and_generation_write_the_same_text(turns):
         for turn in turns
         for role, content in zip(("user", "assistant"), turn, strict=True)
     ]
-    question = {"role": "user", "content": "a"}
+    question, plain = {"role": "user", "content": "a"}, PlainFormat()
     for number in range(2, len(messages) + 1, 2):
-        segments = Columns("chat").segments({"messages": messages[:number]})
+        segments = segments_of(Columns("chat"), {"messages": messages[:number]})
         trained = "".join(text for text, _ in segments)
-        read = PlainFormat().render([*messages[:number], question])
-        assert read == trained + PlainFormat().next_prompt("a")
-        template = ChatTemplate(PlainFormat.template, {"bos_token": ""})
-        assert read == template.render([*messages[:number], question], add_generation_prompt=True)
+        read = plain.render([*messages[:number], question])
+        assert read == trained + plain.next_prompt("a")
 
 
 @given(text=st.text(st.characters(codec="utf-8")))
 def test_any_text_is_left_as_it_is(text):
-    assert Columns().segments({"text": text}) == [(text, True)]
+    assert segments_of(Columns(), {"text": text}) == [(text, True)]
 
 
 def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path):
@@ -212,7 +225,7 @@ def test_mistakes_in_whole_files_name_the_file(tmp_path):
         read(path)
     with pytest.raises(ValueError, match=rf"^{path} has no columns, which the format 'qa' needs$"):
         read(path, Columns("qa"))
-    with pytest.raises(ValueError, match=r"^unknown format 'csv'; choose from text, chat, qa$"):
+    with pytest.raises(ValueError, match=r"^unknown format 'csv'; choose from auto, text, chat"):
         Columns("csv")
     write_jsonl(tmp_path / "b.jsonl", [{"text": "a"}, {"body": "b"}])
     check_input_file(tmp_path / "b.jsonl", TEXT)  # it reads the first record only
@@ -449,3 +462,134 @@ def test_records_that_are_too_long_are_refused(tmp_path, monkeypatch):
         (tmp_path / name).write_text(content)
         with pytest.raises(ValueError, match=rf"{name}{where}: more than .* bytes are too many"):
             read(tmp_path / name)
+
+
+# Formats
+
+ASKED = [("User: a\nAssistant:", False), (" b", True)]
+RECORDS = {
+    "text (text)": ({"text": "a"}, [("a", True)]),
+    "chat (messages)": (
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        ASKED,
+    ),
+    "sharegpt (conversations)": (
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        ASKED,
+    ),
+    "alpaca (instruction, output)": ({"instruction": "a", "input": "", "output": "b"}, ASKED),
+    "qa (question, answer)": ({"question": "a", "answer": "b"}, ASKED),
+    "qa (query, response)": ({"query": "a", "response": "b"}, ASKED),
+    "completion (prompt, completion)": (
+        {"prompt": "a", "completion": "b"},
+        [("a", False), ("b", True)],
+    ),
+}
+AUTO = Columns("auto")
+
+
+@pytest.mark.parametrize("form", RECORDS)
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "json", "parquet"])
+def test_the_format_of_a_file_is_found_by_its_columns(tmp_path, form, ending):
+    record, segments = RECORDS[form]
+    record = {"id": 7, **record, "source": None}
+    path = tmp_path / f"a.{ending}"
+    if ending == "parquet":
+        pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist([record] * 2), path)
+    elif ending == "json":
+        path.write_text(json.dumps([record] * 2))
+    else:
+        write_jsonl(path, [record] * 2)
+    found, others = detect_columns(path, AUTO)
+    assert (str(found), others) == (form, [])
+    assert found.format in FORMATS
+    assert read(path, found) == [(0, segments), (1, segments)]
+
+
+def test_the_first_record_that_has_a_format_decides(tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = ["", "{", "[1]", '{"id": 1}', '{"question": "a", "answer": "b"}', '{"text": "c"}']
+    path.write_text("\n".join(lines))
+    found, _ = detect_columns(path, AUTO)
+    assert str(found) == "qa (question, answer)"
+    # A record that does not fit is a bad line.
+    *_, last = (error for batch in read_batches(path, found) for _, error in batch.parse(PLAIN))
+    assert str(last) == (f"{path} line 6: the column 'question' is missing; the columns are text")
+    for content in ("", "{", '{"id": 1, "body": ""}'):
+        path.write_text(content)
+        assert detect_columns(path, AUTO) == (AUTO, [])
+    with pytest.raises(
+        ValueError, match=r"a.jsonl line 1: the columns are id, body, which no form"
+    ):
+        check_input_file(path, AUTO, template=PLAIN)
+    (tmp_path / "a.txt").touch()
+    assert detect_columns(tmp_path / "a.txt", AUTO) == (Columns("text"), [])
+    assert detect_columns(path, Columns("qa")) == (Columns("qa"), [])
+
+
+def test_a_record_with_columns_of_several_formats(tmp_path):
+    """As in the original Alpaca data, which has the text of its prompts too."""
+    path = write_jsonl(tmp_path / "a.jsonl", [{"instruction": "", "output": "", "text": ""}])
+    found, others = detect_columns(path, AUTO)
+    assert found.format == "alpaca"
+    assert others == [Columns("text")]
+    # A renamed column says which format is meant.
+    assert detect_columns(path, Columns("auto", text="output")) == (Columns(text="output"), [])
+    renamed = Columns("auto", messages="talk")
+    assert detect_columns(path, renamed) == (renamed, [])
+
+
+def test_preference_pairs_are_refused(tmp_path):
+    pair = {"prompt": "a", "chosen": RECORDS["chat (messages)"][0]["messages"], "rejected": []}
+    path = write_jsonl(tmp_path / "a.jsonl", [pair])
+    with pytest.raises(
+        ValueError, match=r"a.jsonl: these are preference pairs .* TRL's DPOTrainer"
+    ):
+        detect_columns(path, AUTO)
+    # Their chosen answers can be read as chats, if that is asked for.
+    found, _ = detect_columns(path, Columns("auto", messages="chosen"))
+    assert read(path, found) == [(0, ASKED)]
+
+
+def test_alpaca_puts_the_input_after_the_instruction():
+    columns, record = Columns("alpaca"), {"instruction": "Add.", "input": "1, 2", "output": " 3 "}
+    asked = [("User: Add.\n\n1, 2\nAssistant:", False), (" 3", True)]
+    assert segments_of(columns, record) == asked
+    for empty in ({}, {"input": ""}, {"input": None}):
+        first = segments_of(columns, {"instruction": "Add.", "output": "3", **empty})[0][0]
+        assert first == "User: Add.\nAssistant:"
+    with pytest.raises(ValueError, match=r"^'input' is int, not a string$"):
+        segments_of(columns, {**record, "input": 3})
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([{"from": "human"}], r'^message 1 has no "role" and "content"$'),
+        ([{"from": "tool", "value": "a"}], r"^message 1 has the role 'tool'; allowed are"),
+        ([{"from": ["gpt"], "value": "a"}], r"^message 1 has the role \['gpt'\]; allowed are"),
+        ([{"from": "gpt", "value": None}], r"^'value' is NoneType, not a string$"),
+        ([{"from": "system", "value": "a"}], r"^no message has the role 'assistant'$"),
+        ([{"from": "gpt", "value": "a"}, {"role": "x", "content": ""}], r"^message 2 has the rol"),
+        ({}, r"^the messages are dict, not a list$"),
+        ([{"role": "user", "content": ["a"]}], r"^message 1 has a part of the type None, not text"),
+        (
+            [{"role": "user", "content": [{"type": "image"}]}],
+            r"^message 1 has a part of the type 'image', not text$",
+        ),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"^'text' is NoneType, not a string$"),
+    ],
+)
+def test_mistakes_in_sharegpt_messages(messages, message):
+    with pytest.raises(ValueError, match=message):
+        segments_of(Columns("sharegpt"), {"conversations": messages})
+
+
+def test_other_ways_to_write_a_message():
+    parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]
+    said = [{"role": "developer", "content": parts}, {"from": "gpt", "value": "b"}]
+    assert segments_of(Columns("chat"), {"messages": said}) == [
+        ("Be kind.\n\nAssistant:", False), (" b", True)
+    ]  # fmt: skip

@@ -16,15 +16,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizer_kinds import qwen
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from xlstm7b.chat_format import PlainFormat
 from xlstm7b.data.input_files import Columns
-from xlstm7b.data.prepare import adopt, bad_records, prepare
+from xlstm7b.data.prepare import adopt, prepare, read_notes
 from xlstm7b.data.shards import ShardFolder, open_folder
 from xlstm7b.tokenizer import ByteTokenizer, FileTokenizer, tokenizer_fingerprint
 
 BYTES = ByteTokenizer()
+EARLIER_PLAN = "6d4192d582db73710c4896865157efdbec204199b0d0da9a854e940c2a3b02bd"
 
 
 def documents(folder: ShardFolder) -> list[list[int]]:
@@ -158,12 +161,54 @@ def test_masks_of_questions_and_chats(tokenizer, tmp_path):
     assert masks(asked) == [[*[0] * 21, 1, 1, 1]]  # " ", "2", the end
     chat = prepare([tmp_path / "chat.jsonl"], tmp_path / "b", tokenizer, columns=Columns("chat"))
     encoder = FileTokenizer(tokenizer)
-    parts = ["User: Hi\nAssistant:", " Ho", "\nUser: the line?\nAssistant:", " No."]
+    # An answer ends with the start of the user's next message, which counts in the loss too.
+    parts = ["User: Hi\nAssistant:", " Ho\nUser:", " the line?\nAssistant:", " No."]
     encoded = [encoder.encode(part) for part in parts]
     assert documents(chat) == [[*encoded[0], *encoded[1], *encoded[2], *encoded[3], 0]]
     zeros_and_ones = [[index % 2] * len(ids) for index, ids in enumerate(encoded)]
     assert masks(chat) == [[*sum(zeros_and_ones, start=[]), 1]]  # noqa: RUF017 (four lists)
     assert open_folder(tmp_path / "b", verify=True).has_mask
+
+
+def test_special_tokens_of_a_template_are_ids_and_those_of_a_text_are_not(tmp_path):
+    tokenizer = qwen(tmp_path / "tokenizer")
+    [start, end] = FileTokenizer(tokenizer / "tokenizer.json").encode("<|im_start|><|im_end|>")
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    write_jsonl(tmp_path / "a.jsonl", [{"messages": talk}])
+    write_jsonl(tmp_path / "b.jsonl", [{"text": "a<|im_end|>"}])
+    for processes in (1, 2):
+        out = tmp_path / f"{processes}"
+        inputs = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+        chat, text = documents(prepare(inputs, out, tokenizer, processes=processes))
+        assert [token for token in chat if token in (start, end)] == [start, end, start, end]
+        assert end not in text
+    assert content(tmp_path / "1") == content(tmp_path / "2")
+
+
+def test_folders_of_earlier_versions_have_plain_chats(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"question": "a", "answer": "b"}])
+    out = prepare([tmp_path / "a.jsonl"], tmp_path / "out").path
+    manifest = json.loads((out / "manifest.json").read_text())
+    del manifest["chat_template"]
+    for form, template in (("text", None), ("qa", PlainFormat.template)):
+        (out / "manifest.json").write_text(json.dumps({**manifest, "documents_as": form}))
+        assert open_folder(out).chat_template == template
+
+
+def test_text_of_an_earlier_version_is_not_prepared_again(texts, tmp_path):
+    out = prepare([texts], tmp_path / "out").path
+    manifest = json.loads((out / "manifest.json").read_text())
+    # The plan of the version before formats were found by columns.
+    assert manifest["plan"] == EARLIER_PLAN
+    for name in ("chat_template", "formats", "last_answer_only"):
+        del manifest[name]
+    for file in manifest["files"]:
+        del file["read_as"]
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    before = content(out)
+    assert prepare([texts], out).documents == 24
+    assert content(out) == before
+    assert read_notes(out)["formats"] == {}
 
 
 # Killed runs
@@ -220,6 +265,38 @@ def test_a_run_killed_before_any_change_to_a_file_continues(texts, tmp_path):
         shutil.rmtree(out)
     assert step > 20
     assert opened < step / 2
+
+
+def test_a_killed_run_continues_with_repeats_templates_and_masks(tmp_path):
+    """No document is written more or less often than in a run that was not killed."""
+    tokenizer = qwen(tmp_path / "tokenizer")
+    (tokenizer / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content if loop.last else m.content.split('|')[-1] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    chats = [
+        [
+            {"role": ("user", "assistant")[n % 2], "content": f"{number}|x" if n % 2 else "a"}
+            for n in range(2 + number % 3 * 2)
+        ]
+        for number in range(9)
+    ]
+    write_jsonl(tmp_path / "a.jsonl", [{"conversations": chat} for chat in chats])
+    write_jsonl(tmp_path / "b.jsonl", [{"text": f"line {number}"} for number in range(9)])
+    (tmp_path / "sources.toml").write_text(
+        f'[a]\npath = "{tmp_path}/a.jsonl"\nrepeat = 1.6\n[b]\npath = "{tmp_path}/b.jsonl"\n'
+    )
+    arguments, options = [[tmp_path / "sources.toml"]], {"shard_tokens": 60}
+    whole = prepare(*arguments, tmp_path / "whole", tokenizer, **options)
+    assert whole.documents == int(9 * 1.6) + 9
+    # Only the chats of two and three answers have an earlier answer, which is then cut.
+    assert read_notes(whole.path)["last_answer_only"] == 6
+    for step in range(8, 50, 6):
+        assert dies_at(step, *arguments, tmp_path / "out", tokenizer, **options)
+        prepare(*arguments, tmp_path / "out", tokenizer, **options)
+        assert content(tmp_path / "out") == content(tmp_path / "whole")
+        shutil.rmtree(tmp_path / "out")
 
 
 SCRIPT = """
@@ -424,7 +501,7 @@ def test_bad_records_are_skipped_counted_and_named(texts, tmp_path):
         assert (out / "00001.ds.json").exists()
         opened = prepare([texts], out, skip_bad=6, **options)
         assert opened.documents == 26
-        assert bad_records(out) == expected
+        assert read_notes(out)["bad"] == expected
         refused("more bad records than --skip-bad 5 allows", [texts], out, skip_bad=5, **options)
         refused(r"b2.jsonl line 1", [texts], out, **options)
     assert content(tmp_path / "1") == content(tmp_path / "2")
@@ -446,7 +523,7 @@ def test_bad_records_are_counted_over_kills(texts, tmp_path):
             )
     prepare([texts], out, **options)
     assert content(out) == whole
-    assert len(bad_records(out)) == 8
+    assert len(read_notes(out)["bad"]) == 8
 
 
 # What is read

@@ -6,6 +6,7 @@ import pytest
 import torch
 from commands import CHATML, save_chat_model, save_greeter
 
+from xlstm7b import chat_format
 from xlstm7b.chat_format import ChatFormat, ChatTemplate, PlainFormat, TemplateFormat
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate import Generator, SavedState
@@ -316,7 +317,7 @@ def test_a_template_without_system_messages() -> None:
 
 def test_a_message_may_contain_the_mark_of_an_answer() -> None:
     turns = TemplateFormat(ChatTemplate(CHATML, {}))
-    words = TemplateFormat._ANSWER
+    words = chat_format._ANSWER
     assert turns.next_prompt(words) == (
         f"<|im_end|>\n<|im_start|>user\n{words}<|im_end|>\n<|im_start|>assistant\n"
     )

@@ -26,10 +26,13 @@ from xlstm7b.generate.sampler import Sampler
 from xlstm7b.mlstm import MLSTMState
 from xlstm7b.model import XLSTM, ModelState
 from xlstm7b.model.layers import soft_cap
+from xlstm7b.quantize.config import GROUP_SIZES, Scheme
+from xlstm7b.quantize.gpu import prepare
+from xlstm7b.quantize.weight import QuantizedWeight
 from xlstm7b.tokenizer import ByteTokenizer
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from xlstm7b.generate.kernels import few_rows, gpu, one_row, pointwise
+from xlstm7b.generate.kernels import few_rows, gpu, one_row, pointwise, quantized
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Triton's interpreter computes bfloat16 wrongly: it is tested on GPUs only.
@@ -88,17 +91,22 @@ def test_both_forms_have_one_signature_and_description(name):
 OPTIONS = ["product", "norm", "gates", "uncapped", "not live", "swiglu", "residual", "cap"]
 
 
-def multiply_both(multiply, batch: int, k: int, n: int, option: str, dtype, **tile):
+def multiply_both(
+    multiply, batch: int, k: int, n: int, option: str, dtype, scheme: Scheme | None = None, **tile
+):
     """A kernel's product with one option, and the same in float64."""
     x, W = draw(batch, k, dtype=dtype), weights(n, k, dtype)
-    wide = x.double()
+    wide, wide_W = x.double(), W.double()
+    if scheme is not None:
+        weight = QuantizedWeight.quantize(W, scheme)
+        W, wide_W = prepare(weight), weight.dequantize(torch.float64)
     if option == "swiglu":
-        gate, up = (wide @ W.double().mT).chunk(2, -1)
+        gate, up = (wide @ wide_W.mT).chunk(2, -1)
         return multiply(x, W, swiglu=True, **tile)[0], F.silu(gate) * up
-    want = wide @ W.double().mT
+    want = wide @ wide_W.mT
     if option == "norm":
         norm = 1 + draw(k, dtype=dtype, scale=0.3)
-        want = plain.rms_norm(wide, norm.double(), EPS) @ W.double().mT
+        want = plain.rms_norm(wide, norm.double(), EPS) @ wide_W.mT
         return multiply(x, W, norm=norm, eps=EPS, **tile)[0], want
     if option == "residual":
         residual = draw(batch, n, dtype=dtype)
@@ -166,33 +174,90 @@ def test_products_at_the_sizes_of_real_models(batch, k, n, option):
     assert_close(*multiply_both(multiply, batch, k, n, option, torch.bfloat16), 1e-2)
 
 
+SCHEMES = [Scheme("int8"), Scheme("fp8"), *(Scheme("int4", size) for size in GROUP_SIZES)]
+
+
+@pytest.mark.usefixtures("_poison")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option != "norm"])
+@pytest.mark.parametrize("batch", [1, 5, 17, 64])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_quantised_rows(scheme, batch, option, dtype):
+    """Widths that fill no block, one block, and more."""
+    k = {"int8": 130, "fp8": 37}.get(scheme.name, 5 * (scheme.group_size or 0))
+    tile = replace(quantized.tile_for(batch, 34), rows=16 if batch < 17 else 32)
+    product = multiply_both(
+        quantized.multiply_codes, batch, k, 34, option, dtype, scheme, tile=tile
+    )
+    assert_close(*product, LARGEST[dtype])
+
+
+@pytest.mark.usefixtures("_poison")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_a_quantised_matrix_is_dequantised(scheme, dtype):
+    weight = QuantizedWeight.quantize(weights(37, 640, dtype), scheme)
+    want = weight.dequantize(torch.float64).to(dtype)
+    assert torch.equal(quantized.dequantize(prepare(weight), dtype), want)
+
+
+@on_gpu
+@pytest.mark.parametrize("batch", [1, 2, 9, 17, 33])
+@pytest.mark.parametrize(
+    ("k", "n", "option"),
+    [
+        (4096, 12288, "gates"),
+        (4096, 21888, "swiglu"),
+        (10944, 4096, "residual"),
+        (256, 50304, "cap"),
+    ],
+)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_quantised_products_at_the_sizes_of_real_models(scheme, k, n, option, batch):
+    if k % 128 and scheme.group_size == 128:
+        pytest.skip("10,944 is no multiple of 128")
+    product = multiply_both(quantized.multiply_codes, batch, k, n, option, torch.bfloat16, scheme)
+    assert_close(*product, 1e-2)
+
+
 @pytest.mark.usefixtures("_poison")
 @pytest.mark.parametrize("dtype", [torch.float32] + [torch.bfloat16] * torch.cuda.is_available())
 @pytest.mark.parametrize("batch", [1, 2, 17, 65] + [16, 64, 3000] * torch.cuda.is_available())
-def test_operations_equal_the_plain_ones(batch, dtype):
+@pytest.mark.parametrize("scheme", [None, Scheme("int8"), Scheme("int4", 32)], ids=str)
+def test_operations_equal_the_plain_ones(scheme, batch, dtype):
     """With the kernel and the tile that each number of rows uses."""
-    d, up, largest = 48, 72, 2 * LARGEST[dtype]  # RMSNorm rounds its result
+    d, up, largest = 64, 96, 2 * LARGEST[dtype]  # RMSNorm rounds its result
+
+    def both(n: int, k: int) -> tuple[Tensor | QuantizedWeight, Tensor]:
+        """A matrix, quantised or not, and the same in float64."""
+        W = weights(n, k, dtype)
+        if scheme is None:
+            return W, W.double()
+        weight = QuantizedWeight.quantize(W, scheme)
+        return prepare(weight), weight.dequantize(torch.float64)
+
     x, norm = draw(batch, d, dtype=dtype), 1 + draw(d, dtype=dtype, scale=0.3)
     wide, wide_norm = x.double(), norm.double()
-    projection = weights(3 * d, d, dtype), weights(4, d, dtype), draw(4, dtype=dtype)
+    W, wide_W = both(3 * d, d)
+    gates = weights(4, d, dtype), draw(4, dtype=dtype)
+    wide_gates = [part.double() for part in gates]
     some = torch.arange(batch, device=DEVICE) % 4 != 1
     for live, cap in ((None, CAP), (some, CAP), (some, None)):
-        got = gpu.project(x, norm, EPS, *projection, cap, live)
-        wide_projection = [part.double() for part in projection]
-        want = plain.project(wide, wide_norm, EPS, *wide_projection, cap, live)
+        got = gpu.project(x, norm, EPS, W, *gates, cap, live)
+        want = plain.project(wide, wide_norm, EPS, wide_W, *wide_gates, cap, live)
         assert [part.dtype for part in got] == [dtype, torch.float32]
         for part, want_part in zip(got, want, strict=True):
             assert_close(part, want_part, largest)
-    matrices = {"swiglu": weights(2 * up, d, dtype), "head": weights(50, d, dtype)}
+    matrices = {"swiglu": both(2 * up, d), "head": both(50, d)}
     for name, *cap in (("swiglu",), ("head", 5.0), ("head", None)):
-        W = matrices[name]
+        W, wide_W = matrices[name]
         got = getattr(gpu, name)(x, norm, EPS, W, *cap)
-        want = getattr(plain, name)(wide, wide_norm, EPS, W.double(), *cap)
+        want = getattr(plain, name)(wide, wide_norm, EPS, wide_W, *cap)
         assert got.dtype == (torch.float32 if name == "head" else dtype)
         assert_close(got, want, largest)
-    y, W = draw(batch, up, dtype=dtype), weights(d, up, dtype)
+    y, (W, wide_W) = draw(batch, up, dtype=dtype), both(d, up)
     gpu.add_product(x, y, W)
-    plain.add_product(wide, y.double(), W.double())
+    plain.add_product(wide, y.double(), wide_W)
     assert_close(x, wide, largest)
 
 

@@ -338,32 +338,43 @@ def test_tensor_parallelism_cannot_split_a_fixed_gate():
         parallelize(model, {"tp": Mesh()}, torch.float32)
 
 
+def gradient_error(model, exact):
+    """The largest relative error of a module's gradient.
+
+    A gate's bias counts with its weight: alone, its gradient is a small difference of large
+    numbers.
+    """
+    return max(
+        error(*(torch.cat([p.grad.flatten().cpu() for p in each]) for each in pair))
+        for one, other in zip(model.modules(), exact.modules(), strict=True)
+        if all(pair := [list(each.parameters(recurse=False)) for each in (one, other)])
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", [*VARIANTS, ALL], ids=str)
 def test_a_gpu_computes_what_the_cpu_computes(variant):
-    """Training with compiled blocks, and generation by the engine, both in float32."""
+    """Training with compiled blocks, and generation by the engine, both in float32.
+
+    The gradients are compared with float64. How well float32 can do depends on the model: on a CPU
+    the largest error is between 3e-6 and 3e-4. An H200 had 1.1 to 4 times that.
+    """
     model = spread_model(embedding_dim=128, **variant)
     exact = XLSTM(model.config).double()
-    copy = XLSTM(model.config).cuda()
-    for each in (exact, copy):
+    on_gpu = XLSTM(model.config).cuda()
+    for each in (exact, on_gpu):
         each.load_state_dict(model.state_dict())
-    for block in copy.backbone.blocks:
+    for block in on_gpu.backbone.blocks:
         block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
     tokens, targets = random_tokens(4, 300, model.config).chunk(2)
     weights = torch.full(tokens.shape, 1 / tokens.numel())
     want = exact.loss(tokens, targets, weights.double())
     want.backward()
-    got = copy.loss(tokens.cuda(), targets.cuda(), weights.cuda())
+    model.loss(tokens, targets, weights).backward()
+    got = on_gpu.loss(tokens.cuda(), targets.cuda(), weights.cuda())
     got.backward()
     assert error(got.cpu(), want) < 1e-5
-    modules = zip(copy.named_modules(), exact.modules(), strict=True)
-    for (name, module), other in modules:
-        # A gate's bias with its weight: alone, its gradient is a small difference of large numbers.
-        own, wanted = (
-            [p.grad.flatten().cpu() for p in each.parameters(recurse=False)]
-            for each in (module, other)
-        )
-        assert not own or error(torch.cat(own), torch.cat(wanted)) < 1e-3, name
+    assert gradient_error(on_gpu, exact) < 8 * gradient_error(model, exact)
     answers = []
     for device in ("cpu", "cuda"):
         generator = XLSTM(model.config).to(device)

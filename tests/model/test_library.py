@@ -17,7 +17,7 @@ BLOCKS = {
 
 
 def test_no_block_is_left_out():
-    assert len(BLOCKS) == TEXT.count("```python") == 8
+    assert len(BLOCKS) == TEXT.count("```python") == 9
 
 
 @pytest.mark.filterwarnings("ignore")  # those of other libraries

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from xlstm7b.model.layers import linear, linear_float32
-from xlstm7b.quantize import cpu
+from xlstm7b.quantize import cpu, gpu
 from xlstm7b.quantize.config import GROUP_SIZES, Quantization, Scheme, check_supported
 from xlstm7b.quantize.weight import QuantizedWeight, stack
 
@@ -205,3 +205,16 @@ def test_unsupported_schemes_are_named(change: dict[str, object], message: str) 
     for broken in ([], 3, {"quant_method": "compressed-tensors", "config_groups": {"a": 1}}):
         with pytest.raises(ValueError, match="quantization_config"):
             check_supported(broken)
+
+
+@given(matrices(), st.integers(1, 20))
+@settings(deadline=None, max_examples=60)
+def test_the_order_of_the_gpu_kernels_loses_nothing(case: tuple[Tensor, Scheme], rows: int) -> None:
+    weight, scheme = case
+    parts = [QuantizedWeight.quantize(part, scheme) for part in (weight, weight[-rows:])]
+    prepared = [gpu.prepare(part) for part in parts]
+    wanted = [part.dequantize() for part in parts]
+    stacked = stack(prepared, torch.cat([part.data for part in prepared]))
+    for got, want in zip((*prepared, stacked), (*wanted, torch.cat(wanted)), strict=True):
+        assert torch.equal(torch.cat([*cpu.tiles(got, torch.float32)]), want)
+        assert torch.equal(linear(torch.eye(weight.shape[1]), got), want.mT)

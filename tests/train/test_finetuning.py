@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tokenizer_kinds import qwen
+from commands import CHATML
+from tokenizer_kinds import gpt2, qwen
 from torch import Tensor
 from train_processes import run
 from train_runs import recipe
@@ -120,12 +121,20 @@ def test_the_speed_counts_all_tokens_that_are_read(chats, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("form", ["chat", "text"])
-def test_an_export_has_the_chat_format_of_its_data(form, tmp_path):
-    """Not the template of the tokenizer, which `prepare` does not use for chats."""
-    tokenizer = qwen(tmp_path / "tokenizer")
+@pytest.mark.parametrize("tokenizer", [qwen, gpt2])
+def test_an_export_has_the_chat_format_of_its_data(form, tokenizer, tmp_path):
+    """That of the tokenizer; the plain format if it has none. It is in both files."""
+    folder = tokenizer(tmp_path / "tokenizer")
     talk = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "So." * 50}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk, "text": "So " * 50}))
-    data = prepare([tmp_path / "a.jsonl"], tmp_path / "data", str(tokenizer), Columns(form))
+    data = prepare([tmp_path / "a.jsonl"], tmp_path / "data", str(folder), Columns(form))
+    template = CHATML if tokenizer is qwen else PlainFormat.template
+    assert data.chat_template == (template if form == "chat" else None)
+    # The tokenizer loses its template after the data was prepared.
+    for file in (folder, data.path):
+        described = json.loads((file / "tokenizer_config.json").read_text())
+        described.pop("chat_template", None)
+        (file / "tokenizer_config.json").write_text(json.dumps(described))
     chosen = recipe(
         data.path,
         f"model.eos_token_id={data.eos_token_id}",
@@ -135,8 +144,32 @@ def test_an_export_has_the_chat_format_of_its_data(form, tmp_path):
     )
     run(0, chosen, tmp_path / "run")
     export_run(tmp_path / "run", tmp_path / "export")
-    template = PlainFormat.template if form == "chat" else template_source(tokenizer)
+    template = template if form == "chat" else PlainFormat.template
     assert template_source(tmp_path / "export") == template
+    assert (tmp_path / "export" / "chat_template.jinja").read_text() == template
+    config = json.loads((tmp_path / "export" / "tokenizer_config.json").read_text())
+    assert config["chat_template"] == template
+    if form == "chat":  # also if the tokenizer is not found
+        (data.path / "tokenizer.json").unlink()
+        export_run(tmp_path / "run", tmp_path / "export")
+        assert template_source(tmp_path / "export") == template
+
+
+def test_sources_with_different_chat_templates_are_refused(tmp_path):
+    talk = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "So." * 99}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}))
+    tokenizer = qwen(tmp_path / "tokenizer")
+    prepare([tmp_path / "a.jsonl"], tmp_path / "a", tokenizer)
+    (tokenizer / "chat_template.jinja").write_text(f"{CHATML} ")
+    data = prepare([tmp_path / "a.jsonl"], tmp_path / "b", tokenizer)
+    chosen = recipe(
+        data.path,
+        f'data.sources={{a={{path="{tmp_path}/a"}},b={{path="{tmp_path}/b"}}}}',
+        f"model.eos_token_id={data.eos_token_id}",
+        "model.force_bos_token_insert=false",
+    )
+    with pytest.raises(ValueError, match=r"^the chats of sources 'a' and 'b' were prepared with d"):
+        run(0, chosen, tmp_path / "run")
 
 
 def test_fine_tuning_counts_only_answers(chats, pretrained, tmp_path):

@@ -95,6 +95,9 @@ class ModelPlan(Plan):
     state_dtype: str = option(
         "Dtype of the recurrent state.", "float32", choices=("float32", "bfloat16")
     )
+    quantize: str = option(
+        "Quantise the weights: int4 has groups of 64.", "no", choices=("no", "int8", "fp8", "int4")
+    )
 
     @property
     def config(self) -> ModelConfig:
@@ -398,6 +401,29 @@ class Cpu(Plan):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Transformers(ModelPlan):
+    """Time the xLSTM of transformers with `optimize`: generate, and training steps."""
+
+    batches: Numbers = option("Batch sizes to generate.", (1, 8), on_cpu=(1,))
+    seconds: float = option("Length of one timing of decoding, in seconds, about.", 1.0)
+    cases: Names = option(
+        "Training cases, written as in `bench training`.", ("400m:16x4096",), on_cpu=("tiny:2x64",)
+    )
+    steps: int = option("Number of training steps to time; their median is shown.", 10, on_cpu=2)
+    peers: Names = option(
+        "Others to measure: transformers as it is, the authors' package.",
+        ("transformers", "xlstm"),
+        choices=("transformers", "xlstm"),
+    )
+    timeout: float = option("Time limit for one case, in seconds.", 300.0)
+
+    def check(self) -> None:
+        super().check()
+        for case in self.cases:
+            TrainingCase.parse(case)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Loader(Plan):
     """Time how fast training batches come from prepared shards."""
 
@@ -425,6 +451,9 @@ class Tune(Plan):
     length: int = option("Length of the sequences, for the chunkwise cell.", 8192)
     chunks: Numbers = option("Chunk sizes of the chunkwise cell.", (64, 128, 256))
     batches: Numbers = option("Batch sizes of the step and the products.", (1, 8, 64))
+    quantize: str = option(
+        "Quantise the weights of the products.", "no", choices=("no", "int8", "fp8", "int4")
+    )
     peak_tbs: float | None = option(f"Peak memory bandwidth in TB/s. {_PEAK}", None)
     processes: int = option("Number of processes that compile kernels.", 14)
     show: int = option("Number of fastest candidates to print.", 4)
@@ -439,6 +468,7 @@ BENCHMARKS: dict[str, type[Plan]] = {
     "serve": Serve,
     "training": Training,
     "evaluation": Evaluation,
+    "transformers": Transformers,
     "cpu": Cpu,
     "loader": Loader,
     "tune": Tune,

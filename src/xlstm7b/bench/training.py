@@ -6,7 +6,8 @@ MFU counts `accounting.training_flops`, without recomputation, against the peak 
 has a base of random weights in a temporary folder.
 
 Peers train with PyTorch's cross-entropy over all logits and without recomputation; on a GPU they
-are compiled as a whole. `xlstm` is the authors' package, `transformers` has its own xLSTM.
+are compiled as a whole. `xlstm` is the authors' package, `transformers` has its own xLSTM, and
+`optimized` is that with this package's forward pass (`bench transformers`).
 """
 
 import tempfile
@@ -61,10 +62,11 @@ def results(plan: Training) -> Iterator[Result]:
             # Peers cannot recompute activations.
             same = case if name == "ours" else replace(case, activations="none")
             job = {"name": name, "case": asdict(same), "steps": plan.steps, "device": plan.device}
-            yield from in_process(_row(same, name), train, plan.timeout, **job)
+            yield from in_process(row(same, name), train, plan.timeout, **job)
 
 
-def _row(case: TrainingCase, name: str) -> Result:
+def row(case: TrainingCase, name: str) -> Result:
+    """The case without figures."""
     recomputes = "" if case.activations == "none" else f"recomputes {case.activations}"
     work = ", ".join(filter(None, (case.lora, recomputes)))
     figures = {"micro_batches": case.micro_batches}
@@ -89,7 +91,7 @@ def _timed(
         began = time.perf_counter()
         losses.append(step())
         times.append(time.perf_counter() - began)
-    blank = _row(case, name)
+    blank = row(case, name)
     figures = {"first_step": times[0], "losses": losses}
     memory = torch.cuda.max_memory_allocated() if device == "cuda" else None
     result = replace(blank, memory=memory, figures=blank.figures | figures)
@@ -179,6 +181,10 @@ def _train_peer(name: str, case: TrainingCase, steps: int, device: str) -> Resul
         model = load_xlstm(config, torch.float32, device, mode="train")
     else:
         model = load_transformers(config, torch.float32, device)
+    if name == "optimized":
+        from xlstm7b.integrations.transformers import optimize
+
+        model = optimize(model)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, fused=True)
 

@@ -22,7 +22,8 @@ def prepare(
         list[Path],
         typer.Argument(
             help="Files (.txt, .md, .jsonl, .ndjson, .json, all also .gz or .zst; .parquet) or "
-            "folders of them. With --verify or --adopt: folders of shards.",
+            "folders of them; or one .toml file that lists sources. With --verify or --adopt: "
+            "folders of shards.",
             metavar="INPUT",
         ),
     ],
@@ -30,18 +31,24 @@ def prepare(
         Path | None, typer.Option("--output", "-o", help="Folder to write the shards to.")
     ] = None,
     tokenizer: Annotated[
-        str, typer.Option(help="A tokenizer.json, its folder, a hub id, or bytes.")
+        str,
+        typer.Option(
+            help="A tokenizer.json, its folder, a hub id, or bytes. Chats are written with the "
+            "chat template of its folder; without one, as User: and Assistant: lines."
+        ),
     ] = "bytes",
     form: Annotated[
         str,
         typer.Option(
             "--format",
-            help="text, chat or qa. With chat and qa, only the answers count in the loss.",
+            help="How JSON and parquet records are read: text, chat, sharegpt, alpaca, qa or "
+            "completion. auto finds the format of each file by its columns. In all but text, only "
+            "the answers count in the loss.",
         ),
-    ] = "text",
+    ] = "auto",
     text_column: Annotated[str, _column("The text, for --format text.")] = "text",
     messages_column: Annotated[
-        str, _column("The messages, for --format chat: a list of {role, content}.")
+        str, _column("The messages, for --format chat: {role, content} or {from, value}.")
     ] = "messages",
     question_column: Annotated[str, _column("The question, for --format qa.")] = "question",
     answer_column: Annotated[str, _column("The answer, for --format qa.")] = "answer",
@@ -105,14 +112,15 @@ def prepare(
         return
     if output is None:
         raise ValueError("--output is missing: the folder to write the shards to")
-    from xlstm7b.data.input_files import Columns, find_input_files
-    from xlstm7b.data.prepare import bad_records
+    from xlstm7b.data.input_files import Columns
     from xlstm7b.data.prepare import prepare as run
+    from xlstm7b.data.prepare import read_notes
+    from xlstm7b.data.sources import find_sources
 
     columns = Columns(form, text_column, messages_column, question_column, answer_column)
     endings = tuple(as_text or ())
     patterns = {"include": include or (), "exclude": exclude or ()}
-    found = find_input_files(inputs, endings, **patterns, columns=columns, output=output)
+    _, found = find_sources(inputs, columns, endings, **patterns, output=output)
     start = time.perf_counter()
     with byte_progress("preparing", sum(file.stat().st_size for file in found.files)) as report:
         written = run(
@@ -129,12 +137,42 @@ def prepare(
             progress=report,
         )
     print(found)
-    bad = bad_records(output)
+    notes = read_notes(output)
+    _print_formats(notes)
+    bad = notes["bad"]
     if bad:
         print(f"bad records left out: {len(bad)}, all listed in {output / 'manifest.json'}")
     for message in bad[:5]:
         print(f"  {message}")
     _print_summary(output, f"is ready, after {time.perf_counter() - start:.1f} s", written)
+
+
+def _print_formats(notes: dict[str, Any]) -> None:
+    """The formats that were found, if there is more than plain text, and how chats are written."""
+    from xlstm7b.chat_format import ChatTemplate, PlainFormat, TemplateFormat
+
+    formats = notes["formats"]
+    if any(not name.startswith("text ") or group["also"] for name, group in formats.items()):
+        for name, group in formats.items():
+            more = ", …" if group["count"] > len(group["first"]) else ""
+            print(f"format {name}: {group['count']} ({', '.join(group['first'])}{more})")
+            if group["also"]:
+                print(f"  the records also have {', '.join(group['also'])}: choose with --format")
+    template = notes.get("chat_template")
+    if template is not None:
+        is_plain = template == PlainFormat.template
+        source = "as User: and Assistant: lines" if is_plain else "with the tokenizer's template"
+        print(f"chats are written {source}")
+        try:
+            TemplateFormat(ChatTemplate(template, {}))
+        except ValueError as error:
+            print(f"  {error}: `chat` and `serve` will write User: and Assistant: lines instead")
+    if notes["last_answer_only"]:
+        print(
+            f"chats of which only the last answer counts in the loss: "
+            f"{notes['last_answer_only']:,} (the chat template writes their earlier turns "
+            "differently once a turn follows)"
+        )
 
 
 def _usable_cores() -> int:

@@ -13,18 +13,19 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from hashlib import sha256
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from xlstm7b.chat_format import PlainFormat
+from xlstm7b.chat_format import ChatTemplate
 
-FORMATS = ("text", "chat", "qa")
+FORMATS = ("auto", "text", "chat", "sharegpt", "alpaca", "qa", "completion")
 _READABLE = ".txt, .md, .jsonl, .ndjson, .json (also .gz, .zst) or .parquet"
 BATCH_BYTES = 1 << 20
 BATCH_RECORDS = 1024
@@ -33,7 +34,23 @@ _PACKED = (".gz", ".zst")
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 Segment = tuple[str, bool]
-"""A part of a document, and whether it counts in the loss. Each part is tokenized by itself."""
+"""A part of a document, and whether it counts in the loss."""
+
+
+class Document(NamedTuple):
+    segments: list[Segment]
+    has_all_answers: bool = True  # False: see `chat_format.Conversation`
+
+
+# The roles of messages with "role", and of ShareGPT's, with "from".
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+}
 
 
 @dataclass(frozen=True)
@@ -41,9 +58,15 @@ class Columns:
     """How a record becomes a document, and the names of the columns.
 
     text: one column; all of it counts in the loss.
-    chat: a list of {"role": "system" | "user" | "assistant", "content": "…"}, written in
-        `chat_format.PlainFormat`. Only the answers, and the end of text, count in the loss.
-    qa: a question and an answer, written as a chat of two messages.
+    chat: a list of messages, {"role": "user", "content": "…"} or {"from": "human", "value": "…"}.
+    sharegpt: the same in the column "conversations".
+    alpaca: "instruction", "input" (may be missing or empty) and "output".
+    qa: a question and an answer.
+    completion: "prompt" and "completion", two texts that are joined as they are.
+    auto: the first of these that fits, see `detect_columns`.
+
+    In all but text, only what the assistant writes counts in the loss, and the end of text. chat,
+    sharegpt, alpaca and qa are written with a chat template; the last two have two messages.
     """
 
     format: str = "text"
@@ -58,53 +81,116 @@ class Columns:
 
     @property
     def has_mask(self) -> bool:
-        return self.format != "text"
+        return self.format not in ("text", "auto")
+
+    @property
+    def is_chat(self) -> bool:
+        """True if a chat template writes the documents."""
+        return self.has_mask and self.format != "completion"
 
     @property
     def names(self) -> list[str]:
-        """The columns that this format reads."""
-        both = [self.question, self.answer]
-        return {"text": [self.text], "chat": [self.messages], "qa": both}[self.format]
+        """The columns that a record must have."""
+        return {
+            "auto": [],
+            "text": [self.text],
+            "chat": [self.messages],
+            "sharegpt": ["conversations"],
+            "alpaca": ["instruction", "output"],
+            "qa": [self.question, self.answer],
+            "completion": ["prompt", "completion"],
+        }[self.format]
 
-    def segments(self, record: Any) -> list[Segment]:
-        """The document of one record. The caller adds file and line to a `ValueError`."""
+    @property
+    def optional_names(self) -> list[str]:
+        """Columns that are read if a record has them."""
+        return ["input"] if self.format == "alpaca" else []
+
+    def __str__(self) -> str:
+        names = ", ".join(self.names)
+        return f"{self.format} ({names})" if names else self.format
+
+    def candidates(self, names: Iterable[str]) -> list["Columns"]:
+        """The formats that a record with these columns has, the best one first.
+
+        If columns were renamed, only their formats. Preference pairs are a `ValueError`.
+        """
+        usual = [Columns(form) for form in ("chat", "sharegpt", "completion", "alpaca", "qa")]
+        usual += [Columns("qa", question="query", answer="response"), Columns("text")]
+        own = [replace(self, format=form) for form in dict.fromkeys(each.format for each in usual)]
+        renamed = [each for each in own if each.names != Columns(each.format).names]
+        given = set(names)
+        if {"chosen", "rejected"} <= given and not renamed:
+            raise ValueError(
+                "these are preference pairs (chosen, rejected), for which xlstm7b has no trainer: "
+                "give the JSONL file itself to TRL's DPOTrainer; or prepare the chosen answers "
+                "alone with --format chat --messages-column chosen"
+            )
+        return [each for each in renamed or usual if given.issuperset(each.names)]
+
+    def document(self, record: Any, template: ChatTemplate | None = None) -> Document:
+        """The document of one record. The caller adds file and line to a `ValueError`.
+
+        Chats need a `template`.
+        """
         if not isinstance(record, dict):
             raise ValueError("this is not a JSON object")
+        if self.format == "auto":
+            raise ValueError(
+                f"the columns are {', '.join(record)}, which no format has: name the columns to "
+                "read, such as --text-column NAME"
+            )
         for name in self.names:
             if name not in record:
                 raise ValueError(
                     f"the column {name!r} is missing; the columns are {', '.join(record)}"
                 )
-        if self.format == "chat":
-            return _chat_segments(record[self.messages])
-        texts = [_check_text(record[name], name) for name in self.names]
-        if self.format == "text":
-            return [(texts[0], True)]
-        roles = zip(("user", "assistant"), texts, strict=True)
-        return _chat_segments([{"role": role, "content": text} for role, text in roles])
+        match self.format:
+            case "chat" | "sharegpt":
+                messages = _check_messages(record[self.names[0]])
+            case _:
+                texts = [_check_text(record[name], name) for name in self.names]
+                if self.format == "text":
+                    return Document([(texts[0], True)])
+                if self.format == "completion":
+                    return Document([(texts[0], False), (texts[1], True)])
+                if record.get("input") and self.format == "alpaca":
+                    texts[0] += f"\n\n{_check_text(record['input'], 'input')}"
+                roles = zip(("user", "assistant"), texts, strict=True)
+                messages = [{"role": role, "content": text} for role, text in roles]
+        assert template is not None
+        return Document(*template.conversation(messages))
 
 
-def _chat_segments(messages: Any) -> list[Segment]:
-    """The conversation up to the last answer."""
+def _check_messages(messages: Any) -> list[dict[str, str]]:
     if not isinstance(messages, list):
         raise ValueError(f"the messages are {type(messages).__name__}, not a list")
     checked = []
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise ValueError(f'message {index + 1} has no "role" and "content"')
-        role = message["role"]
-        if role not in ("user", "assistant") and not (role == "system" and index == 0):
+    for number, message in enumerate(messages, 1):
+        given = message.keys() if isinstance(message, dict) else set[str]()
+        keys = ("from", "value") if {"from", "value"} <= given else ("role", "content")
+        if not given >= {*keys}:
+            raise ValueError(f'message {number} has no "role" and "content"')
+        named, content = (message[key] for key in keys)
+        role = _ROLES.get(named) if isinstance(named, str) else None
+        if role is None or (role == "system" and number > 1):
             raise ValueError(
-                f"message {index + 1} has the role {role!r}; allowed are user, assistant, and "
+                f"message {number} has the role {named!r}; allowed are user, assistant, and "
                 "system for the first message"
             )
-        checked.append({"role": role, "content": _check_text(message["content"], "content")})
-    segments = list(PlainFormat().segments(checked))
-    while segments and not segments[-1][1]:
-        segments.pop()
-    if not segments:
-        raise ValueError("no message has the role 'assistant'")
-    return segments
+        if isinstance(content, list):
+            content = _join_parts(content, number)
+        checked.append({"role": role, "content": _check_text(content, keys[1])})
+    return checked
+
+
+def _join_parts(parts: list[Any], number: int) -> str:
+    """The text of a content in parts, as in OpenAI's API: {"type": "text", "text": "…"}."""
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise ValueError(f"message {number} has a part of the type {kind!r}, not text")
+    return "".join(_check_text(part.get("text"), "text") for part in parts)
 
 
 def _check_text(value: Any, name: str) -> str:
@@ -258,7 +344,7 @@ class _Search:
         if not path.is_file():
             return "broken links, or not files"
         kind = _kind(path, self._endings)
-        if kind == "text" and self._columns.format != "text":
+        if kind == "text" and self._columns.has_mask:
             return f"text, which has no columns for the format {self._columns.format}"
         return "" if kind else "of other types"
 
@@ -320,30 +406,40 @@ class RecordBatch(NamedTuple):
     records: list[Any]  # bytes of a line or a file, the dict of a row, or the item of an array
     kind: str  # text, jsonl, array or parquet
     bytes_read: int  # bytes of the file that were read for this batch
+    columns: Columns
 
-    def documents(self, columns: Columns) -> Iterator[tuple[int, list[Segment]]]:
-        """The position of each record, and its document. Blank lines are skipped."""
-        for position, document in self.parse(columns):
+    def documents(self, template: ChatTemplate | None = None) -> Iterator[tuple[int, Document]]:
+        """The position of each record, and its document. Blank lines are skipped.
+
+        Chats need a `template`.
+        """
+        for position, document in self.parse(template):
             if isinstance(document, ValueError):
                 raise document
             yield position, document
 
-    def parse(self, columns: Columns) -> Iterator[tuple[int, list[Segment] | ValueError]]:
+    def parse(
+        self, template: ChatTemplate | None = None
+    ) -> Iterator[tuple[int, Document | ValueError]]:
         """Like `documents`, with the error of a bad record in place of its document."""
         for position, record in enumerate(self.records, self.first):
             if self.kind == "jsonl" and not record.strip():
                 continue
             try:
-                if self.kind == "text":
-                    record = {columns.text: str(record, "utf-8-sig")}
-                elif self.kind == "jsonl":
-                    record = json.loads(record.rstrip())  # else an open string has a newline
-                yield position, columns.segments(record)
+                yield position, self.columns.document(self.value(record), template)
             except (ValueError, RecursionError) as error:
                 where, hint = _WHERE[self.kind].format(position + 1), ""
                 if isinstance(error, json.JSONDecodeError) and error.pos == len(error.doc):
                     hint = _CUT_LINE
                 yield position, ValueError(f"{self.path}{where}: {error}{hint}")
+
+    def value(self, record: Any) -> Any:
+        """One of the `records`, parsed."""
+        if self.kind == "text":
+            return {self.columns.text: str(record, "utf-8-sig")}
+        if self.kind == "jsonl":
+            return json.loads(record.rstrip())  # else an open string has a newline
+        return record
 
     def digests(self) -> list[bytes]:
         """The sha256 of each record."""
@@ -366,7 +462,7 @@ def read_batches(
 ) -> Iterator[RecordBatch]:
     """The records of a file from position `start`, in batches of about 1 MB."""
     kind = _kind(path, text_endings)
-    if kind == "text" and columns.format != "text":
+    if kind == "text" and columns.has_mask:
         raise ValueError(f"{path} has no columns, which the format {columns.format!r} needs")
     records, first, size, seen = list[Any](), start, 0, 0
     with _name_damage(path):
@@ -377,25 +473,68 @@ def read_batches(
             records.append(record)
             size += length
             if size >= BATCH_BYTES or len(records) >= BATCH_RECORDS:
-                batch = RecordBatch(path, first, records, kind, offset - seen)
+                batch = RecordBatch(path, first, records, kind, offset - seen, columns)
                 records, first, size, seen = [], first + len(records), 0, offset
                 yield batch
-    yield RecordBatch(path, first, records, kind, path.stat().st_size - seen)
+    yield RecordBatch(path, first, records, kind, path.stat().st_size - seen, columns)
+
+
+def detect_columns(
+    path: Path, columns: Columns, text_endings: Sequence[str] = ()
+) -> tuple[Columns, list[Columns]]:
+    """The columns of a file for the format auto, and the other formats that it also has.
+
+    They are those of the first record that has a known format. Without such a record, the format
+    stays auto, and each record is an error. Preference pairs are a `ValueError`.
+    """
+    kind = _kind(path, text_endings)
+    if columns.format != "auto":
+        return columns, []
+    if kind == "text":
+        return replace(columns, format="text"), []
+    for names in _names_in(path, columns, kind):
+        try:
+            found = columns.candidates(names)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        if found:
+            return found[0], found[1:]
+    return columns, []
+
+
+def _names_in(path: Path, columns: Columns, kind: str) -> Iterator[Iterable[str]]:
+    """The columns of a parquet file, or of the first records of a JSON file."""
+    if kind == "parquet":
+        with _parquet_file(path) as file:
+            yield file.schema_arrow.names
+        return
+    with _name_damage(path):
+        kind = _json_kind(path) if kind == "json" else kind
+        for record, _, _ in islice(_records(path, kind, 0), BATCH_RECORDS):
+            with suppress(ValueError, RecursionError):
+                value = RecordBatch(path, 0, [], kind, 0, columns).value(record)
+                if isinstance(value, dict):
+                    yield value
 
 
 def check_input_file(
-    path: Path, columns: Columns, text_endings: Sequence[str] = (), *, parse: bool = True
+    path: Path,
+    columns: Columns,
+    text_endings: Sequence[str] = (),
+    template: ChatTemplate | None = None,
+    *,
+    parse: bool = True,
 ) -> None:
     """Raises a `ValueError` if the first record of a file is bad. A text file is only opened.
 
     Without `parse`, the first record is only read.
     """
-    if columns.format == "text" and _kind(path, text_endings) == "text":
+    if not columns.has_mask and _kind(path, text_endings) == "text":
         path.open("rb").close()
         return
     batch = next(read_batches(path, columns, text_endings=text_endings))
     if parse:
-        next(batch._replace(records=batch.records[:1]).documents(columns), None)
+        next(batch._replace(records=batch.records[:1]).documents(template), None)
 
 
 @contextmanager
@@ -510,25 +649,22 @@ def _skip_blank(text: str, at: int) -> int:
 
 def _rows(path: Path, columns: Columns, start: int) -> Iterator[tuple[Any, int, int]]:
     """Rows from `start` as dicts, their sizes, and the approximate file offset of each."""
-    pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
-    try:
-        file = parquet.ParquetFile(path)
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{path} is not a readable parquet file: {error}") from error
-    with file:
+    pyarrow = import_module("pyarrow")
+    with _parquet_file(path) as file:
         names = file.schema_arrow.names
         for name in columns.names:
             if name not in names:
                 raise ValueError(
                     f"{path}: the column {name!r} is missing; the columns are {', '.join(names)}"
                 )
+        wanted = [*columns.names, *(name for name in columns.optional_names if name in names)]
         whole, position = path.stat().st_size, 0
         for group in range(file.num_row_groups):
             rows = file.metadata.row_group(group).num_rows
             if position + rows <= start:
                 position += rows
                 continue
-            batches = file.iter_batches(256, row_groups=[group], columns=columns.names)
+            batches = file.iter_batches(256, row_groups=[group], columns=wanted or None)
             try:
                 for batch in batches:
                     size = batch.nbytes // max(1, batch.num_rows)
@@ -538,3 +674,14 @@ def _rows(path: Path, columns: Columns, start: int) -> Iterator[tuple[Any, int, 
                         position += 1
             except (pyarrow.ArrowException, OSError) as error:
                 raise ValueError(f"{path} is damaged: {error}") from error
+
+
+@contextmanager
+def _parquet_file(path: Path) -> Iterator[Any]:
+    pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    try:
+        file = parquet.ParquetFile(path)
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path} is not a readable parquet file: {error}") from error
+    with file:
+        yield file

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import cache
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -28,12 +29,14 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
+from xlstm7b.chat_format import ChatTemplate, PlainFormat, load_chat_template
 from xlstm7b.data.input_files import (
     Columns,
+    Document,
     RecordBatch,
     Segment,
     check_input_file,
-    find_input_files,
+    detect_columns,
     read_batches,
 )
 from xlstm7b.data.shards import (
@@ -47,6 +50,7 @@ from xlstm7b.data.shards import (
     token_size,
     write_manifest,
 )
+from xlstm7b.data.sources import SourceFile, find_sources
 from xlstm7b.tokenizer import (
     AnyTokenizer,
     ByteTokenizer,
@@ -68,7 +72,7 @@ def prepare(
     inputs: Iterable[str | Path],
     output: str | Path,
     tokenizer: str | Path = "bytes",
-    columns: Columns = Columns(),  # noqa: B008 (frozen)
+    columns: Columns = Columns("auto"),  # noqa: B008 (frozen)
     *,
     text_endings: Sequence[str] = (),
     include: Sequence[str] = (),
@@ -81,12 +85,14 @@ def prepare(
 ) -> ShardFolder:
     """Tokenizes the documents of files and folders into the folder `output`.
 
-    `tokenizer` is a tokenizer.json, its folder, a hub id, or "bytes". A copy of the file is kept
-    with the shards, for `export`. `include` and `exclude` choose files, see `find_input_files`. Up
-    to `skip_bad` records that cannot be read are left out and listed in the manifest. With
-    `special_tokens`, "<|endoftext|>" and the like in a text become their ids; otherwise they are
-    ordinary text. A shard holds at most `shard_tokens` tokens, or a single longer document.
-    Documents without tokens are left out.
+    `inputs` may also be one .toml file that lists sources, see `data.sources`. `tokenizer` is a
+    tokenizer.json, its folder, a hub id, or "bytes". A copy of the file is kept with the shards,
+    for `export`. Chats are written with the chat template of its folder, without one in the plain
+    format. `include` and `exclude` choose files, see `find_input_files`. Up to `skip_bad` records
+    that cannot be read are left out and listed in the manifest. With `special_tokens`,
+    "<|endoftext|>" and the like in a text become their ids; otherwise they are ordinary text. (In
+    chats they always become their ids, as in `transformers`.) A shard holds at most `shard_tokens`
+    tokens, or a single longer document. Documents without tokens are left out.
 
     The same call continues a run that was killed or that ended with an error, and returns at once
     if nothing is left to do.
@@ -99,27 +105,37 @@ def prepare(
         if value < least:
             raise ValueError(f"{name} must be at least {least}, not {value}")
     output = Path(output)
-    found = find_input_files(
-        inputs, text_endings, include=include, exclude=exclude, columns=columns, output=output
+    files, found = find_sources(
+        inputs, columns, text_endings, include=include, exclude=exclude, output=output
     )
     tokenizer = tokenizer_file(tokenizer) or "bytes"  # a download comes once, not in each process
     if special_tokens and isinstance(open_tokenizer(tokenizer), ByteTokenizer):
         raise ValueError("the tokenizer bytes has no special tokens: leave --special-tokens out")
     ids = _tokenizer_ids(tokenizer)
-    settings = [ids, vars(columns), shard_tokens, list(text_endings), special_tokens]
-    plan = _Plan(_digest(settings), found.files, columns, text_endings, skip_bad)
+    detected = [detect_columns(file.path, file.columns, text_endings) for file in files]
+    sources = [file._replace(columns=one) for file, (one, _) in zip(files, detected, strict=True)]
+    has_mask = any(source.columns.has_mask for source in sources)
+    has_chats = any(source.columns.is_chat for source in sources)
+    template = _chat_template(tokenizer) if has_chats else None
+    # The format and repeats of each file are compared by themselves. For a single format, this is
+    # the digest of earlier versions, whose folders hold nothing else.
+    columns_used = {source.columns for source in sources if source.columns.format != "auto"}
+    form = vars(next(iter(columns_used))) if len(columns_used) == 1 else None
+    settings: list[Any] = [ids, form, shard_tokens, list(text_endings), special_tokens]
+    settings += [template.key] if template else []
+    plan = _Plan(_digest(settings), sources, text_endings, skip_bad)
     if _is_done(output, plan):
         return open_folder(output)
-    for source in found.files:
-        check_input_file(source, columns, text_endings, parse=not skip_bad)
+    for source in sources:
+        check_input_file(source.path, source.columns, text_endings, template, parse=not skip_bad)
     with _begin(output, plan):
         if not (output / MANIFEST).exists():
             done = _finished_shards(output, plan)
             consumed = _Consumed(plan, done)
             batches = _read(plan, consumed, progress)
-            tokenized = tokenize(batches, tokenizer, columns, processes, special_tokens)
-            documents = _documents(tokenized, consumed)
-            _write(output, documents, consumed, done, ids, columns.has_mask, shard_tokens)
+            tokenized = tokenize(batches, tokenizer, template, processes, special_tokens)
+            documents = _documents(tokenized, consumed, plan)
+            _write(output, documents, consumed, done, ids, has_mask, shard_tokens)
             if not done:
                 (output / UNFINISHED).unlink()
                 output.rmdir()
@@ -129,9 +145,11 @@ def prepare(
                 output,
                 [note.entry for note in done],
                 **ids,
-                documents_as=columns.format,
+                chat_template=template and template.source,
                 plan=plan.digest,
                 **found.summary(),
+                formats=_formats(sources, [others for _, others in detected]),
+                last_answer_only=sum(note.last_answer_only for note in done),
                 bad=[message for note in done for message in note.bad],
                 files=[file.model_dump() for file in consumed.files],
             )
@@ -142,10 +160,14 @@ def prepare(
     return open_folder(output)
 
 
-def bad_records(output: str | Path) -> list[str]:
-    """The records that were left out of a finished folder: file, line and reason of each."""
-    listed: list[str] = json.loads((Path(output) / MANIFEST).read_bytes()).get("bad", [])
-    return listed
+def read_notes(output: str | Path) -> dict[str, Any]:
+    """What the manifest of a finished folder says of its input.
+
+    formats: the formats of the files; for each the number of files, and the first of them.
+    last_answer_only: the number of chats of which only the last answer counts in the loss.
+    bad: the records that were left out: file, line and reason of each.
+    """
+    return {"formats": {}, "last_answer_only": 0, "bad": [], **_read_json(Path(output) / MANIFEST)}
 
 
 def adopt(folder: str | Path, tokenizer: str | Path) -> ShardFolder:
@@ -172,6 +194,34 @@ def _tokenizer_ids(tokenizer: str | Path) -> dict[str, Any]:
     }
 
 
+def _chat_template(tokenizer: str | Path) -> ChatTemplate:
+    """The chat template of the tokenizer's folder, or the plain format's."""
+    file, opened = tokenizer_file(tokenizer), open_tokenizer(tokenizer)
+    found = None
+    if file is not None and file.name == "tokenizer.json":
+        to_text = opened.backend().id_to_token
+        tokens = {
+            f"{name}_token": to_text(token)
+            for name, token in opened.special._asdict().items()
+            if token is not None
+        }
+        found = load_chat_template(file.parent, tokens)
+    return found or ChatTemplate(PlainFormat.template, {})
+
+
+def _formats(
+    sources: Sequence[SourceFile], others: Sequence[Sequence[Columns]]
+) -> dict[str, dict[str, Any]]:
+    """For the manifest: the number of files in each format, and the first of them."""
+    formats: dict[str, dict[str, Any]] = {}
+    for source, also in zip(sources, others, strict=True):
+        group = formats.setdefault(str(source.columns), {"count": 0, "first": [], "also": []})
+        group["count"] += 1
+        group["first"] += [str(source.path)] if group["count"] <= 3 else []
+        group["also"] = sorted({*group["also"], *map(str, also)})
+    return formats
+
+
 # The output folder
 
 
@@ -179,13 +229,13 @@ class _Plan(NamedTuple):
     """What a folder is prepared from."""
 
     digest: str  # of the tokenizer and the settings that decide the tokens
-    sources: Sequence[Path]
-    columns: Columns
+    sources: Sequence[SourceFile]
     text_endings: Sequence[str]
     skip_bad: int
 
     def read(self, number: int, start: int = 0) -> Iterator[RecordBatch]:
-        return read_batches(self.sources[number], self.columns, start, self.text_endings)
+        source = self.sources[number]
+        return read_batches(source.path, source.columns, start, self.text_endings)
 
 
 class InputFile(BaseModel):
@@ -197,12 +247,19 @@ class InputFile(BaseModel):
     mtime_ns: int
     records: int
     sha256: str  # of these records, see `_hashed`
+    read_as: str = ""  # its format, and how often it is repeated; earlier versions: empty
 
     @classmethod
-    def unread(cls, path: Path) -> Self:
-        status = path.stat()
-        size, time = status.st_size, status.st_mtime_ns
-        return cls(path=str(path), size=size, mtime_ns=time, records=0, sha256="")
+    def unread(cls, source: SourceFile) -> Self:
+        status = source.path.stat()
+        return cls(
+            path=str(source.path),
+            size=status.st_size,
+            mtime_ns=status.st_mtime_ns,
+            records=0,
+            sha256="",
+            read_as=source.read_as,
+        )
 
     def check(self, plan: _Plan, number: int, *, is_all: bool) -> None:
         """`ValueError` if these records are no longer those of file `number` of the plan."""
@@ -235,6 +292,7 @@ class _Note(NamedTuple):
     files: list[InputFile]  # files whose last record is in this shard
     begun: InputFile | None  # the next file, of which some records are in this or earlier shards
     bad: list[str]  # the messages of the records that were left out
+    last_answer_only: int  # chats of which only the last answer counts
 
 
 def _digest(settings: Any) -> str:
@@ -286,10 +344,12 @@ def _check_files(
 ) -> None:
     """`ValueError` if the tokens in `output` are not those of the first files of the plan."""
     read = [*files, *([begun] if begun and begun.records else [])]
-    if list(map(str, plan.sources[: len(read)])) != [file.path for file in read]:
+    if [str(source.path) for source in plan.sources[: len(read)]] != [file.path for file in read]:
         raise _other(output)
     for number, file in enumerate(read):
         file.check(plan, number, is_all=number < len(files))
+        if file.read_as not in ("", plan.sources[number].read_as):
+            raise _other(output)
 
 
 def _check_bad(bad: Sequence[str], allowed: int) -> None:
@@ -326,7 +386,8 @@ def _finished_shards(output: Path, plan: _Plan) -> list[_Note]:
         noted = json.loads(path.read_bytes())
         begun = noted["begun"] and InputFile.model_validate(noted["begun"])
         files = [InputFile.model_validate(file) for file in noted["files"]]
-        done.append(_Note(ShardEntry.model_validate(noted), files, begun, noted["bad"]))
+        entry = ShardEntry.model_validate(noted)
+        done.append(_Note(entry, files, begun, noted["bad"], noted.get("last_answer_only", 0)))
     if done:
         _check_files(output, plan, [file for note in done for file in note.files], done[-1].begun)
     kept = {name for note in done for name in (*note.entry.sha256, f"{note.entry.name}.json")}
@@ -350,6 +411,7 @@ class Tokenized(NamedTuple):
     mask: npt.NDArray[np.uint8] | None
     digests: list[bytes]  # of every record
     bad: dict[int, str]  # the positions of bad records, and what is wrong
+    last_answer_only: set[int]  # the positions of chats of which only the last answer counts
 
 
 class _Consumed:
@@ -358,7 +420,7 @@ class _Consumed:
     def __init__(self, plan: _Plan, done: Sequence[_Note]) -> None:
         self._skip_bad = plan.skip_bad
         self.files = [InputFile.unread(source) for source in plan.sources]
-        self.numbers = {source: number for number, source in enumerate(plan.sources)}
+        self.numbers = {source.path: number for number, source in enumerate(plan.sources)}
         self.number = 0  # of the file that is being read
         for file in (file for note in done for file in note.files):
             self.records, self._total = file.records, bytes.fromhex(file.sha256)
@@ -369,6 +431,7 @@ class _Consumed:
         self._bad = [message for note in done for message in note.bad]
         _check_bad(self._bad, self._skip_bad)
         self._noted = self.number, len(self._bad)  # files and bad records of complete shards
+        self._last_answer_only = 0  # since the last complete shard
 
     def to_file(self, number: int) -> None:
         """Ends the files before this one."""
@@ -380,15 +443,17 @@ class _Consumed:
         """Adds the records of a batch before this position of its file."""
         self._bad += [batch.bad[n] for n in range(self.records, position) if n in batch.bad]
         _check_bad(self._bad, self._skip_bad)
+        self._last_answer_only += len(batch.last_answer_only & {*range(self.records, position)})
         new = batch.digests[self.records - batch.first : position - batch.first]
         self.records, self._total = position, _hashed(self._total, new)
 
-    def note(self) -> tuple[list[InputFile], InputFile | None, list[str]]:
-        """For the note of a shard: files, begun and bad, see `_Note`."""
+    def note(self) -> tuple[list[InputFile], InputFile | None, list[str], int]:
+        """For the note of a shard: everything but its entry, see `_Note`."""
         files, bad = self._noted
+        last_answer_only, self._last_answer_only = self._last_answer_only, 0
         self._noted = self.number, len(self._bad)
         begun = self._current() if self.number < len(self.files) else None
-        return self.files[files : self.number], begun, self._bad[bad:]
+        return self.files[files : self.number], begun, self._bad[bad:], last_answer_only
 
     def _current(self) -> InputFile:
         update = {"records": self.records, "sha256": self._total.hex()}
@@ -401,31 +466,31 @@ def _read(plan: _Plan, consumed: _Consumed, progress: "Progress | None") -> Iter
     for number, source in enumerate(plan.sources):
         if number < start:
             if progress:
-                progress(source.name, source.stat().st_size)
+                progress(source.path.name, source.path.stat().st_size)
             continue
         for batch in plan.read(number, first if number == start else 0):
             yield batch
             if progress:
-                progress(source.name, batch.bytes_read)
+                progress(source.path.name, batch.bytes_read)
 
 
 def tokenize(
     batches: Iterator[RecordBatch],
     tokenizer: str | Path,
-    columns: Columns,
+    template: ChatTemplate | None,
     processes: int,
     special_tokens: bool = False,
 ) -> Iterator[Tokenized]:
     """Tokenizes batches in order, in this process or in several others."""
     if processes == 1:
-        here = open_tokenizer(tokenizer, special_tokens=special_tokens)
-        yield from (_tokenize(batch, here, columns) for batch in batches)
+        here = _Tokenizer(tokenizer, template, special_tokens)
+        yield from map(here.tokenize, batches)
         return
     pool = ProcessPoolExecutor(
         processes,
         multiprocessing.get_context("spawn"),
         _start_worker,
-        (tokenizer, columns, special_tokens),
+        (tokenizer, template, special_tokens),
     )
     waiting: deque[Future[Tokenized]] = deque()
     try:
@@ -441,10 +506,12 @@ def tokenize(
         pool.shutdown(cancel_futures=True)
 
 
-_worker: Any = None  # in a worker process: its tokenizer and columns
+_worker: "_Tokenizer"  # in a worker process
 
 
-def _start_worker(tokenizer: str | Path, columns: Columns, special_tokens: bool) -> None:
+def _start_worker(
+    tokenizer: str | Path, template: ChatTemplate | None, special_tokens: bool
+) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which stops us
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -456,50 +523,68 @@ def _start_worker(tokenizer: str | Path, columns: Columns, special_tokens: bool)
         os._exit(1)  # a killed parent cannot stop us
 
     threading.Thread(target=exit_with_parent, daemon=True).start()
-    _worker = open_tokenizer(tokenizer, special_tokens=special_tokens), columns
+    _worker = _Tokenizer(tokenizer, template, special_tokens)
 
 
 def _work(batch: RecordBatch) -> Tokenized:
-    return _tokenize(batch, *_worker)
+    return _worker.tokenize(batch)
 
 
-def _tokenize(batch: RecordBatch, tokenizer: AnyTokenizer, columns: Columns) -> Tokenized:
-    documents, bad = list[tuple[int, list[Segment]]](), dict[int, str]()
-    for position, document in batch.parse(columns):
-        if isinstance(document, ValueError):
-            bad[position] = str(document)
+class _Tokenizer:
+    """Parses and tokenizes batches of records."""
+
+    def __init__(
+        self, tokenizer: str | Path, template: ChatTemplate | None, special_tokens: bool
+    ) -> None:
+        self._template = template
+        self._open = cache(lambda special: open_tokenizer(tokenizer, special_tokens=special))
+        self._special_tokens = special_tokens
+
+    def tokenize(self, batch: RecordBatch) -> Tokenized:
+        columns = batch.columns
+        # Templates write special tokens. As in transformers, those in messages count as well.
+        tokenizer = self._open(self._special_tokens or columns.is_chat)
+        documents, bad = list[tuple[int, Document]](), dict[int, str]()
+        for position, document in batch.parse(self._template):
+            if isinstance(document, ValueError):
+                bad[position] = str(document)
+            else:
+                documents.append((position, document))
+        digests = batch.digests()
+        batch.records.clear()  # a record may be long
+        dtype = np.dtype(f"<u{token_size(tokenizer.vocab_size)}")
+        segments = (document.segments for _, document in documents)
+        tokens, mask = [np.empty(0, dtype)], [np.empty(0, np.uint8)]
+        if columns.has_mask:
+            for each in segments:
+                ids, counts = _encode_masked(each, tokenizer, dtype, is_chat=columns.is_chat)
+                tokens.append(ids)
+                mask.append(counts)
         else:
-            documents.append((position, document))
-    digests = batch.digests()
-    batch.records.clear()  # a record may be long
-    dtype = np.dtype(f"<u{token_size(tokenizer.vocab_size)}")
-    texts = ((text, number > 0) for _, doc in documents for number, (text, _) in enumerate(doc))
-    encoded = _encode(texts, tokenizer, dtype)
-    positions, lengths, tokens, mask = [], [], [np.empty(0, dtype)], [np.empty(0, np.uint8)]
-    for position, segments in documents:
-        length = 0
-        for (_, in_loss), ids in zip(segments, encoded, strict=False):
-            length += len(ids)
-            tokens.append(ids)
-            if columns.has_mask:
-                mask.append(np.full(len(ids), in_loss, np.uint8))
-        positions.append(position)
-        lengths.append(length)
-    whole = np.concatenate(mask) if columns.has_mask else None
-    joined = np.concatenate(tokens)
-    return Tokenized(batch.path, batch.first, positions, lengths, joined, whole, digests, bad)
+            tokens += _encode((text for [(text, _)] in segments), tokenizer, dtype)
+        return Tokenized(
+            batch.path,
+            batch.first,
+            [position for position, _ in documents],
+            [len(ids) for ids in tokens[1:]],
+            np.concatenate(tokens),
+            np.concatenate(mask) if columns.has_mask else None,
+            digests,
+            bad,
+            {position for position, document in documents if not document.has_all_answers},
+        )
 
 
 def _encode(
-    texts: Iterable[tuple[str, bool]], tokenizer: AnyTokenizer, dtype: np.dtype[Any]
+    texts: Iterable[str], tokenizer: AnyTokenizer, dtype: np.dtype[Any]
 ) -> Iterator[npt.NDArray[Any]]:
-    """The ids of each text. A text comes with whether it continues the one before it."""
+    """The ids of each text."""
 
     def encoded_pieces() -> Iterator[tuple[int, npt.NDArray[Any]]]:
         waiting, size = list[tuple[int, str, bool]](), 0
-        for number, (text, continues) in enumerate(texts):
+        for number, text in enumerate(texts):
             for part, piece in enumerate(_pieces(text)):
-                waiting.append((number, piece, continues or part > 0))
+                waiting.append((number, piece, part > 0))
                 size += len(piece)
                 if size >= _PIECE:
                     yield from encode(waiting)
@@ -518,6 +603,39 @@ def _encode(
         yield np.concatenate([ids for _, ids in parts])
 
 
+def _encode_masked(
+    segments: Sequence[Segment], tokenizer: AnyTokenizer, dtype: np.dtype[Any], *, is_chat: bool
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8]]:
+    """The ids of a document, and whether each counts in the loss: if one of its characters does.
+
+    The segments are encoded together, as `transformers` does. A chat loses the first token and the
+    end of text that its template writes around it: the loader and `ShardWriter` add them.
+    """
+    text = "".join(part for part, _ in segments)
+    marks = np.concatenate([np.full(len(part), counts, np.uint8) for part, counts in segments])
+    start = 0
+    if is_chat and tokenizer.special.bos is not None and not isinstance(tokenizer, ByteTokenizer):
+        first = tokenizer.backend().id_to_token(tokenizer.special.bos)
+        start = len(first) if text.startswith(first) else 0
+    ids, mask = [], []
+    for number, piece in enumerate(_pieces(text[start:])):
+        found, offsets = tokenizer.encode_offsets(piece, continues=number > 0)
+        ids.append(np.array(found, dtype))
+        mask.append(_mask(offsets, marks[start : (start := start + len(piece))]))
+    has_end = is_chat and len(ids[-1]) > 0 and ids[-1][-1] == tokenizer.special.eos
+    end = -1 if has_end else None
+    return np.concatenate(ids)[:end], np.concatenate(mask)[:end]
+
+
+def _mask(
+    offsets: Sequence[tuple[int, int]], counts: npt.NDArray[np.uint8]
+) -> npt.NDArray[np.uint8]:
+    """1 for each token with a character that counts. `offsets` are those of the tokens."""
+    total = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+    first, end = np.array(offsets, np.int64).reshape(-1, 2).T
+    return (total[end] > total[first]).astype(np.uint8)
+
+
 def _pieces(text: str) -> Iterator[str]:
     """Cuts a long text after words, which changes no id if `Tokenizer.cuts_after_words`.
 
@@ -533,27 +651,33 @@ def _pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-Document = tuple[npt.NDArray[Any], npt.NDArray[np.uint8] | None]
-"""Tokens and loss mask."""
+class _Tokens(NamedTuple):
+    """A document."""
+
+    tokens: npt.NDArray[Any]
+    mask: npt.NDArray[np.uint8] | None
+    times: int  # how often it is written
 
 
-def _documents(batches: Iterable[Tokenized], consumed: _Consumed) -> Iterator[Document]:
+def _documents(batches: Iterable[Tokenized], consumed: _Consumed, plan: _Plan) -> Iterator[_Tokens]:
     """Non-empty documents. When one is returned, `consumed` is everything before it."""
     for batch in batches:
-        consumed.to_file(consumed.numbers[batch.path])
+        number = consumed.numbers[batch.path]
+        consumed.to_file(number)
         start = 0
         for position, length in zip(batch.positions, batch.lengths, strict=True):
             piece = slice(start, start := start + length)
-            if length:
+            if length and (times := plan.sources[number].times(position)):
                 consumed.to_record(batch, position)
-                yield batch.tokens[piece], None if batch.mask is None else batch.mask[piece]
+                mask = None if batch.mask is None else batch.mask[piece]
+                yield _Tokens(batch.tokens[piece], mask, times)
         consumed.to_record(batch, batch.first + len(batch.digests))
     consumed.to_file(len(consumed.numbers))
 
 
 def _write(
     output: Path,
-    documents: Iterator[Document],
+    documents: Iterator[_Tokens],
     consumed: _Consumed,
     done: list[_Note],
     ids: dict[str, Any],
@@ -567,15 +691,20 @@ def _write(
         sizes = {name: ids[name] for name in ("vocab_size", "eos_token_id")}
         with ShardWriter(path, **sizes, has_mask=has_mask) as writer:
             while upcoming is not None:
-                tokens, mask = upcoming
-                if writer.tokens and writer.tokens + len(tokens) + 1 > shard_tokens:
+                tokens, mask, times = upcoming
+                size = times * (len(tokens) + 1)  # in one shard: a run may continue after it
+                if writer.tokens and writer.tokens + size > shard_tokens:
                     break
-                writer.add(tokens, mask)
+                if has_mask and mask is None:
+                    mask = np.ones(len(tokens), np.uint8)
+                for _ in range(times):
+                    writer.add(tokens, mask)
                 upcoming = next(documents, None)
-            files, begun, bad = consumed.note()
+            files, begun, bad, last_answer_only = consumed.note()
             writer.close(
                 files=[file.model_dump() for file in files],
                 begun=begun and begun.model_dump(),
                 bad=bad,
+                last_answer_only=last_answer_only,
             )
-        done.append(_Note(writer.entry, files, begun, bad))
+        done.append(_Note(writer.entry, files, begun, bad, last_answer_only))

@@ -14,7 +14,7 @@ is being written it holds `unfinished.json`.
 import hashlib
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,9 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from xlstm7b.chat_format import PlainFormat
 
 if TYPE_CHECKING:
     from xlstm7b.files import Progress
@@ -59,7 +61,7 @@ class ShardFolder:
     has_mask: bool
     eos_token_id: int = 0  # the last token of every document
     bos_token_id: int | None = 0  # the tokenizer's first token, which is not on disk
-    documents_as: str = "text"  # the format that it was prepared with: text, chat or qa
+    chat_template: str | None = None  # the template of its chats; None if it holds none
 
     @property
     def documents(self) -> int:
@@ -135,8 +137,24 @@ def open_folder(
         folder,
         eos_token_id=manifest.eos_token_id,
         bos_token_id=manifest.bos_token_id,
-        documents_as=manifest.documents_as,
+        chat_template=manifest.chat_template,
     )
+
+
+def chat_template(folders: Mapping[str, ShardFolder]) -> str | None:
+    """The chat template of all chats in these folders. None if they hold no chats.
+
+    Different ones are a `ValueError`: a model can only be asked with one of them.
+    """
+    found = {name: each for name, folder in folders.items() if (each := folder.chat_template)}
+    for name, template in found.items():
+        first = next(iter(found))
+        if template != found[first]:
+            raise ValueError(
+                f"the chats of sources {first!r} and {name!r} were prepared with different chat "
+                "templates: prepare them with the same --tokenizer folder"
+            )
+    return next(iter(found.values()), None)
 
 
 def _open_without_manifest(
@@ -234,8 +252,16 @@ class _Manifest(BaseModel):
     vocab_size: Annotated[int, Field(ge=1)]
     eos_token_id: Annotated[int, Field(ge=0)] = 0  # earlier versions knew no other
     bos_token_id: Annotated[int, Field(ge=0)] | None = 0
-    documents_as: str = "text"
+    chat_template: str | None = None
     shards: list[ShardEntry]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain_chats(cls, content: Any) -> Any:
+        """Earlier versions wrote all chats in the plain format."""
+        if isinstance(content, dict) and content.get("documents_as", "text") != "text":
+            return {**content, "chat_template": PlainFormat.template}
+        return content
 
 
 def _read_manifest(folder: Path) -> _Manifest:

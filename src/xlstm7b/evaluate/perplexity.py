@@ -82,8 +82,8 @@ def read_documents(inputs: Iterable[str | Path], column: str = "text") -> Iterat
     columns = Columns(text=column)
     for path in find_input_files(inputs).files:
         for batch in read_batches(path, columns):
-            for _, segments in batch.documents(columns):
-                yield segments[0][0]
+            for _, document in batch.documents():
+                yield document.segments[0][0]
 
 
 def perplexity(

@@ -78,7 +78,12 @@ class FusedModel:
         self.operations: Any = plain
         heads = self.config.d_qk, self.config.d_hv
         supported = self.dtype.itemsize <= 4 and all(16 <= d <= 1024 for d in heads)
-        supported &= not model.is_quantized  # `plain` dequantises the weights as it goes
+        # `plain` takes quantised weights of any layout, and dequantises them as it goes.
+        supported &= all(
+            layer.weight.layout == "gpu"
+            for layer in model.modules()
+            if isinstance(layer, QuantizedLinear)
+        )
         if self.device.type == "cuda" and has_kernels(self.device) and supported:
             from xlstm7b.generate.kernels import gpu
 

@@ -631,7 +631,8 @@ def _pad_rows(rows: Tensor) -> Tensor:
 
     The gates have one row per head, often fewer than 8.
     """
-    return F.pad(rows, (0, 0, 0, -len(rows) % 8))
+    missing = -len(rows) % 8
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows  # `pad` always copies
 
 
 def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

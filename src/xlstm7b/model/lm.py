@@ -21,7 +21,7 @@ from xlstm7b.model.layers import (
     soft_cap,
 )
 from xlstm7b.model.model_state import ModelState
-from xlstm7b.quantize import cpu
+from xlstm7b.quantize import cpu, gpu
 from xlstm7b.quantize.config import Quantization, Scheme
 from xlstm7b.quantize.weight import QuantizedWeight
 
@@ -234,11 +234,7 @@ class XLSTM(nn.Module):
                 layer = model.get_submodule(name.removesuffix(".weight"))
                 assert isinstance(layer, QuantizedLinear)
                 layer.weight = tensor.to(model.backbone.embeddings.weight.device)
-        layers = model.quantized_layers()
-        if dtype != torch.float64:
-            int4 = cpu.int4_fits(layer.weight for layer in layers)
-            for layer in layers:  # one by one: there is never a second copy of all weights
-                layer.weight = cpu.prepare(layer.weight, int4=int4)
+        model.prepare_quantized()
         return model
 
     @property
@@ -259,6 +255,18 @@ class XLSTM(nn.Module):
             wide = isinstance(layer, Float32Linear)
             rows, columns = layer.weight.shape
             self.set_submodule(path, QuantizedLinear(columns, rows, wide=wide))
+
+    def prepare_quantized(self) -> None:
+        """Puts quantised weights in the order in which this device's products read them."""
+        layers, embedding = self.quantized_layers(), self.backbone.embeddings.weight
+        if embedding.dtype == torch.float64:
+            return  # their product is that of the dequantised weights
+        int4 = not embedding.is_cuda and cpu.int4_fits(layer.weight for layer in layers)
+        for layer in layers:  # one by one: there is never a second copy of all weights
+            if embedding.is_cuda:
+                layer.weight = gpu.prepare(layer.weight)
+            else:
+                layer.weight = cpu.prepare(layer.weight, int4=int4)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes a Hugging Face folder that this package and `transformers` can load."""

@@ -20,6 +20,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from xlstm7b.quantize import gpu
 from xlstm7b.quantize.config import Scheme
 from xlstm7b.quantize.weight import TILE, QuantizedWeight
 
@@ -67,6 +68,8 @@ def product(x: Tensor, weight: QuantizedWeight) -> Tensor | None:
     """x Wᵀ for x [R, K], in float32 or bfloat16; None if there is no operator for it."""
     y: Tensor
     size = weight.scheme.group_size
+    if weight.layout == "gpu":
+        return None
     if weight.layout == "arm":
         rows, columns = weight.shape
         y = torch.ops.aten._dyn_quant_matmul_4bit(x.float(), weight.data, size, columns, rows)
@@ -101,6 +104,9 @@ def tiles(weight: QuantizedWeight, dtype: torch.dtype) -> Iterator[Tensor]:
     """`QuantizedWeight.tiles` for the layouts whose operators do not take all rows."""
     if weight.layout == "stored":
         yield from weight.tiles(dtype)
+        return
+    if weight.layout == "gpu":
+        yield from gpu.tiles(weight, dtype)
         return
     assert weight.layout == "x86"
     # The operator keeps blocks of rows as [K, block], with the rows in an order of its own.

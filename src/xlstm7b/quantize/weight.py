@@ -22,7 +22,8 @@ class QuantizedWeight:
 
     `data` is int8 [N, K], float8 [N, K], or int32 [N, K/8]: eight 4-bit codes in each number, the
     lowest bits first, plus 8. `scale` is [N, 1], for int4 [N, K/group]. Both are as in the files,
-    unless `layout` says that they are in the order of a CPU operator (`cpu.py`).
+    unless `layout` says that they are in the order of a CPU operator (`cpu.py`) or of the GPU
+    kernels (`gpu.py`).
     """
 
     scheme: Scheme
@@ -67,10 +68,10 @@ class QuantizedWeight:
 
     def to(self, device: torch.device | str | None) -> Self:
         """A copy on that device, or the weight itself if it is there."""
-        if self.layout != "stored" and torch.device(device or "cpu").type != "cpu":
+        if self.layout != "stored" and torch.device(device or "cpu").type != self.device.type:
             raise ValueError(
-                "the quantised weights are laid out for this CPU: load the model on the other "
-                "device instead of moving it there"
+                f"the quantised weights are laid out for the {self.device.type.upper()}: load the "
+                "model on the other device instead of moving it there"
             )
         return replace(self, data=self.data.to(device), scale=self.scale.to(device))
 
@@ -115,7 +116,9 @@ def stack(weights: Sequence[QuantizedWeight], data: Tensor) -> QuantizedWeight:
     """
     first = weights[0]
     rows = sum(map(len, weights))
-    scale = torch.cat([weight.scale for weight in weights], dim=1 if first.layout == "x86" else 0)
+    scale = torch.cat(
+        [weight.scale for weight in weights], dim=1 if first.layout in ("x86", "gpu") else 0
+    )
     return replace(first, shape=(rows, first.shape[1]), data=data, scale=scale)
 
 

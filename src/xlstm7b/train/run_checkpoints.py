@@ -69,6 +69,7 @@ from xlstm7b.tokenizer import (
     open_tokenizer,
     tokenizer_file,
     tokenizer_fingerprint,
+    write_chat_template,
     write_fingerprint,
     write_tokenizer,
 )
@@ -348,17 +349,18 @@ def export_run(
     parts = [part for layer in layers.values() for part in (layer.A, layer.B)]
     if not _all_finite(parts if model is None else model.parameters()):
         raise ValueError(_not_finite(checkpoint))
+    template = saved.get("chat_template")  # that of the chats in the data
+    if saved.get("has_plain_chats"):  # of earlier versions, which had no other chats
+        template = PlainFormat.template
     with TemporaryDirectory() as aside:
         if found_tokenizer is not None:
             file = tokenizer_file(found_tokenizer)
-            template = template_source(Path(aside) if file is None else file.parent)
-            # `prepare` writes chats in the plain format, whatever template the tokenizer has.
-            if saved.get("has_plain_chats"):
-                template = PlainFormat.template
+            template = template or template_source(Path(aside) if file is None else file.parent)
             opened = open_tokenizer(found_tokenizer)
             companions = write_tokenizer(Path(aside), opened, recipe.model, template)
         else:
             companions = [write_fingerprint(Path(aside), fingerprint)] if fingerprint else []
+            companions += [write_chat_template(Path(aside), template)] if template else []
         if model is not None:
             parameters = model.named_parameters()
             save_checkpoint(target, recipe.model, parameters, dtype=dtype, companions=companions)

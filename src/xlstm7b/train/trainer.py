@@ -21,7 +21,7 @@ from torch import Tensor
 
 from xlstm7b.checkpoint import open_checkpoint, resolve
 from xlstm7b.data.loader import Batch, Loader, check_tokenizers
-from xlstm7b.data.shards import open_folder
+from xlstm7b.data.shards import chat_template, open_folder
 from xlstm7b.files import write_json
 from xlstm7b.tokenizer import tokenizer_fingerprint
 from xlstm7b.train.hooks import Hook, HookError, Hooks, LossBatch
@@ -95,7 +95,7 @@ class Trainer:
             folders[f"data.validation.{name}" if name else "data.validation"] = held_out
         check_tokenizers(folders, recipe.model)
         self._tokenizer = next(iter(folders.values())).tokenizer_fingerprint
-        self._has_plain_chats = any(data.documents_as != "text" for data, _ in sources.values())
+        self._chat_template = chat_template({name: data for name, (data, _) in sources.items()})
         self.loader = Loader(
             sources,
             context_length=recipe.data.context_length,
@@ -316,7 +316,7 @@ class Trainer:
                 "best": self.best,
                 "changes": self._changes,
                 "tokenizer": self._tokenizer,
-                "has_plain_chats": self._has_plain_chats,
+                "chat_template": self._chat_template,
                 "hooks": self.hooks.record,
                 "frozen": self._frozen,
             }

@@ -1,8 +1,11 @@
 """The operations of `plain.py` for CUDA devices, with Triton kernels.
 
 One row and few rows have kernels of their own, which also do the work around the products. For many
-rows cuBLAS is faster. Weights and states have at most 32 bits, and rows are contiguous.
+rows cuBLAS is faster. Weights and states have at most 32 bits, and rows are contiguous. Quantised
+weights have the layout "gpu".
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +15,13 @@ from xlstm7b.generate.kernels.few_rows import MAX_ROWS, multiply_rows
 from xlstm7b.generate.kernels.one_row import multiply_row
 from xlstm7b.generate.kernels.overlap import overlap_options
 from xlstm7b.generate.kernels.pointwise import head_norm, rms_norm, silu_and_multiply
+from xlstm7b.generate.kernels.quantized import dequantize, multiply_codes
 from xlstm7b.generate.kernels.slot_states import gather_states, scatter_states
 from xlstm7b.mlstm import MLSTMState
 from xlstm7b.mlstm.triton.launch_params import step_tile
 from xlstm7b.mlstm.triton.step import launch_step
 from xlstm7b.model.layers import product_float32
+from xlstm7b.quantize.weight import QuantizedWeight
 
 __all__ = [
     "add_product",
@@ -37,7 +42,7 @@ def project(
     x: Tensor,
     norm: Tensor,
     eps: float,
-    W: Tensor,
+    W: Tensor | QuantizedWeight,
     W_gates: Tensor,
     bias: Tensor,
     cap: float | None,
@@ -45,14 +50,14 @@ def project(
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm(x) Wᵀ, and the gates' pre-activations [R, 2 NH] in float32, soft-capped."""
     gates = W_gates, bias
-    if len(x) == 1:
+    if len(x) == 1 and isinstance(W, Tensor):
         return multiply_row(x, W, norm=norm, eps=eps, gates=gates, live=live, cap=cap)
     x = pointwise.rms_norm(x, norm, eps)
     if len(x) <= MAX_ROWS:
-        return multiply_rows(x, W, gates=gates, live=live, cap=cap)
+        return _multiply(x, W, gates=gates, live=live, cap=cap)
     products = product_float32(x, W_gates)
     pointwise.cap_gates(products, bias, cap, live)
-    return x @ W.mT, products
+    return x @ _matrix(W, x.dtype).mT, products
 
 
 def step_cell(
@@ -77,40 +82,53 @@ def step_cell(
     return launch_step(q, k, v, i, f, *state, gate, norm, norm_eps, eps, tile, overlaps)
 
 
-def add_product(x: Tensor, y: Tensor, W: Tensor) -> None:
+def add_product(x: Tensor, y: Tensor, W: Tensor | QuantizedWeight) -> None:
     """x += y Wᵀ, in place: adds to the residual stream."""
-    if len(x) == 1:
+    if len(x) == 1 and isinstance(W, Tensor):
         multiply_row(y, W, residual=x)
-    elif len(x) <= 16:  # above 16 rows cuBLAS is faster
-        multiply_rows(y, W, residual=x)
+    elif len(x) <= (16 if isinstance(W, Tensor) else MAX_ROWS):  # above, cuBLAS is faster
+        _multiply(y, W, residual=x)
     else:
-        x.addmm_(y, W.mT)
+        x.addmm_(y, _matrix(W, x.dtype).mT)
 
 
-def swiglu(x: Tensor, norm: Tensor, eps: float, W: Tensor) -> Tensor:
+def swiglu(x: Tensor, norm: Tensor, eps: float, W: Tensor | QuantizedWeight) -> Tensor:
     """SiLU(RMSNorm(x) W_gateᵀ) ⊙ RMSNorm(x) W_upᵀ, for W = [W_gate; W_up]."""
-    if len(x) == 1:
+    if len(x) == 1 and isinstance(W, Tensor):
         return multiply_row(x, W, norm=norm, eps=eps, swiglu=True)[0]
     if len(x) <= MAX_ROWS:
-        return multiply_rows(pointwise.rms_norm(x, norm, eps), W, swiglu=True)[0]
+        return _multiply(pointwise.rms_norm(x, norm, eps), W, swiglu=True)[0]
     # Prefill uses most memory here. In one expression, so that the normalised x is freed first.
-    return pointwise.silu_and_multiply(pointwise.rms_norm(x, norm, eps) @ W.mT)
+    return pointwise.silu_and_multiply(pointwise.rms_norm(x, norm, eps) @ _matrix(W, x.dtype).mT)
 
 
-def multiply(x: Tensor, W: Tensor) -> Tensor:
+def multiply(x: Tensor, W: Tensor | QuantizedWeight) -> Tensor:
     """x Wᵀ."""
-    if len(x) == 1:
+    if len(x) == 1 and isinstance(W, Tensor):
         return multiply_row(x, W)[0]
-    return multiply_rows(x, W)[0] if len(x) <= MAX_ROWS else x @ W.mT
+    return _multiply(x, W)[0] if len(x) <= MAX_ROWS else x @ _matrix(W, x.dtype).mT
 
 
-def head(x: Tensor, norm: Tensor, eps: float, W: Tensor, cap: float | None) -> Tensor:
+def head(
+    x: Tensor, norm: Tensor, eps: float, W: Tensor | QuantizedWeight, cap: float | None
+) -> Tensor:
     """Logits RMSNorm(x) Wᵀ in float32, soft-capped."""
     wide = torch.float32
-    if len(x) == 1:
+    if len(x) == 1 and isinstance(W, Tensor):
         return multiply_row(x, W, norm=norm, eps=eps, cap=cap, out_dtype=wide)[0]
     x = pointwise.rms_norm(x, norm, eps)
     if len(x) <= MAX_ROWS:
-        return multiply_rows(x, W, cap=cap, out_dtype=wide)[0]
-    products = product_float32(x, W)
+        return _multiply(x, W, cap=cap, out_dtype=wide)[0]
+    products = product_float32(x, _matrix(W, x.dtype))
     return products if cap is None else products.div_(cap).tanh_().mul_(cap)
+
+
+def _multiply(x: Tensor, W: Tensor | QuantizedWeight, **options: Any) -> tuple[Tensor, Tensor]:
+    """`multiply_rows` or `multiply_codes`."""
+    if isinstance(W, QuantizedWeight):
+        return multiply_codes(x, W, **options)
+    return multiply_rows(x, W, **options)
+
+
+def _matrix(W: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    return dequantize(W, dtype) if isinstance(W, QuantizedWeight) else W

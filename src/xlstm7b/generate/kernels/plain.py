@@ -11,13 +11,14 @@ from torch import Tensor
 
 from xlstm7b.mlstm import MLSTMState, headwise_norm, mlstm_step
 from xlstm7b.model.layers import linear, linear_float32, soft_cap
+from xlstm7b.quantize.weight import QuantizedWeight
 
 
 def project(
     x: Tensor,
     norm: Tensor,
     eps: float,
-    W: Tensor,
+    W: Tensor | QuantizedWeight,
     W_gates: Tensor,
     bias: Tensor,
     cap: float | None,
@@ -61,17 +62,17 @@ def head_norm(h: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
     return headwise_norm(h, weight, eps).flatten(1) * torch.sigmoid(gate)
 
 
-def add_product(x: Tensor, y: Tensor, W: Tensor) -> None:
+def add_product(x: Tensor, y: Tensor, W: Tensor | QuantizedWeight) -> None:
     """x += y Wᵀ, in place: adds to the residual stream."""
     x += linear(y, W)
 
 
-def swiglu(x: Tensor, norm: Tensor, eps: float, W: Tensor) -> Tensor:
+def swiglu(x: Tensor, norm: Tensor, eps: float, W: Tensor | QuantizedWeight) -> Tensor:
     """SiLU(RMSNorm(x) W_gateᵀ) ⊙ RMSNorm(x) W_upᵀ, for W = [W_gate; W_up]."""
     return silu_and_multiply(multiply(rms_norm(x, norm, eps), W))
 
 
-def multiply(x: Tensor, W: Tensor) -> Tensor:
+def multiply(x: Tensor, W: Tensor | QuantizedWeight) -> Tensor:
     """x Wᵀ."""
     return linear(x, W)
 
@@ -82,7 +83,9 @@ def silu_and_multiply(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def head(x: Tensor, norm: Tensor, eps: float, W: Tensor, cap: float | None) -> Tensor:
+def head(
+    x: Tensor, norm: Tensor, eps: float, W: Tensor | QuantizedWeight, cap: float | None
+) -> Tensor:
     """Logits RMSNorm(x) Wᵀ in float32, soft-capped."""
     return soft_cap(linear_float32(rms_norm(x, norm, eps), W), cap)
 

@@ -1,0 +1,74 @@
+"""The order in which GPU kernels read quantised weights (layout "gpu").
+
+Codes are in 16-bit words, four (int4) or two (int8, fp8) in each. A row is cut into blocks of
+`words` words. Code j of word c is column j · words + c of the block, the lowest bits first: so the
+codes at one position of all words are neighbouring columns, and the kernels multiply them by
+neighbouring parts of the input. For int4, `words` is the group size: each position is one group.
+The last block is filled up with zeros.
+
+Scales are [groups, N], so that those of neighbouring rows are neighbours in memory.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xlstm7b.quantize.config import Scheme
+from xlstm7b.quantize.weight import TILE, QuantizedWeight
+
+_WORDS = 64  # in a block of int8 or fp8
+
+
+def words_in_block(scheme: Scheme) -> int:
+    return scheme.group_size or _WORDS
+
+
+def codes_in_word(scheme: Scheme) -> int:
+    return 4 if scheme.name == "int4" else 2
+
+
+def prepare(weight: QuantizedWeight) -> QuantizedWeight:
+    """The weight in the order of the GPU kernels."""
+    assert weight.layout == "stored"
+    codes, words = codes_in_word(weight.scheme), words_in_block(weight.scheme)
+    columns = weight.shape[1]
+    padding = -columns % (codes * words)
+    blocks = (columns + padding) // (codes * words)
+    # Some rows at a time: the codes of an int4 matrix take twice its memory, one in each byte.
+    data = torch.empty(len(weight), blocks * words, dtype=torch.int16, device=weight.device)
+    rows = max(1, TILE // columns)
+    for part, target in zip(weight.data.split(rows), data.split(rows), strict=True):
+        if weight.scheme.name == "int4":
+            pairs = part.contiguous().view(torch.uint8)
+            single = F.pad(
+                torch.stack((pairs & 15, pairs >> 4), -1).flatten(1), (0, padding), value=8
+            )
+            single = single.unflatten(1, (blocks, 2, 2, words))
+            halves = single[:, :, :, 0] | (single[:, :, :, 1] << 4)  # codes 0 and 1, codes 2 and 3
+        else:
+            single = F.pad(part.contiguous().view(torch.uint8), (0, padding))
+            halves = single.unflatten(1, (blocks, 2, words))
+        target.copy_(halves.mT.contiguous().view(torch.int16).flatten(1))
+    groups = blocks * codes if weight.scheme.name == "int4" else 1
+    scale = F.pad(weight.scale.mT, (0, 0, 0, groups - weight.scale.shape[1])).contiguous()
+    return replace(weight, data=data, scale=scale, layout="gpu")
+
+
+def tiles(weight: QuantizedWeight, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Some rows of the matrix as floats at a time."""
+    assert weight.layout == "gpu"
+    wide = torch.promote_types(dtype, torch.float32)
+    columns, words = weight.shape[1], words_in_block(weight.scheme)
+    rows = max(1, TILE // max(1, columns))
+    for data, scale in zip(weight.data.split(rows), weight.scale.split(rows, dim=1), strict=True):
+        halves = data.contiguous().view(torch.uint8).unflatten(1, (-1, words, 2)).mT
+        if weight.scheme.name == "int4":
+            values = torch.stack((halves & 15, halves >> 4), -2).flatten(1).to(wide) - 8
+        else:
+            kind = torch.int8 if weight.scheme.name == "int8" else torch.float8_e4m3fn
+            values = halves.contiguous().view(kind).flatten(1).to(wide)
+        groups = values.unflatten(1, (len(scale), -1)) * scale.mT.to(wide)[..., None]
+        yield groups.flatten(1)[:, :columns].to(dtype)
