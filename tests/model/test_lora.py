@@ -115,6 +115,15 @@ def test_the_gradient_of_a_dequantised_product():
             torch.library.opcheck(product, (x, *rest), test_utils=checks)
 
 
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_validation_computes_what_training_does(scheme):
+    model, _ = adapted(scheme, NAMES, 4, torch.float32)
+    tokens = random_tokens(2, 20)
+    with torch.no_grad():
+        got = model(tokens)[0]
+    assert torch.equal(got, model(tokens)[0])
+
+
 def test_a_block_with_an_adapter_compiles_as_one_graph():
     model, _ = adapted("int4", NAMES, 4, torch.float32)
     x, block = torch.randn(2, 20, 64, requires_grad=True), model.backbone.blocks[0]
@@ -130,3 +139,13 @@ def test_targets_that_do_not_exist_are_named():
         adapted_shapes(SMALL, ["q", "qq"])
     with pytest.raises(ValueError, match="not supported for a Embedding"):
         LoraLinear(random_model().backbone.embeddings, 2, scale=1.0)
+
+
+def test_a_quantised_model_that_is_not_frozen_still_scores(tmp_path):
+    """Its weights may be laid out for this CPU, where there is no gradient."""
+    random_model(dtype=torch.float32).save_pretrained(tmp_path)
+    tokens = random_tokens(1, 9)
+    for scheme in ("int8", "int4", "fp8"):
+        model = XLSTM.from_pretrained(tmp_path, quantize=scheme)
+        logprobs, _ = model.token_logprobs(tokens, tokens)
+        assert logprobs.isfinite().all()
