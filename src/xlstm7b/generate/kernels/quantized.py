@@ -19,14 +19,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from xlstm7b.generate.kernels.few_rows import MAX_ROWS, product, store_gates, store_rows
 from xlstm7b.generate.kernels.overlap import overlap_options, prefetch_rows
-from xlstm7b.generate.kernels.pointwise import mask_gates
-from xlstm7b.model.head_kernels import soft_cap
 from xlstm7b.quantize.gpu import words_in_block
 from xlstm7b.quantize.kernels import decode_bytes, decode_int4, has_asm
 from xlstm7b.quantize.weight import QuantizedWeight
-
-MAX_ROWS = 64
 
 
 @dataclass(frozen=True, order=True)
@@ -140,7 +137,6 @@ def codes_kernel(
     """
     program = tl.program_id(0)
     row = program * ROWS + tl.arange(0, ROWS)
-    b = tl.arange(0, BATCH)
     if OVERLAP:
         if PREFETCH > 0:
             thread = tl.arange(0, THREADS)
@@ -155,15 +151,8 @@ def codes_kernel(
         is_gate = program >= W_programs
     if is_gate:
         row -= W_programs * ROWS
-        y = _float_product(x, W_gates, row, B, N_GATES, K, 64, ROWS, BATCH, PRECISION)
-        y += tl.load(bias + row, mask=row < N_GATES, other=0.0).to(tl.float32)[:, None]
-        if HAS_CAP:
-            y = soft_cap(y, cap)
-        if HAS_LIVE:
-            is_live = tl.load(live + b, mask=b < B, other=0) != 0
-            y = mask_gates(y, is_live[None, :], row[:, None], N_GATES)
-        inside = (row < N_GATES)[:, None] & (b < B)[None, :]
-        tl.store(out_gates + b[None, :] * N_GATES + row[:, None], y, mask=inside)
+        y = product(x, W_gates, row, B, N_GATES, K, 64, ROWS, BATCH, PRECISION)
+        store_gates(y, row, bias, live, out_gates, cap, B, N_GATES, HAS_CAP, HAS_LIVE, BATCH)
     else:
         total = N
         if SWIGLU:
@@ -178,31 +167,7 @@ def codes_kernel(
                 K, CODE, BATCH, PRECISION, ROWS, WORDS, WIDTH, ASM,
             )  # fmt: skip
             y = y * tl.sigmoid(y) * up
-        inside = (row < N)[:, None] & (b < B)[None, :]
-        at = b[None, :] * N + row[:, None]
-        if HAS_RESIDUAL:
-            y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-        if HAS_CAP and not HAS_GATES:
-            y = soft_cap(y, cap)
-        tl.store(out + at, y, mask=inside)
-
-
-@triton.jit
-def _float_product(
-    x, W, row, B, N, K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BATCH: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """W[row] Xᵀ [ROWS, BATCH] for a W that is not quantised."""
-    b = tl.arange(0, BATCH)
-    acc = tl.zeros([ROWS, BATCH], tl.float32)
-    for start in range(0, K, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        in_k = (k < K) | (K % BLOCK == 0)
-        w = tl.load(
-            W + row[:, None] * K + k[None, :], mask=(row < N)[:, None] & in_k[None, :], other=0.0
-        )
-        acc = tl.dot(w, _load_x(x, k, b, B, K, K % BLOCK == 0), acc, input_precision=PRECISION)
-    return acc
+        store_rows(y, row, residual, out, cap, B, N, HAS_RESIDUAL, HAS_CAP and not HAS_GATES, BATCH)
 
 
 @triton.jit
