@@ -358,7 +358,7 @@ class ModelRunner:
     @torch.inference_mode()
     def decode(self, highest_slot: int) -> "Results":
         """Reads the last token of every running slot and draws the next. Results are by slot."""
-        n, needs = self.bucket(highest_slot + 1), self._covering(self._sampler.needs)
+        n, needs = self.bucket(highest_slot + 1), self._needs()
         part = self._parts[n]
         self._run(("decode", n, needs), partial(self._decode, part, needs))
         return Results.of(part.sampler)
@@ -383,7 +383,7 @@ class ModelRunner:
     @torch.inference_mode()
     def draw(self, highest_slot: int) -> "Results":
         """Draws the next token of every running slot after `forward`. Results are by slot."""
-        n, needs = self.bucket(highest_slot + 1), self._covering(self._sampler.needs)
+        n, needs = self.bucket(highest_slot + 1), self._needs()
         part = self._parts[n]
         self._run(("draw", n, needs), partial(part.sampler, part.logits, needs))
         return Results.of(part.sampler)
@@ -404,10 +404,12 @@ class ModelRunner:
         """How many slots a decode step computes if the first `slots` are in use."""
         return min(n for n in self._parts if n >= slots)
 
+    def _needs(self) -> Needs:
+        """The sampling work of the next step: what the slots need, or a graph that covers it."""
+        return self._covering(self._sampler.needs) if self._on_gpu else self._sampler.needs
+
     def _covering(self, needs: Needs) -> Needs:
-        """The first kind of sampling graph that covers these needs; on a CPU the needs."""
-        if not self._on_gpu:
-            return needs
+        """The first kind of sampling graph that covers these needs."""
         kinds = _GRAMMAR_NEEDS if needs.grammar else _NEEDS
         kind = next(kind for kind in kinds if Needs.union([kind, needs]) == kind)
         if kind.logprobs is None:

@@ -128,10 +128,8 @@ class Matcher:
         if self.state.is_error():
             self.error = self._failure()
             return
-        word, bit = divmod(self.grammar.vocabulary.eos_token_id, 32)
-        may_end = bool(mask[word] >> bit & 1)
         mask &= self._text
-        if may_end:
+        if self.state.is_accepting():
             self._is_finished = not mask.any()
             mask |= self._ends
         elif not mask.any():
@@ -186,7 +184,9 @@ def _compile(vocabulary: Vocabulary, form: str, value: Any) -> Grammar:
     try:
         match form:
             case "json":
-                options: Any = {"whitespace_pattern": _WHITE_SPACE}
+                own = json.loads(value).get("x-guidance")  # llguidance's options in a schema
+                is_set = isinstance(own, dict) and any(name.startswith("white") for name in own)
+                options: Any = None if is_set else {"whitespace_pattern": _WHITE_SPACE}
                 grammar = matcher.grammar_from_json_schema(value, defaults=options)
             case "regex":
                 grammar = matcher.grammar_from_regex(value)
@@ -222,6 +222,8 @@ def _explain(form: str, problem: str) -> str:
         return f"{name} has keywords that are not supported: {found[1][:200]}"
     if found := re.match("Unsatisfiable schema: (.*)", problem):
         return f"{name} matches no JSON at all: {found[1][:200]}"
+    if re.search("fuel|too (many|large|big|deep)|Unable to determine", problem):
+        return f"{name} is too complex: {_first_line(problem)}"
     if found := re.search("^error: (.*)", problem, re.MULTILINE):  # after a drawing of the place
         return f"{name} has an invalid regex: {found[1][:200]}"
     return f"{name} is not valid: {_first_line(problem)}"
