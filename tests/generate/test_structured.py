@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import re
 import subprocess
 import sys
@@ -323,7 +324,9 @@ def test_a_chat_answer_ends_by_its_form_alone():
 
 def test_searches():
     form = {"choice": ["one", "two", "three"]}
-    ranked = best_of_n(GENERATOR, "x", 5, structured_outputs=form, seed=0)
+    for ends in (None, []):
+        ranked = best_of_n(GENERATOR, "x", 5, structured_outputs=form, seed=0, eos_token_id=ends)
+        assert all(map(math.isfinite, (score for score, _ in ranked)))
     assert {completion.text for _, completion in ranked} <= {"one", "two", "three"}
     tree = Tree(GENERATOR, "x")
     for _ in range(3):
