@@ -5,10 +5,10 @@ submitted to the engine thread. 3. Their outputs become the response, whole or a
 """
 
 import asyncio
-import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -34,6 +34,8 @@ from xlstm7b.tokenizer import CachingEncoder, Tokenizer, check_tokens
 
 router = APIRouter()
 _SHORT = 4096  # tokens or characters
+# Grammars that take long to compile do not hold up other work in threads.
+_GRAMMARS = ThreadPoolExecutor(4, thread_name_prefix="prepare")
 _Result = TypeVar("_Result")
 
 
@@ -186,6 +188,8 @@ async def _read_chat(service: Service, body: ChatBody) -> _Input:
     stop_strings, eos_token_id = answer_ends(
         chat_format, service.tokenizer, service.config.eos_token_id
     )
+    if body.form() is not None:
+        stop_strings = ()  # the grammar ends the answer
     params = body.to_sampling_params(
         service.limits, stop_strings=stop_strings, eos_token_id=eos_token_id
     )
@@ -273,7 +277,8 @@ def _check_prompt_tokens(
     total, allowed = sum(map(len, prompts)) * choices, service.limits.prompt_tokens
     if total > allowed:
         message = f"the prompts of all choices have {total} tokens; at most {allowed} are allowed"
-        raise ApiError(400, message, param=_prompt_field(body), code="context_length_exceeded")
+        param = protocol.prompt_field(body)
+        raise ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def _build_requests(
@@ -303,25 +308,17 @@ def _build_requests(
 async def _prepare(
     service: Service, requests: list[Request], body: SamplingBody | TextBody
 ) -> list[Request]:
-    """Checks requests, and hashes their prompts."""
+    """Checks requests, hashes their prompts and compiles their grammars."""
 
     def prepare() -> list[Request]:
         return [request.prepare(service.config, service.tokenizer) for request in requests]
 
     try:
+        if any(one.params.structured_outputs is not None for one in requests):
+            return await asyncio.get_running_loop().run_in_executor(_GRAMMARS, prepare)
         return await _off_loop(prepare, size=sum(len(one.prompt) for one in requests))
     except ValueError as error:
-        # With the API's names. What names no field is about the prompt.
-        message = str(error).replace("_new_tokens", "_tokens")
-        if isinstance(body, ChatBody):
-            message = message.replace("logprobs must", "top_logprobs must")
-        named = [word for word in re.findall(r"\w+", message) if word in type(body).model_fields]
-        raise ApiError(400, message, param=named[0] if named else _prompt_field(body)) from error
-
-
-def _prompt_field(body: SamplingBody | TextBody) -> str:
-    """The field that the prompt comes from."""
-    return "prompt" if getattr(body, "messages", None) is None else "messages"
+        raise protocol.request_error(error, body) from error
 
 
 async def _off_loop(work: Callable[[], _Result], size: int) -> _Result:
@@ -378,7 +375,11 @@ class _Answer:
     def choice(self, index: int) -> protocol.ChoiceFormat:
         logprobs = self.body.answer_logprobs
         return protocol.ChoiceFormat(
-            index, self._tokenizer, is_chat=self._is_chat, logprobs=logprobs
+            index,
+            self._tokenizer,
+            is_chat=self._is_chat,
+            logprobs=logprobs,
+            is_structured=self.body.form() is not None,
         )
 
     def to_json(self, choices: list[Json], usage: Json | None = None) -> Json:
