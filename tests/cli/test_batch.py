@@ -1,11 +1,13 @@
 """`xlstm7b generate --jsonl`: lines in, lines out, and finished lines survive an interruption."""
 
+import fcntl
 import json
+import re
 from pathlib import Path
 
 import pytest
 from checkpoint_files import names_in
-from commands import Cli, Outcome, refused, succeeded
+from commands import Cli, Outcome, refused
 
 from xlstm7b.generate import Completion, Generator, Request, SamplingParams
 from xlstm7b.generate.request import OutputText
@@ -27,6 +29,26 @@ DEFAULTS = {"max_new_tokens": 6, "top_p": 0.9, "seed": 11}
 OPTIONS = ("--max-new-tokens", 6, "--top-p", 0.9, "--seed", 11)
 
 
+COPIED = ("--copy-fields", "id,note")
+
+
+def summary(err: str) -> str:
+    """The sentence that closes a run: all that is printed on stderr."""
+    (line,) = err.splitlines()
+    assert re.fullmatch(
+        r"xlstm7b: [\d,]+ lines completed( \(.*\))?; [\d,]+ prompt tokens, [\d,]+ generated tokens"
+        r" in [\d.]+ s, [\d,.]+ tok/s",
+        line,
+    )
+    return line
+
+
+def completed(outcome: Outcome) -> str:
+    assert outcome.code == 0
+    summary(outcome.err)
+    return outcome.out
+
+
 def as_lines(values: list[dict[str, object]]) -> str:
     return "".join(json.dumps(value) + "\n" for value in values)
 
@@ -34,6 +56,14 @@ def as_lines(values: list[dict[str, object]]) -> str:
 def from_lines(text: str) -> list[dict[str, object]]:
     assert text.endswith("\n")
     return [json.loads(line) for line in text.splitlines()]
+
+
+def prompt_tokens(completion: Completion) -> int:
+    return completion.prompt_tokens
+
+
+def output_tokens(completion: Completion) -> int:
+    return len(completion.token_ids)
 
 
 @pytest.fixture
@@ -66,7 +96,7 @@ def test_a_line_has_its_own_form(cli: Cli, speller: Path, tmp_path: Path) -> Non
     ]
     source.write_text(as_lines(lines))
     files = ("--jsonl", source, "--json-schema", schema)
-    got = from_lines(succeeded(cli("generate", speller, *files)))
+    got = from_lines(completed(cli("generate", speller, *files)))
     assert [line["text"] for line in got] == ['"from the option"', "1", "two"]
     assert [line["finish_reason"] for line in got] == ["stop"] * 3
 
@@ -77,8 +107,15 @@ def test_jsonl_round_trip(
 ) -> None:
     target = source.with_name("out.jsonl")
     target.write_text("before")
-    files = ("--jsonl", source, "--output", target, "--batch-size", batch_size)
-    assert succeeded(cli("generate", speller, *files, *OPTIONS)) == ""
+    files = ("--jsonl", source, "--output", target, "--batch-size", batch_size, *COPIED)
+    code, out, err = cli("generate", speller, *files, *OPTIONS)
+    assert (code, out) == (0, "")
+    tokens = [sum(map(count, wanted)) for count in (prompt_tokens, output_tokens)]
+    ends = [one.finish_reason for one in wanted]
+    assert summary(err).startswith(
+        f"xlstm7b: 5 lines completed ({ends.count('length')} length, {ends.count('stop')} stop); "
+        f"{tokens[0]} prompt tokens, {tokens[1]} generated tokens in "
+    )
     got = from_lines(target.read_text())
     for line, given, want in zip(got, LINES, wanted, strict=True):
         outcome = {
@@ -101,14 +138,14 @@ def test_jsonl_round_trip(
 
 def test_jsonl_through_pipes(cli: Cli, speller: Path, wanted: list[Completion]) -> None:
     given = "\ufeff" + as_lines(LINES[:2]) + "\n  \n" + as_lines(LINES[2:]).rstrip("\n")
-    more = ("--token-ids", "--logprobs", 0, "--ignore-eos")
-    out = succeeded(cli("generate", speller, "--jsonl", "-", *more, *OPTIONS, stdin=given))
+    more = ("--token-ids", "--logprobs", 0, "--ignore-eos", *COPIED)
+    out = completed(cli("generate", speller, "--jsonl", "-", *more, *OPTIONS, stdin=given))
     got = from_lines(out)
     assert [line["token_ids"] for line in got] == [want.token_ids for want in wanted]
     assert [len(line["logprobs"]) for line in got] == [len(want.token_ids) for want in wanted]
     assert ["top_logprobs" in line for line in got] == [False, False, True, False, False]
-    dashes = ("--jsonl", "-", "--output", "-", "--stop", "x")
-    again = succeeded(cli("generate", speller, *dashes, *OPTIONS, stdin=given))
+    dashes = ("--jsonl", "-", "--output", "-", "--stop", "x", *COPIED)
+    again = completed(cli("generate", speller, *dashes, *OPTIONS, stdin=given))
     assert len(from_lines(again)) == len(LINES)
 
 
@@ -119,23 +156,22 @@ def test_jsonl_lines_that_do_not_sample(cli: Cli, speller: Path) -> None:
     options = ("--jsonl", "-", "--temperature", 3, "--seed", 1)
     texts = [
         line["text"]
-        for line in from_lines(succeeded(cli("generate", speller, *options, stdin=given)))
+        for line in from_lines(completed(cli("generate", speller, *options, stdin=given)))
     ]
     assert len(set(texts)) == 1
     for way in ({"do_sample": True}, {"do_sample": None}, {}):
         [line] = from_lines(
-            succeeded(cli("generate", speller, *options, stdin=as_lines([{**common, **way}])))
+            completed(cli("generate", speller, *options, stdin=as_lines([{**common, **way}])))
         )
         assert line["text"] != texts[0]
 
 
 def test_jsonl_verbose(cli: Cli, speller: Path, source: Path) -> None:
-    code, out, err = cli("generate", speller, "--jsonl", source, "--verbose")
+    code, out, err = cli("generate", speller, "--jsonl", source, "--verbose", *COPIED)
     tokens = sum(line["completion_tokens"] for line in from_lines(out))
-    prompts, generated, memory = err.splitlines()
+    closing, memory = err.splitlines()
     assert code == 0
-    assert prompts.split()[:2] == ["prompts", "5,"]
-    assert generated.split()[:3] == ["generated", str(tokens), "tokens"]
+    assert f" {tokens:,} generated tokens in " in summary(closing)
     assert memory.startswith("peak memory ")
 
 
@@ -149,7 +185,7 @@ def test_jsonl_verbose(cli: Cli, speller: Path, source: Path) -> None:
         (b'{"text": "x"}', '"prompt" is missing'),
         (b'{"prompt": "\xff"}', "'utf-8' codec can't decode"),
         (b'{"prompt": "\\ud800"}', "'utf-8' codec can't encode"),
-        (b'{"prompt": "x", "name": "\\ud800"}', "'utf-8' codec can't encode"),
+        (b'{"prompt": "x", "id": "\\ud800"}', "'utf-8' codec can't encode"),
         (b'{"prompt": 3}', "the prompt must be a string or a list of ids"),
         (b'{"prompt": [true]}', "the prompt must be a string or a list of ids"),
         (b'{"prompt": [3, 320]}', "token 320 is outside the vocabulary of 320"),
@@ -191,6 +227,11 @@ def test_jsonl_verbose(cli: Cli, speller: Path, source: Path) -> None:
         (b'{"prompt": "x", "text": "mine"}', "'text' is a field of the result: rename it"),
         (b'{"prompt": "x", "top_logprobs": 1}', "'top_logprobs' is a field of the result"),
         (
+            b'{"prompt": "x", "id": 1, "max_tokens": 3}',
+            "'max_tokens' is not a sampling parameter; if it should be copied to the output, name "
+            "it in --copy-fields",
+        ),
+        (
             b'{"prompt": "x", "stop_strings": 3}',
             "stop_strings must be a string or a list of strings",
         ),
@@ -210,7 +251,7 @@ def test_jsonl_malformed_lines(
 
 @pytest.mark.usefixtures("no_weights")
 def test_jsonl_mistakes(cli: Cli, speller: Path, source: Path, tmp_path: Path) -> None:
-    lines = ("generate", speller, "--jsonl", source)
+    lines = ("generate", speller, "--jsonl", source, *COPIED)
     for options, name in (
         (["x"], "a prompt argument"),
         (["-"], "a prompt argument"),
@@ -227,9 +268,14 @@ def test_jsonl_mistakes(cli: Cli, speller: Path, source: Path, tmp_path: Path) -
     assert refused(cli(*lines, "--output", "/dev/null")) == want
     partial = tmp_path / "out.partial"
     partial.write_text("precious")
-    want = f"{partial} holds the results of an interrupted run: move it away first"
+    want = f"{partial} holds the results of another input, model or sampling options: repeat its "
+    want += "command to continue it, or move the file away"
     assert refused(cli(*lines, "--output", tmp_path / "out")) == want
     assert partial.read_text() == "precious"
+    with partial.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        want = f"another run is writing {partial}"
+        assert refused(cli(*lines, "--output", tmp_path / "out")) == want
     assert refused(cli("generate", speller, "--jsonl", "-", stdin="\n")) == "stdin holds no prompts"
     for wrong in (tmp_path / "none", tmp_path):
         assert refused(cli("generate", speller, "--jsonl", wrong)) == (
@@ -261,7 +307,7 @@ def test_jsonl_keeps_what_was_finished(
     source.write_text(as_lines(jobs))
     target.write_text("before")
     run = ("generate", speller, "--jsonl", source, "--batch-size", 2, "--ignore-eos", "--seed", 0)
-    everything = from_lines(succeeded(cli(*run)))
+    everything = from_lines(completed(cli(*run)))
 
     for call, error, code, finished in (
         (4, KeyboardInterrupt(), 130, []),
@@ -277,14 +323,29 @@ def test_jsonl_keeps_what_was_finished(
                     cli(*run, "--output", target)
             else:
                 outcome = cli(*run, "--output", target)
-                kept = f"{partial} holds the {len(finished)} of 4 lines that were finished"
+                kept = f"{partial} holds the {len(finished)} of 4 lines that were finished; the "
+                kept += "same command continues"
                 assert (outcome.code, outcome.out) == (code, "")
                 assert outcome.err.splitlines()[:1] == ([f"xlstm7b: {kept}"] if finished else [])
         assert target.read_text() == "before"
         assert partial.exists() == bool(finished)
         if finished:
-            assert from_lines(partial.read_text()) == [everything[n] for n in finished]
-            partial.unlink()
+            _, *kept = from_lines(partial.read_text())
+            assert kept == [[n, everything[n]] for n in finished]
+            # The same command continues, even if a kill has cut the last line, and no other.
+            partial.write_text(partial.read_text() + '[2, {"prompt": "x", "id"')
+            before, other = partial.read_text(), refused(cli(*run, "--seed", 1, "--output", target))
+            assert other.startswith(f"{partial} holds the results of another input, model or ")
+            assert (partial.read_text(), target.read_text()) == (before, "before")
+            outcome = cli(*run, "--output", target)
+            there = f"{len(finished)} of 4 lines are there already"
+            continuing, closing = outcome.err.splitlines()
+            assert (outcome.code, outcome.out) == (0, "")
+            assert continuing == f"xlstm7b: continuing {partial}: {there}"
+            assert f"{4 - len(finished)} lines completed" in closing
+            assert f", {len(finished)} were there already; " in closing
+            assert from_lines(target.read_text()) == everything
+            target.write_text("before")
         assert names_in(tmp_path) == {"in", "out"}
     with monkeypatch.context() as patch:
         fail_at(patch, 17, KeyboardInterrupt())

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -79,7 +78,7 @@ def test_chat_commands(cli: Cli, greeter: Path, tmp_path: Path) -> None:
         "Undid the last exchange.",
         "Started a new conversation.",
         f"Loaded {path}.",
-        "/save PATH  save the state of the conversation",
+        "/save PATH       save the state of the conversation",
     ):
         assert sentence in err.splitlines()
 
@@ -94,6 +93,13 @@ def test_chat_commands(cli: Cli, greeter: Path, tmp_path: Path) -> None:
         ("/save no/x", "cannot write {here}/no/x: there is no folder {here}/no"),
         ("/load no", "no is missing"),
         ("/load text", "text is damaged: "),
+        ("/retry", "there is no answer to generate again"),
+        ("/set temperature", "write /set NAME VALUE, where NAME is one of: max_new_tokens, "),
+        ("/set colour 3", "write /set NAME VALUE, where NAME is one of: max_new_tokens, "),
+        ("/set temperature hot", "temperature must be a number, not 'hot'"),
+        ("/set top_k 1.5", "top_k must be a whole number, not '1.5'"),
+        ("/set top_p 2", "top_p must be above 0 and at most 1, not 2.0"),
+        ("/set temperature none", "temperature must be a number, not None"),
         ("/Save x", "unknown command /Save; /help lists the commands"),
         ("/etc/passwd is a file", "unknown command /etc/passwd; /help lists the commands"),
         ("/", "unknown command /; /help lists the commands"),
@@ -125,6 +131,45 @@ def test_options_are_checked_before_weights_are_loaded(cli: Cli, greeter: Path) 
     assert sentence("--state-dtype", "float16").startswith("unknown dtype 'float16'")
     assert sentence("--device", "toaster").startswith("the device 'toaster' cannot be used here")
     assert refused(cli("chat", "7b")).startswith("'7b' is neither a folder nor")
+
+
+def test_messages_of_several_lines(cli: Cli, greeter: Path) -> None:
+    message = "one\n\n  two\n/three"
+    for written in (f'"""{message}"""', f'"""\n{message}\n"""', f'  """{message} """ '):
+        talk = f'{written}\n/stats\n""""""\n"""/stats"""\n'
+        code, out, err = cli("chat", greeter, *GREEDY, stdin=talk)
+        assert (code, out) == (0, "Hi!\n" * 2)
+        assert tokens_read(err) == [1 + len(f"User: {message}\nAssistant: Hi!\nUser:")]
+    sentence = refused(cli("chat", greeter, stdin='"""one\ntwo'))
+    assert sentence == 'the input ends within a message: its closing """ is missing'
+
+
+def test_retry_set_and_system(cli: Cli, speller: Path) -> None:
+    """As the library does it: the answer is replaced, and others follow from the new one."""
+    chat = Chat(Generator.from_pretrained(speller), temperature=2.0, seed=8, max_new_tokens=9)
+
+    def text(outputs: object) -> str:
+        return "".join(output.text for output in outputs).lstrip()
+
+    want = [text(chat.say("one")), text(chat.retry()), text(chat.retry())]
+    assert len(set(want)) == 3
+    chat.set_sampling(max_new_tokens=5, temperature=0.0)
+    want += [text(chat.say("two")), text(chat.retry())]
+    assert want[3] == want[4]
+    assert chat.stats().exchanges == 2
+    chat.start("Go.")
+    want += [text(chat.say("one"))]
+    talk = "one|/retry|/retry|/set max-new-tokens 5|/set temperature 0|two|/retry|/stats"
+    talk += "|/system Go.|one|/stats|/set|/system|/retry"
+    options = ("--temperature", 2, "--seed", 8, "--top-p", 1, "--max-new-tokens", 9)
+    code, out, err = cli("chat", speller, *options, stdin=talk.replace("|", "\n"))
+    assert (code, out) == (0, "".join(f"{answer}\n" for answer in want))
+    lines = err.splitlines()
+    assert "max_new_tokens is 5 from the next answer on." in lines
+    assert "temperature          0.0" in lines
+    assert [int(n) for n in re.findall(r"exchanges +(\d+)", err)] == [2, 1]
+    assert tokens_read(err)[1] == 1 + len("Go.\n\nUser: one\nAssistant:") + 5
+    assert lines[-1] == "there is no answer to generate again"
 
 
 # Templates
@@ -197,7 +242,7 @@ def test_a_second_ctrl_c_discards_the_answer(
     monkeypatch.setattr(Generator, "stream", interrupted)
     code, out, err = cli("chat", greeter, stdin="Hello\n/stats\n")
     assert (code, out) == (0, "\n")
-    assert err.splitlines()[0] == "Discarded the answer and the message before it."
+    assert err.splitlines()[0] == "Discarded the answer: the conversation is as it was before."
     assert tokens_read(err) == [0]
 
 
@@ -245,27 +290,47 @@ class Screen:
 def test_chat_on_a_terminal(speller: Path) -> None:
     screen = Screen("chat", speller, *ENDLESS)
     try:
-        assert "/help lists commands, Ctrl-D quits" in screen.until("> ")
+        greeting = screen.until("> ")
+        for sentence in (
+            f"This is {speller.name}, on cpu.",
+            "It has no chat template: turns are written as User: and Assistant:.",
+            "/help lists commands, Ctrl-D quits",
+        ):
+            assert sentence in greeting
         screen.type("Hello\n")
         screen.until(r"Hello\s+\w+")  # the answer has started
         screen.type("\x03")
         screen.until("> ")
         screen.type("/stats\n")
-        assert tokens_read(screen.until(r"answering.*\s+> "))[0] > 1 + len(
-            "User: Hello\nAssistant:"
-        )
-        # Python's readline can miss a Ctrl-C that comes before it waits for input: try again.
-        time.sleep(0.5)
-        for _ in range(3):
+        read = tokens_read(screen.until(r"answering.*\s+> "))
+        assert read[0] > 1 + len("User: Hello\nAssistant:")
+        # Ctrl-C drops what is typed, also a message of several lines, and nothing else.
+        time.sleep(0.5)  # Python's readline can miss a Ctrl-C that comes before it waits for input
+        for typed in ("/clear", '"""a message\n/clear'):
+            screen.type(typed)
+            time.sleep(0.5)
             screen.type("\x03")
-            with suppress(subprocess.TimeoutExpired):
-                screen.program.wait(timeout=10)
-                break
-        assert screen.program.returncode == 0
+            screen.until(r"/clear\s+> ")
+        time.sleep(0.5)
+        screen.type("/stats\n")
+        assert tokens_read(screen.until(r"answering.*\s+> ")) == read
+        screen.type("\x04")
+        assert screen.program.wait(timeout=20) == 0
     finally:
         screen.close()
 
 
 def test_ctrl_d_quits(cli: Cli, greeter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert cli("chat", greeter) == (0, "> \n", "/help lists commands, Ctrl-D quits\n")
+    code, out, err = cli("chat", greeter)
+    assert (code, out, err.splitlines()[-1]) == (0, "> \n", "/help lists commands, Ctrl-D quits")
+
+
+def test_a_terminal_shows_the_model_and_whether_it_has_a_template(
+    cli: Cli, greeter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    _, _, err = cli("chat", save_chat_model(tmp_path / "chatty"), "--device", "cpu")
+    assert err.splitlines()[:-1] == ["This is chatty, on cpu."]
+    _, _, err = cli("chat", greeter)
+    assert err.splitlines()[1].startswith("It has no chat template: ")

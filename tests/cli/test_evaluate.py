@@ -1,7 +1,9 @@
 """`xlstm7b eval`: tasks, perplexity and comparisons from the command line."""
 
+import errno
 import io
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -89,8 +91,16 @@ def test_averages_of_a_leaderboard_are_printed_and_written(
 
 
 class ClosedPipe(io.StringIO):
+    def __init__(self) -> None:
+        super().__init__()
+        reader, self._writer = os.pipe()
+        os.close(reader)
+
+    def fileno(self) -> int:
+        return self._writer
+
     def write(self, text: str) -> int:
-        raise BrokenPipeError
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
 
 @pytest.mark.usefixtures("offline")
@@ -103,7 +113,6 @@ def test_a_closed_pipe_loses_no_results(
     # The harness prints "bootstrapping …" itself for the error of a perplexity.
     add_last_words(tmp_path / "tasks", "words", ["so much depends", "upon a red"])
     (tmp_path / "a.txt").write_text("so much depends")
-    monkeypatch.setattr(sys, "stderr", io.StringIO())  # `main` closes it
     for arguments, written in (
         (["eval", byte_model, "--tasks-dir", tmp_path / "tasks"], "a.json"),
         (["eval", "ppl", byte_model, tmp_path / "a.txt", "--plot", tmp_path / "a.png"], "b.json"),
@@ -114,7 +123,7 @@ def test_a_closed_pipe_loses_no_results(
         monkeypatch.setattr(sys, "stderr", io.StringIO())
         with pytest.raises(SystemExit) as ended:
             main()
-        assert ended.value.code == 1
+        assert not ended.value.code
         assert json.loads((tmp_path / written).read_text())["results"]
     assert (tmp_path / "a.png").exists()
 

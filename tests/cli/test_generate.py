@@ -377,9 +377,17 @@ def test_generate_measures_the_bandwidth_of_memory(cli: Cli, speller: Path) -> N
 
 def test_generate_into_a_pipe_that_closes(fox: Path) -> None:
     program = f"{sys.executable} -m xlstm7b generate {fox} --max-new-tokens 100000 --ignore-eos"
-    command = f"printf a | {program} | head -1"
-    done = subprocess.run(command, shell=True, capture_output=True, env=environment(), timeout=60)
-    assert (done.stdout.decode(), done.stderr) == ("aé🦊\n", b"")
+    lines = '{"prompt": "a", "max_new_tokens": 8}\n' * 200
+    for given, options in (("a", ""), (lines, "--jsonl - --batch-size 1")):
+        done = subprocess.run(
+            ["bash", "-c", f"{program} {options} | head -c 8; exit ${{PIPESTATUS[0]}}"],
+            input=given.encode(),
+            capture_output=True,
+            env=environment(),
+            timeout=60,
+        )
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert done.stdout == ('{"prompt' if options else "aé🦊\né🦊").encode()[:8]
 
 
 # Mistakes
@@ -404,8 +412,9 @@ def test_generate_into_a_pipe_that_closes(fox: Path) -> None:
         (["--batch-size", 0], "batch_size must be at least 1, not 0"),
         (["--peak-tbs", 0], "peak_tbs must be a positive number of TB/s, not 0.0"),
         (["--state-dtype", "float16"], "unknown dtype 'float16'; choose from float32, bfl"),
-        (["--logprobs", 2], "--output, --token-ids and --logprobs need --jsonl"),
-        (["--output", "x"], "--output, --token-ids and --logprobs need --jsonl"),
+        (["--logprobs", 2], "--output, --copy-fields, --token-ids and --logprobs"),
+        (["--copy-fields", "x"], "--output, --copy-fields, --token-ids and --logprobs"),
+        (["--output", "x"], "--output, --copy-fields, --token-ids and --logprobs"),
         (["--seed", -1], "seed must be between 0 and 2^64 - 1, not -1"),
         (["--dtype", "int4"], "unknown dtype 'int4'; choose from float32, bfloat16, float"),
         (["--device", "cuda:99"], "the device 'cuda:99' cannot be used here: "),

@@ -3,8 +3,10 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -65,6 +67,69 @@ def test_neither_the_package_nor_help_nor_info_loads_torch() -> None:
     ):
         assert part in helps
     assert json.loads(info)["parameters"]["total"] == 6_865_424_896
+
+
+def test_version_help_and_completion(cli: Cli) -> None:
+    assert succeeded(cli("--version")) == f"xlstm7b {xlstm7b.__version__}\n"
+    for command in ([], ["serve"], ["bench", "serve"], ["eval"], ["eval", "ppl"]):
+        short = succeeded(cli(*command, "-h"))
+        assert short == succeeded(cli(*command, "--help"))
+        assert "Usage: " in short
+    assert "--install-completion" in succeeded(cli("-h"))
+
+
+def test_words_are_completed() -> None:
+    words = {"COMP_WORDS": "xlstm7b serve --log-", "COMP_CWORD": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.argv = ['xlstm7b']; import xlstm7b.__main__"],
+        env=environment() | words | {"_XLSTM7B_COMPLETE": "complete_bash"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == ["--log-level"]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["info 7b", "info 7b --json", "train --reference"])
+def test_a_closed_pipe_is_no_error(command: str, unbuffered: str) -> None:
+    piped = f"{sys.executable} -m xlstm7b {command} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", piped],
+        env=environment() | {"PYTHONUNBUFFERED": unbuffered},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def every_option() -> Iterator[tuple[str, Any]]:
+    """Options and arguments of all commands, with the words of the command."""
+    found: list[tuple[str, Any]] = [("xlstm7b", typer.main.get_command(app))]
+    for path, command in found:
+        found += [(f"{path} {name}", one) for name, one in getattr(command, "commands", {}).items()]
+        yield from ((path, one) for one in command.params)
+
+
+def test_help_texts_are_sentences_that_stand_alone() -> None:
+    for path, option in every_option():
+        text = option.help
+        assert text, (path, option.name)
+        assert text[0].isupper(), (path, option.name, text)
+        assert text.rstrip()[-1] in ".…", (path, option.name, text)
+        assert len(text.split()) > 2, (path, option.name, text)
+        assert "likewise" not in text.lower()
+
+
+def test_options_of_generate_chat_and_serve_say_what_their_default_does() -> None:
+    for path, option in every_option():
+        is_option = option.param_type_name == "option" and option.name != "help"
+        if path.split()[-1] in ("generate", "chat", "serve") and path.count(" ") == 1 and is_option:
+            assert option.default is not None or isinstance(option.show_default, str), (
+                path,
+                option.name,
+            )
 
 
 def test_public_names() -> None:

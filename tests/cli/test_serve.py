@@ -22,8 +22,18 @@ def test_serve_mistakes(
     assert error("--max-new-tokens", 0) == "--max-new-tokens must be at least 1, not 0"
     assert error("--cache-gb", -1) == "--cache-gb must be at least 0, not -1.0"
     assert error("--drain-seconds", "nan") == "--drain-seconds must be at least 0, not nan"
+    assert error("--max-body-mb", 0) == "--max-body-mb must be above 0 and at most 1024, not 0.0"
+    assert error("--max-messages", 0) == "--max-messages must be at least 1, not 0"
+    assert error("--max-messages", 10**6) == "--max-messages must be at most 65536, not 1000000"
+    file = tmp_path / "file"
+    file.write_text("")
     for option in ("--states-folder", "--cache-folder"):
-        assert error(option, "no") == f"{option}: there is no folder no; create it first"
+        wrong = error("--port", 0, option, file)
+        assert wrong == f"{option}: cannot create {file}: File exists"
+        wrong = error("--port", 0, option, file / "sub")
+        assert wrong == f"{option}: cannot create {file / 'sub'}: Not a directory"
+    outcome = cli("serve", speller, "--log-level", "loud")
+    assert (outcome.code, "'loud'" in outcome.err, "'debug'" in outcome.err) == (2, True, True)
     must = "an API key must be printable ASCII without spaces, and not empty"
     assert error("--api-key", "a key") == f"--api-key: {must}"
     keys = tmp_path / "keys"
@@ -40,7 +50,7 @@ def test_serve_mistakes(
     with monkeypatch.context() as patched:  # root may write everywhere
         patched.setattr(os, "access", lambda _, mode, **__: not mode & os.W_OK)
         message = f"--states-folder: {tmp_path} is not readable and writable"
-        assert error("--states-folder", tmp_path) == message
+        assert error("--port", 0, "--states-folder", tmp_path) == message
     assert refused(cli("serve", "7b")).startswith("'7b' is neither a folder nor")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -61,7 +71,7 @@ def test_an_empty_key_is_an_error(cli: Cli, speller: Path, monkeypatch: pytest.M
 
 
 def test_more_slots_than_memory(cli: Cli, speller: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xlstm7b.serve.server.log_to_stderr", lambda: None)  # it would last
+    monkeypatch.setattr("xlstm7b.serve.server.log_to_stderr", lambda _: None)  # it would last
     message = refused(cli("serve", speller, "--port", 0, "--slots", 10**10))
     assert message.startswith("10,000,000,000 slots of ")
 

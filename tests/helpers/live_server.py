@@ -21,6 +21,7 @@ from xlstm7b.model.adapter import Adapter
 from xlstm7b.serve.app import create_app
 from xlstm7b.serve.engine_thread import EngineThread
 from xlstm7b.serve.handlers import Service
+from xlstm7b.serve.middleware import ApiKeys
 from xlstm7b.serve.prometheus import Metrics
 from xlstm7b.serve.protocol import Limits
 from xlstm7b.serve.saved_states import SavedStates
@@ -56,8 +57,9 @@ class LiveServer:
             return list(events(answer.iter_lines()))
 
     def metric(self, name: str) -> float:
-        """One number of /metrics, by its name and labels."""
-        for line in self.client.get("/metrics").text.splitlines():
+        """One number of /metrics, by its name and its labels without the model's name."""
+        text = self.client.get("/metrics").text.replace(',model_name="tiny"', "")
+        for line in text.replace('{model_name="tiny"}', "").splitlines():
             if line.rpartition(" ")[0] == f"xlstm7b:{name}":
                 return float(line.rpartition(" ")[2])
         return 0.0
@@ -103,6 +105,7 @@ def serving(
     chat_format: ChatFormat | None = None,
     keys: tuple[str, ...] = (),
     cors: tuple[str, ...] = (),
+    muted: tuple[str, ...] = (),
     limits: Limits | None = None,
     states: Path | None = None,
     states_bytes: int = 1 << 30,
@@ -129,11 +132,11 @@ def serving(
         chat_format or PlainFormat(),
         "tiny",
         limits or Limits(choices=min(128, max_waiting)),
-        Metrics(thread),
+        Metrics(thread, "tiny"),
         saved,
         adapters or {},
     )
-    app = create_app(service, keys=keys, cors=cors, is_local=True)
+    app = create_app(service, keys=ApiKeys(keys), cors=cors, muted=muted, is_local=True)
     bound = bind("127.0.0.1", 0)
     if send_buffer is not None:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

@@ -132,7 +132,7 @@ def test_echo_with_logprobs_scores_the_prompt(live: LiveServer, folder: Path) ->
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_scored_prompt_is_read_once(live: LiveServer, n: int) -> None:
     counted = (
-        "prompt_tokens_total",
+        "computed_prompt_tokens_total",
         "time_to_first_token_seconds_count",
         'request_success_total{finished_reason="length"}',
     )
@@ -185,25 +185,28 @@ def test_tokenize_and_detokenize(live: LiveServer) -> None:
         ({}, "there is no prompt"),
         ({"prompt": []}, "there is no prompt"),
         ({"prompt": [1, "a"]}, "prompt"),
-        ({"prompt": "a", "max_token": 1}, "max_token: Extra inputs are not permitted"),
-        ({"prompt": "a", "temperature": "1"}, "temperature: Input should be a valid number"),
+        ({"prompt": "a", "max_token": 1}, "max_token is not a field that this server knows"),
+        ({"prompt": "a", "temperature": "1"}, 'temperature must be a number, not "1"'),
         ({"prompt": "a", "temperature": -1}, "temperature must be 0 or a positive number"),
-        ({"prompt": "a", "n": True}, "n: Input should be a valid integer"),
-        ({"prompt": "a", "n": 129}, "n: Input should be less than or equal to 128"),
+        ({"prompt": "a", "n": True}, "n must be a whole number, not true"),
+        ({"prompt": "a", "n": 129}, "n must be at most 128, not 129"),
         ({"prompt": ["a"] * 65, "n": 1}, "a request may have at most 64 choices in all, not 65"),
-        ({"prompt": ["a"] * 129}, "prompt: List should have at most 128 items"),
-        ({"prompt": "a", "stop": ["a"] * 17}, "stop: List should have at most 16 items"),
+        ({"prompt": ["a"] * 129}, "prompt must have at most 128 entries, not 129"),
+        ({"prompt": "a", "stop": ["a"] * 17}, "stop must have at most 16 entries, not 17"),
         ({"prompt": "a", "stop": ["a" * 257]}, "stop"),
         ({"prompt": "a", "stop": ""}, "a stop string must not be empty"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens must be between 1 and 65536, not 0"),
         ({"prompt": "a", "max_tokens": 10**30}, "max_tokens must be between 1 and 65536"),
         ({"prompt": [320]}, "token 320 is outside the vocabulary of 320"),
         ({"prompt": "a", "logprobs": 21}, "logprobs must be between 0 and 20, not 21"),
-        ({"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias.a: Input should be a valid integer"),
+        ({"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias.a: the keys must be token ids"),
         ({"prompt": "a", "logit_bias": {"400": 1}}, "token 400 of logit_bias is outside"),
-        ({"prompt": "a", "suffix": "b"}, "suffix: Input should be None"),
-        ({"prompt": [1.5]}, "prompt.0: Input should be a valid integer"),
-        ({"prompt": "a", "stop": ["a", "b" * 257]}, "stop.1: String should have at most 256"),
+        ({"prompt": "a", "suffix": "b"}, 'suffix must be "", not "b"'),
+        ({"prompt": [1.5]}, "prompt.0 must be a whole number"),
+        (
+            {"prompt": "a", "stop": ["a", "b" * 257]},
+            "stop.1 must be a string of at most 256 characters",
+        ),
         (
             {"prompt": "a" * 9, "n": 64, "echo": True, "logprobs": 20, "max_tokens": 1600},
             "a request may have at most 1048576 logprobs in all",
@@ -214,12 +217,22 @@ def test_mistakes_are_400(live: LiveServer, body: dict, message: str) -> None:
     assert message in live.refused(PATH, 400, **body)
 
 
-def test_mistakes_name_the_field_of_the_api(live: LiveServer) -> None:
+def test_mistakes_name_the_field_of_the_api(live: LiveServer, generator: Generator) -> None:
     chat, talk = "/v1/chat/completions", [{"role": "user", "content": "a"}]
     for path, body, message, param in (
         (PATH, {"prompt": "a", "temperature": -1}, "temperature must be 0 or", "temperature"),
         (PATH, {"prompt": "a", "logprobs": 99}, "logprobs must be between", "logprobs"),
-        (PATH, {"prompt": "a", "stop": ""}, "a stop string must not be empty", None),
+        (PATH, {"prompt": "a", "stop": ""}, "a stop string must not be empty", "stop"),
+        (PATH, {"prompt": "a", "logit_bias": {"320": 1}}, "token 320 of logit_bias", "logit_bias"),
+        (PATH, {"prompt": [320]}, "token 320 is outside the vocabulary", "prompt"),
+        (PATH, {"prompt": "a", "top_k": -2}, "top_k must be 0 (all tokens) or", "top_k"),
+        (
+            chat,
+            {"messages": talk, "logprobs": True, "top_logprobs": 21},
+            "top_logprobs must be between 0 and 20, not 21",
+            "top_logprobs",
+        ),
+        ("/tokenize", {}, "exactly one of prompt and messages is needed", "prompt"),
         (
             PATH,
             {"prompt": "a", "min_tokens": 30, "max_tokens": 3},
@@ -236,6 +249,15 @@ def test_mistakes_name_the_field_of_the_api(live: LiveServer) -> None:
         error = error_of(live.client.post(path, json=body))
         assert message in error["message"]
         assert error["param"] == param
+    limits = Limits(prompt_tokens=20)
+    with serving(generator, limits=limits) as small:
+        for path, body, param in (
+            (PATH, {"prompt": "a" * 21}, "prompt"),
+            (chat, {"messages": [{"role": "user", "content": "a" * 21}]}, "messages"),
+            ("/tokenize", {"messages": [{"role": "user", "content": "a" * 21}]}, "messages"),
+        ):
+            error = error_of(small.client.post(path, json=body))
+            assert (error["code"], error["param"]) == ("context_length_exceeded", param)
 
 
 def test_the_default_max_tokens_is_within_the_limit(generator: Generator) -> None:
@@ -250,15 +272,21 @@ def test_the_default_max_tokens_is_within_the_limit(generator: Generator) -> Non
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({}, "messages: Field required"),
-        ({"messages": []}, "messages: List should have at least 1 item"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role: Input should be"),
+        ({}, "messages is missing"),
+        ({"messages": []}, "messages must not be empty"),
+        (
+            {"messages": [{"role": "robot", "content": "a"}]},
+            'messages.0.role must be "system", "developer", "user" or "assistant"',
+        ),
         ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 1}, "needs logprobs"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "a"}]}]},
-            "messages.0.content.0.type: Input should be 'text'",
+            'messages.0.content.0.type must be "text", not "image_url"',
         ),
-        ({"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools: List should"),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "tools": [{}]},
+            "tools must be an empty list: this server does not support it",
+        ),
     ],
 )
 def test_chat_mistakes(live: LiveServer, body: dict, message: str) -> None:

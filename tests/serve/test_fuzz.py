@@ -1,6 +1,7 @@
 """Any request gets an answer in OpenAI's form, and never a 500."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -39,7 +40,7 @@ SAMPLING = {
     "seed": st.integers(-(2**63), 2**64 - 1),
     "temperature": st.floats(0, 1e300),
     "top_p": st.floats(1e-300, 1),
-    "top_k": st.integers(0, 10**30),
+    "top_k": st.integers(-1, 10**30),
     "min_p": st.floats(0, 1),
     "presence_penalty": st.floats(-100, 100),
     "frequency_penalty": st.floats(-100, 100),
@@ -48,7 +49,14 @@ SAMPLING = {
     "ignore_eos": st.booleans(),
     "min_tokens": st.integers(0, 2),
     "stream": st.booleans(),
-    "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
+    "stream_options": st.fixed_dictionaries(
+        {"include_usage": st.booleans(), "continuous_usage_stats": st.booleans()}
+    ),
+    "max_completion_tokens": st.sampled_from([-1, 2]),
+    "cache_prompt": st.booleans(),
+    "skip_special_tokens": st.just(True),
+    "stop_token_ids": st.just([]),
+    "use_beam_search": st.just(False),
     "model": st.just("tiny"),
     "user": TEXT,
 }
@@ -134,7 +142,8 @@ def test_malformed_bodies_are_refused_or_answered(live: LiveServer) -> None:
         answer = live.client.post(path, content=json.dumps(body), headers=headers)
         assert answer.status_code in (200, 400, 404, 409), answer.text
         if answer.status_code != 200:
-            error_of(answer)
+            message = error_of(answer)["message"]
+            assert not re.search("Input should|should have|Field required|permitted", message)
         assert 'data: {"error"' not in answer.text
         answers[answer.status_code] += 1
 
@@ -174,6 +183,7 @@ def test_any_form_of_the_output_is_refused_or_answered(live: LiveServer) -> None
         (b'{"prompt": "a"} x', "Extra data at character 17"),
         (b'{"prompt": "\xff"}', "'utf-8' codec can't decode byte 0xff in position 12"),
         (b"[" * 200_000, "maximum recursion depth exceeded"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "Exceeds the limit (4300 digits)"),
     ],
 )
 def test_what_is_not_json_is_said_with_its_position(
@@ -247,7 +257,11 @@ def test_other_methods_and_paths(live: LiveServer, method: str) -> None:
     for path in ("/v1/completions", "/nowhere", "/v1/states/", "//", "/page/../app.js"):
         answer = httpx.request(method, f"{live.url}{path}")
         assert answer.status_code in (404, 405, 200), (path, answer.text)
-    assert httpx.request("PUT", f"{live.url}/v1/completions").headers["allow"] == "POST"
+    put = httpx.request("PUT", f"{live.url}/v1/completions")
+    assert put.headers["allow"] == "POST"
+    assert error_of(put)["message"] == "/v1/completions takes POST, not PUT"
+    lost = httpx.get(f"{live.url}/nowhere")
+    assert error_of(lost)["message"] == "there is nothing at /nowhere"
     for path in ("/health", "/", "/style.css"):
         head = httpx.head(f"{live.url}{path}")
         assert (head.status_code, head.content) == (200, b"")

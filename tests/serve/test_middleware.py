@@ -2,7 +2,9 @@
 
 import base64
 import json
+import logging
 import re
+from typing import Any
 
 import httpx
 import pytest
@@ -13,7 +15,7 @@ from starlette.routing import Route
 
 from xlstm7b.generate import Generator
 from xlstm7b.serve.handlers import router
-from xlstm7b.serve.middleware import check_key, check_origins
+from xlstm7b.serve.middleware import ApiKeys, check_key, check_origins
 from xlstm7b.serve.protocol import Limits
 
 KEYS = ("first-key", "second+key/=")
@@ -117,6 +119,73 @@ def test_limits_of_bodies(generator: Generator) -> None:
                 b"content-length: 9\r\n\r\n{"
             )
             assert slow.recv(100).startswith(b"HTTP/1.1 408 ")
+
+
+def test_messages_are_limited(generator: Generator) -> None:
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with serving(generator, limits=Limits(messages=2, new_tokens=1)) as live:
+        for path in ("/v1/chat/completions", "/tokenize"):
+            live.post(path, messages=talk)
+            message = live.refused(path, 400, messages=[*talk, *talk])
+            assert message == "messages must have at most 2 entries, not 4"
+
+
+def test_keys_can_be_replaced(generator: Generator) -> None:
+    keys = ApiKeys(["old", "kept"])
+    assert [keys.allow(key) for key in (b"old", b"kept", b"new", b"")] == [1, 1, 0, 0]
+    keys.replace(["kept", "new"])
+    assert [keys.allow(key) for key in (b"old", b"kept", b"new", b"")] == [0, 1, 1, 0]
+    assert ApiKeys().allow(b"")
+
+
+def test_the_log_gives_the_reason_and_field_of_refusals(
+    generator: Generator, caplog: pytest.LogCaptureFixture
+) -> None:
+    def last_line() -> tuple[str, dict[str, Any]]:
+        def lines() -> list[logging.LogRecord]:
+            return [record for record in caplog.records if record.message == "answered"]
+
+        wait_for(lambda: bool(lines()))
+        (record,) = lines()
+        caplog.clear()
+        return record.levelname, record.fields  # type: ignore[attr-defined]
+
+    caplog.set_level(logging.INFO, "xlstm7b.serve")
+    muted = ("/health", "/metrics")
+    with serving(generator, keys=KEYS, limits=Limits(body_bytes=1000), muted=muted) as live:
+        for path, body, status, error, param in (
+            ("/v1/completions", {"prompt": 3}, 400, "prompt must be a string", "prompt"),
+            ("/v1/completions", {"prompt": "a", "top_p": 2}, 400, "top_p must be", "top_p"),
+            ("/v1/completions", {"prompt": "a" * 1000}, 413, "the request body is longer", None),
+            ("/v1/completions", {"model": "x"}, 404, "there is no model 'x'", "model"),
+            ("/nowhere", {}, 404, "there is nothing at /nowhere", None),
+            ("/metrics", {}, 405, "/metrics takes GET, not POST", None),
+        ):
+            answer = live.client.post(path, json=body, headers={"x-request-id": "mine"})
+            level, fields = last_line()
+            assert (answer.status_code, fields["status"], fields["request_id"]) == (
+                status,
+                status,
+                "mine",
+            )
+            assert level == "WARNING"
+            assert fields["error"].startswith(error)
+            assert fields.get("param") == param
+        httpx.get(f"{live.url}/v1/models", headers={"authorization": "Bearer a-secret"})
+        _, fields = last_line()
+        assert (fields["status"], fields["error"]) == (401, "this server needs an API key")
+        assert "secret" not in str(fields)
+        # A muted path has lines for refused requests only.
+        wait_for(lambda: live.client.get("/health").status_code == 200)
+        caplog.clear()
+        for path in muted:
+            assert live.client.get(path).status_code == 200
+        assert httpx.get(f"{live.url}/metrics").status_code == 401
+        level, fields = last_line()
+        assert (level, fields["path"]) == ("WARNING", "/metrics")
+        live.client.get("/v1/models")
+        level, fields = last_line()
+        assert (level, fields["path"]) == ("INFO", "/v1/models")
 
 
 def test_without_keys_a_host_must_be_local(generator: Generator) -> None:

@@ -123,14 +123,25 @@ def test_fields_without_effect_are_accepted(client: openai.OpenAI) -> None:
         "service_tier": "auto",
         "stop": [],
         "n": 1,
-        "reasoning_effort": None,
+        "reasoning_effort": "low",
         "logit_bias": {},
-        "extra_body": {"functions": [], "function_call": "none", "audio": None},
+        "extra_body": {
+            "functions": [],
+            "function_call": "none",
+            "audio": None,
+            "top_k": -1,
+            "cache_prompt": True,
+            "skip_special_tokens": True,
+            "stop_token_ids": [],
+            "use_beam_search": False,
+            "add_generation_prompt": True,
+        },
     }
     again = client.chat.completions.create(messages=messages, **options, **extra)
     assert again.choices[0].message.content == plain.content
     # Clients send an answer back as it came, or with all fields that they know.
-    for answer in (plain, {**plain.model_dump(), "tool_calls": [], "annotations": []}):
+    known = {"tool_calls": [], "annotations": [], "reasoning_content": "Let me think."}
+    for answer in (plain, {**plain.model_dump(), **known}):
         talk = [*messages, answer, *messages]
         assert client.chat.completions.create(messages=talk, **options).usage.completion_tokens == 5
 
@@ -143,7 +154,12 @@ def test_fields_without_effect_are_accepted(client: openai.OpenAI) -> None:
         ("tool_choice", "required"),
         ("functions", [{"name": "f"}]),
         ("modalities", ["text", "audio"]),
-        ("reasoning_effort", "low"),
+        ("top_k", -2),
+        ("max_tokens", -2),
+        ("skip_special_tokens", False),
+        ("stop_token_ids", [3]),
+        ("use_beam_search", True),
+        ("add_generation_prompt", False),
         ("web_search_options", {}),
     ],
 )
@@ -166,3 +182,30 @@ def test_errors_are_exceptions_of_the_client(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         client.completions.create(model="gpt-4", prompt="a")
     assert unknown.value.code == "model_not_found"
+
+
+def test_max_tokens_of_minus_one_is_the_default(client: openai.OpenAI) -> None:
+    options = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
+    for most in (openai.omit, -1, 16):
+        done = client.completions.create(prompt="a", max_tokens=most, suffix="", **options)
+        assert done.usage.completion_tokens == 16
+    for both in ((7, 7), (9, 7), (7, -1)):
+        options["extra_body"]["max_completion_tokens"] = both[1]  # some clients send both
+        done = client.completions.create(prompt="a", max_tokens=both[0], **options)
+        assert done.usage.completion_tokens == 7
+
+
+def test_continuous_usage(client: openai.OpenAI) -> None:
+    options = {"model": "tiny", "prompt": "abc", "max_tokens": 30, "stream": True}
+    options |= {"extra_body": {"ignore_eos": True}}
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = client.completions.create(**options, stream_options=both)
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert (counts[-1], chunks[0].usage.prompt_tokens) == (30, 4)
+    assert counts[0] < 30
+    assert (last.choices, last.usage) == ([], chunks[-1].usage)
+    for more in ({"include_usage": True}, {"continuous_usage_stats": True}):
+        streamed = [*client.completions.create(**options, stream_options=more)]
+        with_usage = [chunk for chunk in streamed if chunk.usage is not None]
+        assert len(with_usage) == ("include_usage" in more)

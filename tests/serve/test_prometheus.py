@@ -1,6 +1,7 @@
 """/metrics counts what the server did."""
 
-from live_server import GREEDY, serving
+import httpx
+from live_server import GREEDY, serving, wait_for
 
 from xlstm7b.generate import Generator
 
@@ -19,20 +20,54 @@ def test_the_metrics_have_the_engines_numbers(generator: Generator) -> None:
             "num_requests_waiting": 0,
             "slot_usage_perc": 0,
             # The first token of all prompts is read at the start, the second prompt is cached.
-            "prompt_tokens_total": 7 + 1,
+            "computed_prompt_tokens_total": 7 + 1,
+            "prompt_tokens_total": 8 + 8 + 2,  # as in the usage of the responses
             "prefix_cache_hit_tokens_total": 8,
-            'prefix_cache_hits_total{level="device"}': 1,
+            'prefix_cache_hits_total{level="device",model_name="tiny"}': 1,
             "generation_tokens_total": 11,
+            "request_queue_time_seconds_count": 3,
             "time_to_first_token_seconds_count": 3,
             "inter_token_latency_seconds_count": 8,
             "e2e_request_latency_seconds_count": 3,
-            'request_success_total{finished_reason="length"}': 2,
-            'request_success_total{finished_reason="stop"}': 1,
-            'http_requests_total{status="200"}': 3,
-            'http_requests_total{status="400"}': 1,
+            'request_success_total{finished_reason="length",model_name="tiny"}': 2,
+            'request_success_total{finished_reason="stop",model_name="tiny"}': 1,
+            "request_aborts_total": 0,
+            'http_requests_total{model_name="tiny",status="200"}': 3,
+            'http_requests_total{model_name="tiny",status="400"}': 1,
         }
+        label = '{model_name="tiny"}'
+        want = {name if "{" in name else name + label: value for name, value in want.items()}
         text = live.client.get("/metrics").text
         got = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
         assert {name: float(got[f"xlstm7b:{name}"]) for name in want} == want
-        seconds = [float(got[f"xlstm7b:engine_{part}_seconds_total"]) for part in ("model", "step")]
+        parts = ("model", "step")
+        seconds = [float(got[f"xlstm7b:engine_{part}_seconds_total{label}"]) for part in parts]
         assert 0 < seconds[0] < seconds[1]
+        own = [name for name in got if name.startswith("xlstm7b:")]
+        assert all('model_name="tiny"' in name for name in own)
+
+
+def test_the_process_has_metrics(generator: Generator) -> None:
+    with serving(generator) as live:
+        text = live.client.get("/metrics").text
+        got = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+        for name in ("cpu_seconds_total", "resident_memory_bytes", "start_time_seconds"):
+            assert float(got[f"process_{name}"]) > 0
+
+
+def test_an_abort_is_no_success_and_waiting_is_measured(generator: Generator) -> None:
+    endless = {"prompt": "a", "max_tokens": 60000, "ignore_eos": True, "stream": True}
+    with serving(generator, slots=1) as live, httpx.Client(base_url=live.url) as client:
+        with client.stream("POST", PATH, json=endless) as answer:
+            next(answer.iter_lines())
+            with client.stream("POST", PATH, json={**endless, "max_tokens": 3}) as waiting:
+                answer.close()
+                waiting.read()
+        wait_for(live.is_idle)
+        assert live.metric("request_aborts_total") == 1
+        assert live.metric('request_success_total{finished_reason="abort"}') == 0
+        assert live.metric('request_success_total{finished_reason="length"}') == 1
+        assert live.metric("request_queue_time_seconds_count") == 1
+        assert live.metric("prompt_tokens_total") == 4  # the aborted prompt was read, too
+        queued = live.metric("request_queue_time_seconds_sum")
+        assert 0 < queued < live.metric("time_to_first_token_seconds_sum")

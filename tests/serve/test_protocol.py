@@ -37,6 +37,14 @@ def test_an_empty_body_has_the_defaults_of_sampling_params(body: SamplingBody) -
     assert body.to_sampling_params(Limits()) == want
 
 
+def test_minus_one_is_as_if_the_field_were_absent() -> None:
+    for body in (CompletionBody, ChatBody):
+        given = {} if body is CompletionBody else {"messages": USER}
+        plain = body(**given).to_sampling_params(Limits())
+        for name in ("max_tokens", "max_completion_tokens", "top_k"):
+            assert body(**given, **{name: -1}).to_sampling_params(Limits()) == plain
+
+
 def test_every_sampling_field_reaches_sampling_params() -> None:
     given = {
         "seed": -1,

@@ -18,9 +18,10 @@ import pytest
 from commands import environment
 from live_server import LiveServer, error_of, events, serving, wait_for
 
+import xlstm7b
 from xlstm7b.generate import Generator
 from xlstm7b.serve import server
-from xlstm7b.serve.server import log_to_stderr
+from xlstm7b.serve.server import LogLevel, log_to_stderr
 
 PATH = "/v1/completions"
 ENDLESS = {"prompt": "a", "max_tokens": 60000, "ignore_eos": True, "stream": True}
@@ -104,6 +105,38 @@ def test_logs_are_json_lines(
     assert "of a\nlibrary" in warning["message"]
 
 
+@pytest.mark.parametrize(
+    ("level", "written"),
+    [
+        ("debug", ["ours debug", "ours info", "theirs debug", "theirs warning", "theirs error"]),
+        ("info", ["ours info", "theirs warning", "theirs error"]),
+        ("warning", ["theirs warning", "theirs error"]),
+        ("error", ["theirs error"]),
+    ],
+)
+def test_log_levels(
+    level: LogLevel,
+    written: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])
+    ours, theirs = logging.getLogger("xlstm7b.serve"), logging.getLogger("a.library")
+    for logger in (logging.root, logging.getLogger("xlstm7b"), logging.getLogger("uvicorn.error")):
+        monkeypatch.setattr(logger, "level", logger.level)
+    log_to_stderr(level)
+    logging.captureWarnings(False)
+    for logger in (ours, theirs):  # they remember which levels are enabled
+        monkeypatch.setattr(logger, "_cache", {})
+    ours.debug("ours debug")
+    ours.info("ours info")
+    theirs.debug("theirs debug")
+    theirs.warning("theirs warning")
+    theirs.error("theirs error")
+    lines = capsys.readouterr().err.splitlines()
+    assert [json.loads(line)["message"] for line in lines] == written
+
+
 @pytest.fixture
 def start(folder: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
     """Starts `xlstm7b serve`; returns the process and the address from its log."""
@@ -119,7 +152,8 @@ def start(folder: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], s
         )
         processes.append(process)
         assert process.stderr is not None
-        message = json.loads(process.stderr.readline())["message"]
+        first = json.loads(process.stderr.readline())
+        message, process.summary = first["message"], first
         assert message.startswith("serving tiny at http://127.0.0.1:")
         url = message.split()[-1]
         wait_for(lambda: _is_healthy(url))
@@ -169,6 +203,61 @@ def test_a_signal_lets_running_requests_finish(start: Callable[..., Any]) -> Non
     (streamed,) = [line for line in lines if line.get("completion_tokens") == 400]
     assert (streamed["path"], streamed["status"], streamed["method"]) == (PATH, 200, "POST")
     assert "a-key" not in json.dumps(lines)
+
+
+def test_the_first_line_sums_up_the_server(start: Callable[..., Any], tmp_path: Path) -> None:
+    states, cache = tmp_path / "new" / "states", tmp_path / "cache"
+    folders = ("--states-folder", states, "--cache-folder", cache)
+    process, _ = start("--slots", 3, "--cache-gb", 0.5, "--api-key", "a-key", *folders)
+    assert states.is_dir()
+    assert cache.is_dir()
+    want = {
+        "level": "info",
+        "version": xlstm7b.__version__,
+        "models": ["tiny"],
+        "device": "cpu",
+        "dtype": "float32",
+        "state_dtype": "float32",
+        "slots": 3,
+        "cache_gb": 0.5,
+        "host_cache_gb": 0,
+        "cache_folder": str(cache),
+        "states_folder": str(states),
+        "api_keys": 1,
+        "chat_template": False,
+    }
+    summary = process.summary
+    assert {name: summary[name] for name in want} == want
+    assert 0 < summary["slots_gb"] < summary["memory_gb"]
+    assert "a-key" not in json.dumps(summary)
+
+
+def test_a_hangup_reloads_the_keys(start: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("old\n")
+    process, url = start("--api-key-file", file, "--mute-paths", "/health,/metrics")
+
+    def status(key: str) -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.get(f"{url}/v1/models", headers=headers).status_code
+
+    assert (status("old"), status("new")) == (200, 401)
+    file.write_text("new\nother\n")
+    process.send_signal(signal.SIGHUP)
+    wait_for(lambda: status("new") == 200)
+    assert status("old") == 401
+    file.write_text("")  # a mistake: the keys stay
+    process.send_signal(signal.SIGHUP)
+    httpx.get(f"{url}/metrics", headers={"authorization": "Bearer new"})
+    time.sleep(0.3)
+    assert (status("new"), status("x")) == (200, 401)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    lines = log_lines(process)
+    messages = [line["message"] for line in lines]
+    assert "reloaded the API keys: there are 2 now" in messages
+    assert f"the API keys were not reloaded: {file} contains no API key" in messages
+    assert {line["path"] for line in lines if "path" in line} == {"/v1/models"}
 
 
 def test_draining_has_a_time_limit(start: Callable[..., Any]) -> None:

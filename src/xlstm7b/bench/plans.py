@@ -88,7 +88,7 @@ class ModelPlan(Plan):
     """A model with random weights."""
 
     device: str = option("Device to measure on.", choices=("cuda", "cpu"))
-    size: str = option("Model size.", "7b", on_cpu="tiny")
+    size: str = option("Size of the model, such as 7b.", "7b", on_cpu="tiny")
     dtype: str = option(
         "Dtype of the weights.", "bfloat16", on_cpu="float32", choices=("float32", "bfloat16")
     )
@@ -110,7 +110,9 @@ class Kernels(Plan):
 
     sizes: Names = option("Model sizes whose head sizes are timed.", ("7b", "1.4b", "160m"))
     tokens: int = option("Tokens of all sequences in a timing.", 65536)
-    lengths: Numbers = option("Sequence lengths.", (2048, 4096, 8192, 16384, 32768, 65536))
+    lengths: Numbers = option(
+        "Lengths of the sequences, in tokens.", (2048, 4096, 8192, 16384, 32768, 65536)
+    )
     batches: Numbers = option("Batch sizes of single steps.", (1, 8, 64))
     peak_tflops: float | None = option(f"Peak FLOP/s of the GPU, in TFLOP/s. {_PEAK}", None)
     peak_tbs: float | None = option(f"Peak memory bandwidth in TB/s. {_PEAK}", None)
@@ -141,7 +143,7 @@ _PEERS = (
 class Generation(ModelPlan):
     """Time generation with random weights: memory, decoding, first tokens, prefill."""
 
-    size: str = option("Model size.", "7b", on_cpu="160m")
+    size: str = option("Size of the model, such as 7b.", "7b", on_cpu="160m")
     parts: Names = option("Parts to measure.", _PARTS, choices=_PARTS)
     batches: Numbers = option("Batch sizes to decode.", (1, 8, 32, 64, 128, 256), on_cpu=(1, 4))
     contexts: Numbers = option(
@@ -197,7 +199,7 @@ SPEED_PARTS = ("context", "first", "generated", "prefill", "full")
 class Speed(Generation):
     """What `xlstm7b experiment speed` measures of each model: the figures of the paper."""
 
-    size: str = option("Model size.", "7b", on_cpu="tiny")
+    size: str = option("Size of the model, such as 7b.", "7b", on_cpu="tiny")
     parts: Names = option("Figures to measure.", SPEED_PARTS, choices=SPEED_PARTS)
     contexts: Numbers = option(
         "Tokens read before decoding.",
@@ -206,7 +208,9 @@ class Speed(Generation):
         least=0,
     )
     prompts: Numbers = option(
-        "Prompt lengths.", (1, 128, 512, 2048, 8192, 16384, 32768, 65536), on_cpu=(1, 20)
+        "Lengths of the prompts, in tokens.",
+        (1, 128, 512, 2048, 8192, 16384, 32768, 65536),
+        on_cpu=(1, 20),
     )
     first: int = option("Tokens generated after a prompt.", 100, on_cpu=3)
     generated_counts: Numbers = option(
@@ -231,8 +235,8 @@ class Engine(ModelPlan):
     """Time continuous batching without HTTP, and the first token after a shared prefix."""
 
     parts: Names = option("Parts to measure.", ("streams", "prefix"), choices=("streams", "prefix"))
-    streams: int = option("Concurrent requests.", 64)
-    requests: int = option("Requests in all.", 192)
+    streams: int = option("Number of requests at the same time.", 64)
+    requests: int = option("Number of requests in all.", 192)
     prompt_tokens: int = option("Tokens of each prompt.", 512)
     new_tokens: str = option("Tokens of each output: a number, or a range such as 128-384.", "256")
     adapters: int = option(
@@ -385,8 +389,10 @@ class Evaluation(ModelPlan):
     batch_size: int | None = option(
         "Rows in a batch of questions. By default as many as free memory allows.", None
     )
-    lengths: Numbers = option("Prompt lengths.", (4096, 8192, 16384, 32768, 65536, 131072))
-    rows: int = option("Prompts generated at once.", 1)
+    lengths: Numbers = option(
+        "Lengths of the prompts, in tokens.", (4096, 8192, 16384, 32768, 65536, 131072)
+    )
+    rows: int = option("Number of prompts that are continued at once.", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -430,8 +436,8 @@ class Loader(Plan):
     folders: tuple[Path, ...] = option(
         "Folders that `xlstm7b prepare` wrote. They are mixed evenly."
     )
-    lengths: Numbers = option("Context lengths.", (2048, 8192))
-    batches: Numbers = option("Batch sizes.", (8, 64))
+    lengths: Numbers = option("Lengths of the sequences, in tokens.", (2048, 8192))
+    batches: Numbers = option("Sequences in a batch.", (8, 64))
     seconds: float = option("Length of each timing, in seconds.", 3.0)
 
     ARGUMENT = "folders"

@@ -1,9 +1,14 @@
 """The command line. Commands import what they need when they run, so that --help is fast."""
 
+import os
+import select
 import sys
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
+from xlstm7b import __version__
 from xlstm7b.cli import (
     bench,
     chat,
@@ -17,12 +22,36 @@ from xlstm7b.cli import (
     train,
 )
 
+
+class _Commands(typer.core.TyperGroup):
+    """All commands. If the reader of their output has exited, as `head` does, they just end."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except BrokenPipeError:
+            if not _is_stdout_closed():  # another pipe: an error
+                raise
+            # Python flushes stdout when it exits.
+            sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
+            raise typer.Exit from None
+
+
+def _is_stdout_closed() -> bool:
+    stdout = select.poll()
+    stdout.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in stdout.poll(0))
+
+
 app = typer.Typer(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="xLSTM 7B: a recurrent large language model with constant memory and constant cost "
     "per token.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 for command in (
     generate.generate,
@@ -45,13 +74,28 @@ app.add_typer(evaluate.app, name="eval")
 app.add_typer(bench.app, name="bench")
 
 
+def _print_version(chosen: bool) -> None:
+    if chosen:
+        print(f"xlstm7b {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
 def main() -> None:
     """Runs the command line. A user's mistake prints one sentence and exits with code 2."""
     try:
         app()
-    except BrokenPipeError:  # the reader of our output, such as `head`, has exited
-        sys.stderr.close()
-        sys.exit(1)
     except (ValueError, OSError) as error:
         _fail(str(error), 2)
     except FloatingPointError as error:  # a model or a run that diverged: not the user's mistake

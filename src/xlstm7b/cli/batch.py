@@ -1,12 +1,15 @@
 """`xlstm7b generate MODEL --jsonl IN --output OUT`: complete every line of a file."""
 
+import fcntl
+import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from xlstm7b.cli.options import count_progress, to_target
 from xlstm7b.generate.params import SamplingParams
@@ -33,8 +36,11 @@ class Line(NamedTuple):
     request: "Request"
 
 
-def read_lines(path: str, defaults: SamplingParams) -> list[Line]:
-    """Reads a JSONL file, or stdin for `-`. Lines can override the default sampling parameters."""
+def read_lines(path: str, defaults: SamplingParams, copied: Sequence[str] = ()) -> list[Line]:
+    """Reads a JSONL file, or stdin for `-`. Lines can override the default sampling parameters.
+
+    `copied` are other fields that a line may have.
+    """
     name = "stdin" if path == "-" else path
     if path != "-" and (not Path(path).exists() or Path(path).is_dir()):
         raise ValueError(f"there is no file {path}; --jsonl takes a JSONL file, or - for stdin")
@@ -45,7 +51,7 @@ def read_lines(path: str, defaults: SamplingParams) -> list[Line]:
             source = f"{name}, line {number}"
             with _naming(source):
                 fields = _read_object(line)
-                lines.append(Line(source, fields, _to_request(fields, defaults)))
+                lines.append(Line(source, fields, _to_request(fields, defaults, copied)))
     if not lines:
         raise ValueError(f"{name} holds no prompts")
     return lines
@@ -55,37 +61,42 @@ def check_output(output: str) -> Path | None:
     """The file to write, None for `-`. `ValueError` if it cannot be written."""
     if output == "-":
         return None
-    target = to_target(Path(output))
-    if _partial(target).exists():
-        raise ValueError(
-            f"{_partial(target)} holds the results of an interrupted run: move it away first"
-        )
-    return target
+    return to_target(Path(output))
 
 
 def complete_lines(
     opened: "OpenedModel", lines: list[Line], target: Path | None, *, token_ids: bool, verbose: bool
 ) -> None:
-    """Generates for all lines and writes each with its result. `target` None is stdout."""
+    """Generates for all lines and writes each with its result. `target` None is stdout.
+
+    Lines that an interrupted run has finished are taken from its partial file. A summary on stderr
+    closes the run.
+    """
     for line in lines:
         with _naming(line.source):
             line.request.prepare(opened.config, opened.tokenizer)
-    generator = opened.load()
-    start = time.perf_counter()
     shown = target is not None or not sys.stdout.isatty()
     with (
+        _to_stdout() if target is None else _to_file(target, lines, opened, token_ids) as output,
         count_progress("generating", len(lines), shown) as advance,
-        in_order() if target is None else _to_file(target, len(lines)) as write,
     ):
+        finished, write = output
+        advance(len(finished))
+        missing = [index for index in range(len(lines)) if index not in finished]
 
-        def done(index: int, completion: "Completion") -> None:
-            fields = lines[index].fields | _result(completion, token_ids)
-            write(index, json.dumps(fields, ensure_ascii=False) + "\n")
+        def done(number: int, completion: "Completion") -> None:
+            index = missing[number]
+            write(index, lines[index].fields | _result(completion, token_ids))
             advance()
 
-        completions = generator.run([line.request for line in lines], done=done)
-    if verbose:
-        _print_totals(completions, time.perf_counter() - start)
+        start = time.perf_counter()
+        requests = [lines[index].request for index in missing]
+        completions = opened.load().run(requests, done=done) if requests else []
+        seconds = time.perf_counter() - start
+    _print_summary(completions, len(finished), seconds)
+    if verbose and completions:
+        memory = max(completion.peak_memory for completion in completions)
+        print(f"peak memory  {memory / 1e9:>8,.2f} GB", file=sys.stderr)
 
 
 def _read_object(line: bytes) -> dict[str, Any]:
@@ -96,7 +107,9 @@ def _read_object(line: bytes) -> dict[str, Any]:
     return fields
 
 
-def _to_request(fields: dict[str, Any], defaults: SamplingParams) -> "Request":
+def _to_request(
+    fields: dict[str, Any], defaults: SamplingParams, copied: Sequence[str]
+) -> "Request":
     from xlstm7b.generate import Request
 
     if "prompt" not in fields:
@@ -114,6 +127,12 @@ def _to_request(fields: dict[str, Any], defaults: SamplingParams) -> "Request":
         if name in fields:
             raise ValueError(f"{name!r} is a field of the result: rename it in the input")
     names = ("do_sample", "json_schema", *vars(defaults))
+    for name in fields:
+        if name not in ("prompt", *names, *copied):
+            raise ValueError(
+                f"{name!r} is not a sampling parameter; if it should be copied to the output, name "
+                "it in --copy-fields"
+            )
     own = {name: value for name, value in fields.items() if name in names}
     if "json_schema" in own:
         own.setdefault("structured_outputs", None)  # it replaces that of --json-schema
@@ -151,15 +170,17 @@ def _result(completion: "Completion", token_ids: bool) -> dict[str, Any]:
     return {name: value for name, value in result.items() if value is not None}
 
 
-def _print_totals(completions: "list[Completion]", seconds: float) -> None:
+def _print_summary(completions: "list[Completion]", before: int, seconds: float) -> None:
+    reasons = Counter(completion.finish_reason for completion in completions)
+    ended = ", ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
     prompt_tokens = sum(completion.prompt_tokens for completion in completions)
     tokens = sum(len(completion.token_ids) for completion in completions)
-    for line in (
-        f"prompts      {len(completions):>8,}, {prompt_tokens:,} tokens",
-        f"generated    {tokens:>8,} tokens {tokens / seconds:>12,.1f} tok/s, prompts included",
-        f"peak memory  {max(c.peak_memory for c in completions) / 1e9:>8,.2f} GB",
-    ):
-        print(line, file=sys.stderr)
+    summary = f"{len(completions):,} lines completed{f' ({ended})' if ended else ''}"
+    if before:
+        summary += f", {before:,} were there already"
+    summary += f"; {prompt_tokens:,} prompt tokens, {tokens:,} generated tokens"
+    summary += f" in {seconds:,.1f} s, {tokens / max(seconds, 1e-9):,.1f} tok/s"
+    print(f"xlstm7b: {summary}", file=sys.stderr)
 
 
 @contextmanager
@@ -185,37 +206,95 @@ def in_order() -> Iterator[Callable[[int, str], None]]:
             print(text, end="")
 
 
-@contextmanager
-def _to_file(target: Path, count: int) -> Iterator[Callable[[int, str], None]]:
-    """Yields `write(index, line)`: lines go to a partial file at once, to the target at the end.
+_Write = Callable[[int, dict[str, Any]], None]
+_Output = tuple[Collection[int], _Write]
+"""The lines that are finished already, and a function that writes one more."""
 
-    The target has them in order. If the run ends early, the partial file keeps finished lines.
+
+@contextmanager
+def _to_stdout() -> Iterator[_Output]:
+    with in_order() as write:
+        yield (), lambda index, fields: write(index, _to_json(fields))
+
+
+@contextmanager
+def _to_file(
+    target: Path, lines: list[Line], opened: "OpenedModel", token_ids: bool
+) -> Iterator[_Output]:
+    """Lines go to a partial file at once, to the target at the end, in order.
+
+    If the run ends early, the partial file keeps finished lines, and the same command continues.
+    Its first line is a hash of everything that the results depend on. The others are an index and a
+    result: `[3, {"prompt": …}]`.
     """
     from xlstm7b.files import write_aside
 
-    lines: dict[int, str] = {}
-    partial = _partial(target)
-    file = partial.open("x", encoding="utf-8")
+    partial = target.with_name(f"{target.name}.partial")
+    run = _hash_run(lines, opened, token_ids)
+    with partial.open("a+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another run is writing {partial}") from None
+        results = _read_partial(file, partial, run, len(lines))
+        before = len(results)
+        if before:
+            print(
+                f"xlstm7b: continuing {partial}: {before} of {len(lines)} lines are there already",
+                file=sys.stderr,
+            )
 
-    def write(index: int, line: str) -> None:
-        lines[index] = line
-        file.write(line)
+        def write(index: int, fields: dict[str, Any]) -> None:
+            results[index] = fields
+            file.write(_to_json([index, fields]).encode())
+            file.flush()
+
+        try:
+            yield frozenset(results), write
+            with write_aside(target) as aside:
+                content = "".join(_to_json(fields) for _, fields in sorted(results.items()))
+                aside.write_text(content, encoding="utf-8")
+        except BaseException:
+            if results:
+                kept = f"holds the {len(results)} of {len(lines)} lines that were finished"
+                print(f"xlstm7b: {partial} {kept}; the same command continues", file=sys.stderr)
+            else:
+                partial.unlink()
+            raise
+        partial.unlink()
+
+
+def _read_partial(file: BinaryIO, path: Path, run: str, count: int) -> dict[int, dict[str, Any]]:
+    """The results in a partial file, by index. An unfinished last line is cut off."""
+    file.seek(0)
+    content = file.read()
+    if not content:
+        file.write(_to_json(run).encode())
         file.flush()
-
+        return {}
+    whole = content[: content.rfind(b"\n") + 1]
     try:
-        with file:
-            yield write
-        with write_aside(target) as aside:
-            aside.write_text("".join(line for _, line in sorted(lines.items())), encoding="utf-8")
-    except BaseException:
-        if lines:
-            kept = f"{partial} holds the {len(lines)} of {count} lines that were finished"
-            print(f"xlstm7b: {kept}", file=sys.stderr)
-        else:
-            partial.unlink()
-        raise
-    partial.unlink()
+        first, *others = map(json.loads, whole.splitlines())
+        results = dict[int, dict[str, Any]](others)
+    except (ValueError, TypeError):
+        first, results = None, {}
+    if first != run or not results.keys() <= {*range(count)}:
+        raise ValueError(
+            f"{path} holds the results of another input, model or sampling options: repeat its "
+            "command to continue it, or move the file away"
+        )
+    file.truncate(len(whole))
+    return results
 
 
-def _partial(target: Path) -> Path:
-    return target.with_name(f"{target.name}.partial")
+def _hash_run(lines: list[Line], opened: "OpenedModel", token_ids: bool) -> str:
+    """A hash of everything that the results depend on, except for the weights' values."""
+    adapter = None if opened.adapter is None else opened.adapter.fingerprint
+    model = [str(opened.folder), adapter, str(opened.dtype), str(opened.state_dtype)]
+    requests = [[line.fields, repr(line.request.params)] for line in lines]
+    described = _to_json([model, token_ids, requests])
+    return hashlib.sha256(described.encode()).hexdigest()
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) + "\n"

@@ -1,27 +1,36 @@
 """`xlstm7b chat MODEL`: a conversation on the terminal, or through pipes."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import fields
+from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from xlstm7b.cli import options
-from xlstm7b.cli.loading import open_model
+from xlstm7b.cli.loading import name_of, open_model
 from xlstm7b.cli.options import option, sampling_options, stop_on_interrupt, to_target
 from xlstm7b.generate.params import SamplingParams
 
 if TYPE_CHECKING:
+    from xlstm7b.generate import RequestOutput
     from xlstm7b.generate.chat import Chat
 
+_QUOTE = '"""'
 _HELP = """\
-/save PATH  save the state of the conversation
-/load PATH  continue from a saved state, of a conversation or of `xlstm7b generate --save-state`
-/undo       undo the last exchange
-/clear      start a new conversation
-/stats      print tokens read, size of the state, speeds of the last answer
-/help       print this list
-/exit       quit, as Ctrl-D does; Ctrl-C ends an answer"""
+/save PATH       save the state of the conversation
+/load PATH       continue from a saved state, of a chat or of `xlstm7b generate --save-state`
+/retry           generate the last answer again
+/undo            undo the last exchange
+/clear           start a new conversation
+/system TEXT     start a new conversation with this system message; without TEXT, with none
+/set NAME VALUE  change a sampling parameter, as /set temperature 0.7; /set alone prints all
+/stats           print tokens read, size of the state, speeds of the last answer
+/help            print this list
+/exit            quit, as Ctrl-D does; Ctrl-C ends an answer, or drops what is being typed
+\"\"\"              starts a message of several lines, up to the next \"\"\""""
 
 
 @sampling_options(
@@ -33,7 +42,7 @@ _HELP = """\
 def chat(
     model: options.Model,
     system: Annotated[
-        str | None, option("System message at the start of the conversation.")
+        str | None, option("System message at the start of the conversation.", default="none")
     ] = None,
     *,
     params: SamplingParams,
@@ -45,60 +54,101 @@ def chat(
 ) -> None:
     """Talk with a model. Type /help for commands.
 
+    Ctrl-C ends an answer, Ctrl-D quits. A message of several lines stands between two \"\"\".
+
     The state is kept from turn to turn, so a turn costs the same in a long conversation.
 
     Messages are formatted by the model's chat template, or as User: and Assistant: if it has none.
     """
     opened = open_model(model, tokenizer, dtype, device, state_dtype, adapter=adapter)
     chat_format = opened.chat_format(system)
+    from xlstm7b.chat_format import load_chat_template
     from xlstm7b.generate.chat import Chat
 
     conversation = Chat(opened.load(), chat_format, system=system, **vars(params))
-    for line in _lines():
-        if line == "/exit":
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    if interactive:
+        with_adapter = "" if adapter is None else f" with the adapter {name_of(adapter)}"
+        _notify(f"This is {name_of(model)}{with_adapter}, on {opened.device}.")
+        with suppress(ValueError):  # `chat_format` has said what is wrong with the template
+            if load_chat_template(opened.template_folder) is None:
+                _notify("It has no chat template: turns are written as User: and Assistant:.")
+        _notify("/help lists commands, Ctrl-D quits")
+    for text, is_command in _inputs(interactive):
+        if is_command and text == "/exit":
             break
         try:
-            if line.startswith("/"):
-                _run_command(conversation, line)
+            if is_command:
+                _run_command(conversation, text)
             else:
-                _answer(conversation, line)
+                _answer(partial(conversation.say, text))
         except BrokenPipeError:  # nobody reads the answers any more
             raise
         except (ValueError, OSError) as error:
             _notify(str(error))
 
 
-def _lines() -> Iterator[str]:
-    """Lines from the terminal or from stdin, stripped, without empty ones, until Ctrl-C or EOF."""
-    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+def _inputs(interactive: bool) -> Iterator[tuple[str, bool]]:
+    """Messages and commands from the terminal or from stdin, until Ctrl-D or the end of the file.
+
+    They are stripped, and empty ones are left out. On a terminal, Ctrl-C drops what is being typed.
+    """
     if interactive:
         with suppress(ImportError):
             import readline  # noqa: F401 (gives input() its editing keys)
-        _notify("/help lists commands, Ctrl-D quits")
-    with suppress(KeyboardInterrupt, EOFError):
-        while True:
-            line = input("> ") if interactive else sys.stdin.readline()
-            if not (interactive or line):
+    block: list[str] | None = None  # lines of a message that started with a quote
+    while True:
+        try:
+            line = _read_line("> " if block is None else ". ", interactive)
+        except KeyboardInterrupt:
+            if not interactive:
                 return
+            print()
+            block = None
+            continue
+        if line is None:
+            break
+        if block is None and not line.lstrip().startswith(_QUOTE):
             if line.strip():
-                yield line.strip()
+                yield line.strip(), line.lstrip().startswith("/")
+            continue
+        if block is None:
+            block, line = [], line.lstrip().removeprefix(_QUOTE)
+        is_end = line.rstrip().endswith(_QUOTE)
+        block.append(line.rstrip().removesuffix(_QUOTE) if is_end else line)
+        if is_end:
+            if text := "\n".join(block).strip():
+                yield text, False
+            block = None
     if interactive:
         print()  # so that the shell's prompt starts on a line of its own
+    elif block is not None:
+        raise ValueError(f"the input ends within a message: its closing {_QUOTE} is missing")
 
 
-def _answer(conversation: "Chat", text: str) -> None:
+def _read_line(prompt: str, interactive: bool) -> str | None:
+    """A line without its line break; None at the end."""
+    if interactive:
+        with suppress(EOFError):
+            return input(prompt)
+        return None
+    line = sys.stdin.readline()
+    return line.removesuffix("\n") if line else None
+
+
+def _answer(stream: "Callable[..., Iterator[RequestOutput]]") -> None:
     """Prints an answer while it is generated. Ctrl-C ends it, a second Ctrl-C discards it."""
     started = False
     try:
         with stop_on_interrupt() as interrupted:
-            for output in conversation.say(text, should_stop=interrupted):
+            for output in stream(should_stop=interrupted):
                 shown = output.text if started else output.text.lstrip()
                 started = started or shown != ""
                 print(shown, end="", flush=True)
             print(flush=True)
     except KeyboardInterrupt:
         print(flush=True)
-        _notify("Discarded the answer and the message before it.")
+        _notify("Discarded the answer: the conversation is as it was before.")
 
 
 def _run_command(conversation: "Chat", line: str) -> None:
@@ -113,6 +163,13 @@ def _run_command(conversation: "Chat", line: str) -> None:
         case "load":
             conversation.load(path)
             _notify(f"Loaded {path}.")
+        case "retry":
+            _answer(conversation.retry)
+        case "system":
+            conversation.start(argument.strip() or None)
+            _notify("Started a new conversation.")
+        case "set":
+            _set(conversation, argument)
         case "undo":
             conversation.undo()
             _notify("Undid the last exchange.")
@@ -125,6 +182,33 @@ def _run_command(conversation: "Chat", line: str) -> None:
             _notify(_HELP)
         case _:
             raise ValueError(f"unknown command /{name}; /help lists the commands")
+
+
+def _set(conversation: "Chat", argument: str) -> None:
+    """`/set temperature 0.7`: any sampling parameter that is a number. none is for no seed."""
+    kinds = {
+        param.name: param.metadata["kind"]
+        for param in fields(SamplingParams)
+        if param.metadata["kind"] is not None and param.name != "logprobs"
+    }
+    if not argument.strip():
+        for name in kinds:
+            _notify(f"{name:<20} {getattr(conversation.params, name)}")
+        return
+    name, _, value = argument.strip().partition(" ")
+    name, value = name.replace("-", "_"), value.strip()
+    if name not in kinds or not value:
+        raise ValueError(f"write /set NAME VALUE, where NAME is one of: {', '.join(kinds)}")
+    number: float | None = None
+    if value != "none":
+        is_whole = kinds[name] is Integral
+        try:
+            number = int(value) if is_whole else float(value)
+        except ValueError:
+            wanted = "a whole number" if is_whole else "a number"
+            raise ValueError(f"{name} must be {wanted}, not {value!r}") from None
+    conversation.set_sampling(**{name: number})
+    _notify(f"{name} is {number} from the next answer on.")
 
 
 def _print_stats(conversation: "Chat") -> None:

@@ -23,7 +23,7 @@ def info(
     ],
     context_length: Annotated[int, typer.Option(help="Tokens per sequence, for FLOPs.")] = 8192,
     chunk_size: Annotated[int, typer.Option(help="Tokens per chunk of the cell, for FLOPs.")] = 64,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show a model's shape, parameters, state size, FLOPs and memory."""
     from xlstm7b.accounting import summary
@@ -70,7 +70,10 @@ def convert(
     target: Annotated[Path, typer.Argument(help="Folder to write, in Hugging Face layout.")],
     dtype: Annotated[
         str | None,
-        typer.Option(help="float32, bfloat16 or float16.", show_default="the stored dtype"),
+        typer.Option(
+            help="Dtype of the weights: float32, bfloat16 or float16.",
+            show_default="the stored dtype",
+        ),
     ] = None,
     max_shard_size: Annotated[
         float, typer.Option(help="Maximum size of a weights file, in GB.")
@@ -130,10 +133,14 @@ def merge(
 def compare(
     model: Model,
     max_new_tokens: Annotated[int, typer.Option(help="Greedy tokens per prompt to compare.")] = 32,
-    speed_length: Annotated[int, typer.Option(help="Prompt tokens in the speed test.")] = 256,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    speed_length: Annotated[
+        int, typer.Option(help="Length of the prompt in the speed test, in tokens.")
+    ] = 256,
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of the weights: float32, bfloat16 or float16.")
+    ] = "float32",
     device: Device = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Compare this package with transformers on the same weights: logits, greedy tokens, speed."""
     from xlstm7b.bench.compare import compare as run

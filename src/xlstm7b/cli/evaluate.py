@@ -21,7 +21,7 @@ class _RunByDefault(typer.core.TyperGroup):
     """`eval FOLDER --tasks …` means `eval run FOLDER --tasks …`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
+        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
             args = ["run", *args]
         parsed: list[str] = super().parse_args(ctx, args)
         return parsed

@@ -41,7 +41,8 @@ def generate(
         str | None, typer.Argument(help="Text to continue. Without it, or with -, stdin is read.")
     ] = None,
     file: Annotated[
-        Path | None, option("File with the prompt. A line break at its end is dropped.")
+        Path | None,
+        option("File with the prompt. A line break at its end is dropped.", default="none"),
     ] = None,
     echo: Annotated[bool, option("Print the prompt first.", "--echo/--no-echo")] = True,
     num_return_sequences: Annotated[
@@ -56,16 +57,35 @@ def generate(
     ] = None,
     *,
     params: SamplingParams,
-    load_state: Annotated[Path | None, _state_option("Continue from a saved state.")] = None,
+    load_state: Annotated[
+        Path | None, _state_option("File with a saved state to continue from.", default="none")
+    ] = None,
     save_state: Annotated[
-        Path | None, _state_option("Save the state after prompt and output.")
+        Path | None,
+        _state_option("File to save the state after prompt and output in.", default="none"),
     ] = None,
     jsonl: Annotated[
-        str | None, _batch_option('File with a {"prompt": "…"} in each line; - is stdin.')
+        str | None,
+        _batch_option(
+            'File with a {"prompt": "…"} in each line; - is stdin.', default="one prompt, no file"
+        ),
     ] = None,
-    output: Annotated[str, _batch_option("File for the completed lines; - is stdout.")] = "-",
+    output: Annotated[
+        str,
+        _batch_option(
+            "File for the completed lines of --jsonl; - is stdout. After an interruption, the same "
+            "command continues it."
+        ),
+    ] = "-",
+    copy_fields: Annotated[
+        str,
+        _batch_option(
+            "Fields of the lines of --jsonl to copy to the output, separated by commas. Other "
+            "fields that are no sampling parameters are refused."
+        ),
+    ] = "id",
     token_ids: Annotated[
-        bool, _batch_option("Write token_ids of each output.", "--token-ids")
+        bool, _batch_option("Write the token ids of each output of --jsonl.", "--token-ids")
     ] = False,
     adapter: options.Adapter = None,
     tokenizer: options.TokenizerPath = None,
@@ -77,8 +97,7 @@ def generate(
     """Continue a prompt and stream the output to the terminal.
 
     With --jsonl, complete every line of a file. A line can hold sampling parameters of its own,
-    which override the options, and other fields, which are copied. --output, --token-ids and
-    --logprobs need --jsonl.
+    which override the options. --output, --copy-fields, --token-ids and --logprobs need --jsonl.
 
     Ctrl-C ends the output; --save-state still saves the state. A second Ctrl-C quits at once.
     """
@@ -99,11 +118,12 @@ def generate(
         }.items():
             if given:
                 raise ValueError(f"--jsonl cannot be combined with {name}")
-        target, lines = check_output(output), read_lines(jsonl, params)
+        target = check_output(output)
+        lines = read_lines(jsonl, params, options.listed(copy_fields))
         complete_lines(opening(), lines, target, token_ids=token_ids, verbose=verbose)
         return
-    if output != "-" or token_ids or params.logprobs is not None:
-        raise ValueError("--output, --token-ids and --logprobs need --jsonl")
+    if output != "-" or copy_fields != "id" or token_ids or params.logprobs is not None:
+        raise ValueError("--output, --copy-fields, --token-ids and --logprobs need --jsonl")
     if save_state is not None:
         if num_return_sequences > 1:
             raise ValueError("--save-state saves one state: it cannot be combined with -n")

@@ -46,6 +46,11 @@ def open_model(
     return OpenedModel(folder, config, text, weights_dtype, to, kept_dtype, batch_size, loaded)
 
 
+def name_of(model: str) -> str:
+    """What to call a model or an adapter: the folder's name, or the hub id."""
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
 def open_adapter(adapter: str, base: Path) -> "Adapter":
     """An adapter that fits the weights in the folder `base`."""
     from xlstm7b.checkpoint import open_checkpoint

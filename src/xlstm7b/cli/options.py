@@ -93,9 +93,17 @@ def sampling_options(
     return decorate
 
 
+_SHOWN_DEFAULTS = {
+    "seed": "another one each time",
+    "stop_strings": "none",
+    "logprobs": "none",
+    "structured_outputs": "none",
+}
+
+
 def _sampling_option(name: str, default: Any) -> inspect.Parameter:
     kind: Any = get_type_hints(SamplingParams)[name]
-    arguments = [HELP[name]]
+    arguments, shown = [HELP[name]], _SHOWN_DEFAULTS.get(name, True)
     if name == "stop_strings":
         kind, default = list[str] | None, None
         arguments = [f"{HELP[name]} Can be given several times.", "--stop"]
@@ -105,7 +113,7 @@ def _sampling_option(name: str, default: Any) -> inspect.Parameter:
     elif name == "structured_outputs":
         kind = Path | None
         arguments = ["File with a JSON schema that the output must match.", "--json-schema"]
-    annotation = Annotated[kind, option(*arguments, panel="Sampling")]
+    annotation = Annotated[kind, option(*arguments, panel="Sampling", default=shown)]
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )

@@ -46,12 +46,15 @@ def prepare(
             "the answers count in the loss.",
         ),
     ] = "auto",
-    text_column: Annotated[str, _column("The text, for --format text.")] = "text",
+    text_column: Annotated[str, _column("Column with the text, for --format text.")] = "text",
     messages_column: Annotated[
-        str, _column("The messages, for --format chat: {role, content} or {from, value}.")
+        str,
+        _column("Column with the messages ({role, content} or {from, value}), for --format chat."),
     ] = "messages",
-    question_column: Annotated[str, _column("The question, for --format qa.")] = "question",
-    answer_column: Annotated[str, _column("The answer, for --format qa.")] = "answer",
+    question_column: Annotated[
+        str, _column("Column with the question, for --format qa.")
+    ] = "question",
+    answer_column: Annotated[str, _column("Column with the answer, for --format qa.")] = "answer",
     as_text: Annotated[
         list[str] | None,
         typer.Option(help="Read files with this ending, such as .py, as text. Repeatable."),

@@ -20,13 +20,14 @@ _SEQUENCES, _LENGTH = 128, 512  # of the calibration text
 def quantize(
     source: Model,
     target: Annotated[Path, typer.Argument(help="Folder to write, in Hugging Face layout.")],
-    bits: Annotated[str, typer.Option(help="8, 4 or fp8: the blocks' weights.")],
+    bits: Annotated[str, typer.Option(help="Bits of the blocks' weights: 8, 4 or fp8.")],
     group_size: Annotated[
         int, typer.Option(help="Weights that share a scale, with 4 bits: 32, 64 or 128.")
     ] = 64,
     head: Annotated[str, typer.Option(help="Bits of the head: 4, 8 or 16 (as stored).")] = "8",
     method: Annotated[
-        str, typer.Option(help="rtn rounds to nearest; gptq keeps the outputs on a text close.")
+        str,
+        typer.Option(help="Rounding: rtn to nearest, gptq to keep outputs on a text close."),
     ] = "rtn",
     calibration: Annotated[
         list[Path] | None,
@@ -37,7 +38,7 @@ def quantize(
         ),
     ] = None,
     act_order: Annotated[
-        bool, typer.Option("--act-order", help="gptq rounds columns with large inputs first.")
+        bool, typer.Option("--act-order", help="Round columns with large inputs first, with gptq.")
     ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the checkpoint in TARGET.")

@@ -23,7 +23,10 @@ def print_sections(title: str, sections: dict[str, dict[str, Any]]) -> None:
         table.add_section()
         table.add_row(Text(section.replace("_", " "), style="bold"), "")
         add_rows(section, values)
-    Console().print(table)
+    console = Console()
+    with console.capture() as captured:  # rich itself exits with code 1 if a pipe is closed
+        console.print(table)
+    print(captured.get(), end="")
 
 
 def _format(section: str, key: str, value: float | str | None) -> str:

@@ -9,10 +9,10 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from xlstm7b.cli import options
-from xlstm7b.cli.loading import OpenedModel, open_adapter, open_model
+from xlstm7b.cli.loading import OpenedModel, name_of, open_adapter, open_model
 
 if TYPE_CHECKING:
     from xlstm7b.chat_format import ChatFormat
@@ -34,25 +34,60 @@ def serve(
     ] = None,
     api_key: Annotated[
         list[str] | None,
-        _server(f"API key that clients must send. Repeatable. {_KEY_VARIABLE} adds another."),
+        _server(
+            f"API key that clients must send. Repeatable. The variable {_KEY_VARIABLE} adds one.",
+            default="none: everyone who can connect may use the server",
+        ),
     ] = None,
     api_key_file: Annotated[
         Path | None,
-        _server("File with API keys, one per line. Lines starting with # are comments."),
+        _server(
+            "File with API keys, one per line. Lines starting with # are comments. SIGHUP makes "
+            "the server read it again.",
+            default="none",
+        ),
     ] = None,
     cors: Annotated[
-        str, _server("Origins whose web pages may call the server, separated by commas. * for all.")
+        str,
+        _server(
+            "Origins whose web pages may call the server, separated by commas. * for all.",
+            default="none",
+        ),
     ] = "",
     drain_seconds: Annotated[
         float, _server("Seconds that running requests may take to finish after SIGTERM.")
     ] = 30.0,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        _server(
+            "Least severe log lines to write. warning leaves out the lines of requests that "
+            "succeed, debug adds those of libraries."
+        ),
+    ] = "info",
+    mute_paths: Annotated[
+        str,
+        _server(
+            "Paths without log lines unless a request is refused, separated by commas: "
+            "/health,/metrics.",
+            default="none",
+        ),
+    ] = "",
     states_folder: Annotated[
         Path | None,
-        _server("Folder for the saved states of /v1/states.", default="no saved states"),
+        _server(
+            "Folder for the saved states of /v1/states. It is created if it is missing.",
+            default="no saved states",
+        ),
     ] = None,
     states_gb: Annotated[float, _server("Disk limit for saved states, in GB.")] = 20.0,
     max_prompt_tokens: Annotated[int, _server("Maximum prompt tokens of a request.")] = 1_048_576,
     max_new_tokens: Annotated[int, _server("Maximum output tokens of a choice.")] = 65_536,
+    max_body_mb: Annotated[
+        float, _server("Maximum size of a request body, in MiB (1,048,576 bytes).")
+    ] = 4,
+    max_messages: Annotated[
+        int, _server("Maximum number of messages in a request, at most 65,536.")
+    ] = 4096,
     slots: Annotated[
         int | None,
         _engine(
@@ -67,7 +102,11 @@ def serve(
         float, _engine("Host memory for the prefix cache, in GB. 0 turns it off.")
     ] = 0,
     cache_folder: Annotated[
-        Path | None, _engine("Folder for the on-disk prefix cache.", default="no on-disk cache")
+        Path | None,
+        _engine(
+            "Folder for the on-disk prefix cache. It is created if it is missing.",
+            default="no on-disk cache",
+        ),
     ] = None,
     cache_folder_gb: Annotated[
         float, _engine("Disk limit for the on-disk prefix cache, in GB.")
@@ -88,10 +127,12 @@ def serve(
 ) -> None:
     """Serve a model to OpenAI clients, with a chat page.
 
-    SIGTERM or Ctrl-C finishes running requests, then stops. A second signal stops at once.
+    SIGTERM or Ctrl-C finishes running requests, then stops. A second signal stops at once. SIGHUP
+    reads the file of --api-key-file again.
     """
     from xlstm7b.serve.middleware import check_origins
-    from xlstm7b.serve.server import bind, is_loopback, log_to_stderr
+    from xlstm7b.serve.protocol import MAX_MESSAGES, Limits
+    from xlstm7b.serve.server import bind, is_loopback, log_to_stderr, reload_on_hangup
     from xlstm7b.serve.server import serve as run
 
     # 1. Everything that can be checked before the weights are read.
@@ -102,6 +143,7 @@ def serve(
         max_waiting=max_waiting,
         max_prompt_tokens=max_prompt_tokens,
         max_new_tokens=max_new_tokens,
+        max_messages=max_messages,
         slots=1 if slots is None else slots,
     )
     _check_at_least(
@@ -112,24 +154,29 @@ def serve(
         cache_folder_gb=cache_folder_gb,
         drain_seconds=drain_seconds,
     )
-    _check_folder("--states-folder", states_folder)
-    _check_folder("--cache-folder", cache_folder)
+    if not 0 < max_body_mb <= 1024:
+        raise ValueError(f"--max-body-mb must be above 0 and at most 1024, not {max_body_mb}")
+    if max_messages > MAX_MESSAGES:
+        raise ValueError(f"--max-messages must be at most {MAX_MESSAGES}, not {max_messages}")
     opened = open_model(
         model, tokenizer=tokenizer, dtype=dtype, device=device, state_dtype=state_dtype
     )
     chat_format = opened.chat_format()
     adapters = read_adapters(adapter or (), opened)
     bound = bind(host, port)
+    _create_folder("--states-folder", states_folder)
+    _create_folder("--cache-folder", cache_folder)
     # 2. The engine and the server.
+    from xlstm7b.chat_format import PlainFormat
     from xlstm7b.generate import Engine, StateStore
     from xlstm7b.serve.app import create_app
     from xlstm7b.serve.engine_thread import EngineThread
     from xlstm7b.serve.handlers import Service
+    from xlstm7b.serve.middleware import ApiKeys
     from xlstm7b.serve.prometheus import Metrics
-    from xlstm7b.serve.protocol import Limits
     from xlstm7b.serve.saved_states import SavedStates
 
-    log_to_stderr()
+    log_to_stderr(log_level)
     if not keys and not is_loopback(bound):
         logging.getLogger("xlstm7b.serve").warning(
             f"{host} can be reached by others and no API key is set: everyone can use this server"
@@ -147,6 +194,8 @@ def serve(
     )
     thread = EngineThread(engine, max_waiting)
     limits = Limits(
+        body_bytes=int(max_body_mb * (1 << 20)),
+        messages=max_messages,
         requests=engine.slots + max_waiting + 64,  # some requests need no slot
         prompt_tokens=max_prompt_tokens,
         new_tokens=max_new_tokens,
@@ -156,11 +205,27 @@ def serve(
     if states_folder is not None:
         store = StateStore(states_folder, opened.config, int(states_gb * 1e9), evict=False)
         states = SavedStates(store)
-    service = Service(
-        thread, chat_format, name or _default_name(model), limits, Metrics(thread), states, adapters
+    shown = name or name_of(model)
+    service = Service(thread, chat_format, shown, limits, Metrics(thread, shown), states, adapters)
+    accepted = ApiKeys(keys)
+    if api_key_file is not None:
+        reload_on_hangup(accepted, functools.partial(read_keys, api_key, api_key_file))
+    app = create_app(
+        service,
+        keys=accepted,
+        cors=origins,
+        muted=options.listed(mute_paths),
+        is_local=is_loopback(bound),
     )
-    app = create_app(service, keys=keys, cors=origins, is_local=is_loopback(bound))
-    run(app, service, bound, drain_seconds)
+    summary = {
+        "cache_gb": cache_gb,
+        "host_cache_gb": host_cache_gb,
+        "cache_folder": None if cache_folder is None else str(cache_folder),
+        "states_folder": None if states_folder is None else str(states_folder),
+        "api_keys": len(accepted),
+        "chat_template": not isinstance(chat_format, PlainFormat),
+    }
+    run(app, service, bound, drain_seconds, summary)
 
 
 def read_keys(given: list[str] | None, file: Path | None) -> list[str]:
@@ -194,7 +259,7 @@ def read_adapters(
     for text in given:
         name, _, folder = text.rpartition("=") if not Path(text).is_dir() else ("", "", text)
         loaded = open_adapter(folder, base.folder)
-        name = name or _default_name(folder).rpartition("/")[2]
+        name = name or name_of(folder).rpartition("/")[2]
         if ":" in name or not name.isprintable():
             raise ValueError(f"--adapter: {name!r} cannot be the name of an adapter")
         if name in found:
@@ -206,10 +271,6 @@ def read_adapters(
     return found
 
 
-def _default_name(model: str) -> str:
-    return Path(model).resolve().name if Path(model).is_dir() else model
-
-
 def _check_at_least(minimum: int, **numbers: float) -> None:
     for name, number in numbers.items():
         if not minimum <= number < float("inf"):
@@ -217,8 +278,12 @@ def _check_at_least(minimum: int, **numbers: float) -> None:
             raise ValueError(f"{option} must be at least {minimum}, not {number}")
 
 
-def _check_folder(option: str, folder: Path | None) -> None:
-    if folder is not None and not folder.is_dir():
-        raise ValueError(f"{option}: there is no folder {folder}; create it first")
-    if folder is not None and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+def _create_folder(option: str, folder: Path | None) -> None:
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{option}: cannot create {folder}: {error.strerror}") from error
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         raise ValueError(f"{option}: {folder} is not readable and writable")

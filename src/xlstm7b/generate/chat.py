@@ -33,12 +33,15 @@ class _Snapshot:
     overread: str = ""  # text that the state has read after the answer, such as a stop string
     exchanges: int = 0
     last: Completion | None = None
+    message: str | None = None  # that `last` answers
+    attempt: int = 0  # how often the answer was generated again
 
 
 class Chat:
     """A conversation with a model. `sampling` are fields of `SamplingParams` for every answer.
 
-    With a seed the whole conversation is reproducible: answer n is sampled with seed + n − 1.
+    With a seed the whole conversation is reproducible: answer n is sampled with seed + n − 1. Each
+    `retry` of it adds 2^32 more.
     """
 
     def __init__(
@@ -70,29 +73,62 @@ class Chat:
 
         Before that, `save`, `stats` and the next `say` see the conversation as it was.
         """
-        now, params = self._now, self._params
-        if now.started:
-            prompt = without_prefix(self._format.next_prompt(text), now.overread)
+        return self._answer(self._now, text, 0, should_stop)
+
+    def retry(self, should_stop: Callable[[], bool] | None = None) -> Iterator[RequestOutput]:
+        """Streams another answer to the last message. It replaces the answer once it is whole."""
+        if self._now.message is None or not self._past:
+            raise ValueError("there is no answer to generate again")
+        return self._answer(self._past[-1], self._now.message, self._now.attempt + 1, should_stop)
+
+    @property
+    def params(self) -> SamplingParams:
+        """The sampling parameters of the next answer."""
+        return self._params
+
+    def set_sampling(self, **changes: Any) -> None:
+        """Changes sampling parameters from the next answer on. A wrong one changes nothing."""
+        params = replace(self._params, **changes)
+        params.check(self._generator.config.vocab_size)
+        self._params = params
+
+    def start(self, system: str | None) -> None:
+        """Starts a new conversation with this system message."""
+        self._format.first_prompt(system, "")  # a template can refuse it
+        self._system = system
+        self.clear()
+
+    def _answer(
+        self, base: _Snapshot, text: str, attempt: int, should_stop: Callable[[], bool] | None
+    ) -> Iterator[RequestOutput]:
+        params = self._params
+        if base.started:
+            prompt = without_prefix(self._format.next_prompt(text), base.overread)
         else:
-            separator = "" if now.state is None else "\n"  # after a text that was read before
+            separator = "" if base.state is None else "\n"  # after a text that was read before
             prompt = separator + self._format.first_prompt(self._system, text)
         if params.seed is not None:
-            params = replace(params, seed=(params.seed + now.exchanges) % (1 << 64))
+            seed = params.seed + base.exchanges + (attempt << 32)
+            params = replace(params, seed=seed % (1 << 64))
         outputs = self._generator.stream(
-            prompt, state=now.state, keep_state=True, should_stop=should_stop, **vars(params)
+            prompt, state=base.state, keep_state=True, should_stop=should_stop, **vars(params)
         )
-        return self._follow(outputs)
+        return self._follow(outputs, base, text, attempt)
 
-    def _follow(self, outputs: Iterator[RequestOutput]) -> Iterator[RequestOutput]:
+    def _follow(
+        self, outputs: Iterator[RequestOutput], base: _Snapshot, text: str, attempt: int
+    ) -> Iterator[RequestOutput]:
         for output in outputs:
             answer = output.completion
             if answer is not None:
                 # The ids hold a stop string that ended the answer, the text does not.
                 overread = self._generator.tokenizer.decode(answer.token_ids, continues=True)
                 overread = overread.removeprefix(answer.text)
-                self._past.append(self._now)
-                exchanges = self._now.exchanges + 1
-                self._now = _Snapshot(answer.state, True, overread, exchanges, answer)
+                if base is self._now:  # else the last answer is replaced
+                    self._past.append(base)
+                self._now = _Snapshot(
+                    answer.state, True, overread, base.exchanges + 1, answer, text, attempt
+                )
             yield output
 
     def undo(self) -> None:

@@ -1,6 +1,6 @@
 """The FastAPI application: routes, middleware and error responses."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -14,8 +14,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from xlstm7b import __version__
+from xlstm7b.serve.body_errors import to_api_error
 from xlstm7b.serve.handlers import Service, router
-from xlstm7b.serve.middleware import Gate, RequestLog
+from xlstm7b.serve.middleware import ApiKeys, Gate, RequestLog, refuse
 from xlstm7b.serve.protocol import ApiError, ErrorAnswer
 
 _PAGE_FILES = {  # path: (file, media type)
@@ -35,13 +36,15 @@ _PAGE_HEADERS = {
 def create_app(
     service: Service,
     *,
-    keys: Sequence[str] = (),
+    keys: ApiKeys,
     cors: Sequence[str] = (),
+    muted: Collection[str] = (),
     is_local: bool = False,
 ) -> FastAPI:
-    """The application. Without `keys`, everyone who can connect may use it.
+    """The application.
 
-    `is_local`: the server listens on a loopback address.
+    muted: paths whose requests have no log line, unless they are refused.
+    is_local: the server listens on a loopback address.
     """
     app = FastAPI(
         title="xlstm7b",
@@ -53,7 +56,7 @@ def create_app(
     )
     # The last one added is the first one that a request meets.
     app.add_middleware(Gate, service.limits, keys, local_only=is_local and not keys)
-    app.add_middleware(RequestLog, metrics=service.metrics)
+    app.add_middleware(RequestLog, metrics=service.metrics, muted=muted)
     if cors:
         app.add_middleware(
             CORSMiddleware, allow_origins=cors, allow_methods=["*"], allow_headers=["*"]
@@ -117,49 +120,28 @@ def _add_page(app: FastAPI) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def on_api_error(http: Request, error: ApiError) -> Response:
-        return error.to_response()
+        return refuse(http.scope, error)
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid_body(http: Request, error: RequestValidationError) -> Response:
-        # A union has errors for each of its types. The one that was meant is the type that fits
-        # except for its limits; if none fits, the one with the longest path.
-        first = max(
-            error.errors(),
-            key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])),
-        )
-        if first["type"] == "json_invalid":
-            problem, position = first["ctx"]["error"], first["loc"][1] + 1
-            return _not_json(f"{problem} at character {position}").to_response()
-        param = _field_path(first["loc"][1:], error.body, first["type"] == "missing")[:200]
-        param = param.encode(errors="replace").decode()
-        message = f"{param}: {first['msg']}" if param else first["msg"]
-        return ApiError(400, message, param=param or None).to_response()
+        return refuse(http.scope, to_api_error(error.errors(), error.body))
 
     @app.exception_handler(HTTPException)
     async def on_http_exception(http: Request, error: HTTPException) -> Response:
-        if isinstance(error.__cause__, UnicodeDecodeError | RecursionError):
-            return _not_json(str(error.__cause__)).to_response()
-        api_error = ApiError(error.status_code, str(error.detail))
+        allowed = (error.headers or {}).get("Allow")
+        match error:
+            case HTTPException(__cause__=ValueError() | RecursionError() as cause):
+                message = f"the body is not JSON: {cause}"
+            case HTTPException(status_code=404):
+                message = f"there is nothing at {http.url.path[:80]}"
+            case HTTPException(status_code=405):
+                message = f"{http.url.path[:80]} takes {allowed}, not {http.method[:20]}"
+            case _:
+                message = str(error.detail)
+        api_error = ApiError(error.status_code, message)
         api_error.headers.update(error.headers or {})
-        return api_error.to_response()
+        return refuse(http.scope, api_error)
 
     @app.exception_handler(ClientDisconnect)
     async def on_disconnect(http: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)  # only the log shows it: the client has disconnected
-
-
-def _not_json(problem: str) -> ApiError:
-    return ApiError(400, f"the body is not JSON: {problem}")
-
-
-def _field_path(location: Sequence[str | int], body: Any, is_missing: bool) -> str:
-    """The path of the wrong field, without pydantic's names of the types in a union."""
-    path = []
-    for part in location:
-        keys = body if isinstance(body, dict) else range(len(body) if isinstance(body, list) else 0)
-        if part in keys:
-            body = body[part]
-        elif not is_missing:
-            continue
-        path.append(str(part))
-    return ".".join(path)

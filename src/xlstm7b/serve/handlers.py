@@ -144,9 +144,9 @@ async def _generate(
         cleanup.callback(lambda: add_to_log(http, **answer.usage()))
         # 3. Their outputs become the response.
         if body.stream:
-            with_usage = body.stream_options is not None and body.stream_options.include_usage
-            stream = EventStream(_chunks(answer, queue, with_usage))
-            cleanup.callback(lambda: add_to_log(http, ended=stream.ended))
+            options = body.stream_options or protocol.StreamOptions()
+            stream = EventStream(_chunks(answer, queue, options))
+            cleanup.callback(lambda: add_to_log(http, **stream.outcome))
             stream.cleanup = cleanup.pop_all()  # the stream outlives this function
             return stream
         content = await cancel_on_disconnect(http.receive, _whole(answer, queue))
@@ -168,13 +168,14 @@ async def _read_completion(service: Service, body: CompletionBody) -> _Input:
         raise ApiError(400, "echo with logprobs does not work with a saved state", param="echo")
     state, _ = await _load_state(service, body)
     needs_no_prompt = state is not None and body.prompt is None
-    prompts = [[]] if needs_no_prompt else await _encode(service, body.prompt, state)
+    prompts = [[]] if needs_no_prompt else await _encode(service, body, body.prompt, state)
     return prompts, body.to_sampling_params(service.limits), state
 
 
 async def _read_chat(service: Service, body: ChatBody) -> _Input:
     chat_format = service.find_model(body.model).chat_format
     state, text_after_answer = await _load_state(service, body)
+    _check_messages(service, body.messages)
     if state is None:
         text = _render(chat_format, body.messages)
     else:
@@ -192,7 +193,7 @@ async def _read_chat(service: Service, body: ChatBody) -> _Input:
     params = body.to_sampling_params(
         service.limits, stop_strings=stop_strings, eos_token_id=eos_token_id
     )
-    return await _encode(service, text, state), params, state
+    return await _encode(service, body, text, state), params, state
 
 
 async def _load_state(service: Service, body: SamplingBody) -> tuple[SavedState | None, str]:
@@ -206,9 +207,12 @@ async def _load_state(service: Service, body: SamplingBody) -> tuple[SavedState 
 
 
 async def _encode(
-    service: Service, prompt: protocol.Prompt | None, state: SavedState | None = None
+    service: Service,
+    body: SamplingBody | TextBody,
+    prompt: protocol.Prompt | None,
+    state: SavedState | None = None,
 ) -> list[list[int]]:
-    """The token ids of one or several prompts after a state."""
+    """The token ids of the body's prompts, which are read after a state."""
     if prompt is None or prompt == []:
         raise ApiError(400, "there is no prompt", param="prompt")
     is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
@@ -218,7 +222,7 @@ async def _encode(
         lambda: [encode(one) if isinstance(one, str) else one for one in prompts],
         size=sum(map(len, prompts)),
     )
-    _check_prompt_tokens(service, token_ids)
+    _check_prompt_tokens(service, body, token_ids)
     return token_ids
 
 
@@ -237,6 +241,13 @@ def _render(
         raise ApiError(400, str(error), param="messages") from error
 
 
+def _check_messages(service: Service, messages: Sequence[protocol.Message]) -> None:
+    count, allowed = len(messages), service.limits.messages
+    if count > allowed:
+        message = f"messages must have at most {allowed} entries, not {count}"
+        raise ApiError(400, message, param="messages")
+
+
 def _check_limits(
     service: Service, body: SamplingBody, prompts: Sequence[list[int]], params: SamplingParams
 ) -> None:
@@ -246,7 +257,7 @@ def _check_limits(
         raise ApiError(400, message, param="n")
     if body.save_state and generations != 1:
         raise ApiError(400, "save_state needs one prompt, and n and best_of of 1", param="n")
-    _check_prompt_tokens(service, prompts, body.candidates)
+    _check_prompt_tokens(service, body, prompts, body.candidates)
     if body.answer_logprobs is not None:
         tokens = 0 if body.only_echoes else params.max_new_tokens * generations
         tokens += sum(map(len, prompts)) * body.choices if body.echoes else 0
@@ -256,12 +267,18 @@ def _check_limits(
             raise ApiError(400, message, param="logprobs")
 
 
-def _check_prompt_tokens(service: Service, prompts: Sequence[list[int]], choices: int = 1) -> None:
+def _check_prompt_tokens(
+    service: Service,
+    body: SamplingBody | TextBody,
+    prompts: Sequence[list[int]],
+    choices: int = 1,
+) -> None:
     """Prompt tokens count once for each choice."""
     total, allowed = sum(map(len, prompts)) * choices, service.limits.prompt_tokens
     if total > allowed:
         message = f"the prompts of all choices have {total} tokens; at most {allowed} are allowed"
-        raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+        param = protocol.prompt_field(body)
+        raise ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def _build_requests(
@@ -289,7 +306,7 @@ def _build_requests(
 
 
 async def _prepare(
-    service: Service, requests: list[Request], body: SamplingBody | None = None
+    service: Service, requests: list[Request], body: SamplingBody | TextBody
 ) -> list[Request]:
     """Checks requests, hashes their prompts and compiles their grammars."""
 
@@ -442,9 +459,16 @@ def _mean_logprob(completion: Completion) -> float:
     return sum(logprobs) / len(logprobs)
 
 
-async def _chunks(answer: _Answer, queue: OutputQueue, with_usage: bool) -> AsyncIterator[Json]:
+async def _chunks(
+    answer: _Answer, queue: OutputQueue, options: protocol.StreamOptions
+) -> AsyncIterator[Json]:
     """The response as a stream. Here every request is one choice."""
     body, is_echoed = answer.body, not answer.body.echoes
+    in_every_chunk = options.include_usage and options.continuous_usage_stats
+
+    def to_json(choice: Json) -> Json:
+        return answer.to_json([choice], answer.usage() if in_every_chunk else None)
+
     choices = [answer.choice(index) for index in range(len(answer.requests))]
     pending = list[tuple[int, RequestOutput]]()
     async for arrived in queue.outputs():
@@ -456,7 +480,7 @@ async def _chunks(answer: _Answer, queue: OutputQueue, with_usage: bool) -> Asyn
             for index, choice in enumerate(choices):
                 echo = partial(answer.echo, choice, index // body.candidates)
                 text, logprobs = await asyncio.to_thread(echo)
-                yield answer.to_json([choice.chunk(text, logprobs, None)])
+                yield to_json(choice.chunk(text, logprobs, None))
             is_echoed = True
         for index, output in pending:
             choice, done = choices[index], output.completion
@@ -464,10 +488,10 @@ async def _chunks(answer: _Answer, queue: OutputQueue, with_usage: bool) -> Asyn
                 continue
             logprobs = choice.logprobs(output.token_ids, output.logprobs, output.top_logprobs)
             reason = None if done is None else done.finish_reason
-            chunk = answer.to_json([choice.chunk(output.text, logprobs, reason)])
+            chunk = to_json(choice.chunk(output.text, logprobs, reason))
             yield chunk if done is None else chunk | await answer.save_state(done)
         pending.clear()
-    if with_usage:
+    if options.include_usage:
         yield answer.to_json([], answer.usage())
 
 
@@ -503,7 +527,7 @@ async def save_state(body: TextBody, http: HttpRequest) -> dict[str, Any]:
         ids = await _encode_text(service, body, add_generation_prompt=False)
         request = Request(ids, keep_state=True, prefill_only=True, adapter=model.adapter)
         queue = OutputQueue(service.engine, service.metrics)
-        queue.submit(await _prepare(service, [request]))
+        queue.submit(await _prepare(service, [request], body))
         try:
             completion = await cancel_on_disconnect(http.receive, _completion(queue))
         finally:
@@ -548,13 +572,14 @@ async def _encode_text(
 ) -> list[int]:
     model = service.find_model(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "exactly one of prompt and messages is needed")
+        raise ApiError(400, "exactly one of prompt and messages is needed", param="prompt")
     prompt = body.prompt
     if body.messages is not None:
+        _check_messages(service, body.messages)
         prompt = _render(
             model.chat_format, body.messages, add_generation_prompt=add_generation_prompt
         )
-    return [] if prompt == [] else (await _encode(service, prompt))[0]
+    return [] if prompt == [] else (await _encode(service, body, prompt))[0]
 
 
 def _start_of_next_turn(chat_format: ChatFormat, messages: Sequence[protocol.Message]) -> str:

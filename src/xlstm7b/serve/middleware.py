@@ -14,11 +14,12 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xlstm7b.serve.prometheus import Metrics
@@ -30,10 +31,14 @@ _CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 class RequestLog:
-    """Gives every request an id and writes a log line when it ends. An exception is a 500."""
+    """Gives every request an id and writes a log line when it ends. An exception is a 500.
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
+    A response of 400 and above is a warning, with the reason. `muted`: paths without log lines,
+    except for such warnings.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, muted: Collection[str] = ()) -> None:
+        self._app, self._metrics, self._muted = app, metrics, muted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -59,13 +64,17 @@ class RequestLog:
         except Exception:
             _LOG.exception("a request failed", extra={"fields": {"request_id": own_id}})
             if not status:
-                response = ApiError(500, "internal server error").to_response()
+                response = refuse(scope, ApiError(500, "internal server error"))
                 await response(scope, receive, send_with_id)
         finally:
-            self._metrics.responses.labels(status).inc()
+            self._metrics.count_response(status)
             seconds = round(time.monotonic() - began, 4)
             fields |= {"status": status, "seconds": seconds}
-            _LOG.info("answered", extra={"fields": fields})
+            # A stream can fail after its status was sent. 499: the client has disconnected.
+            is_refused = "error" in fields or (status >= 400 and status != 499)
+            if is_refused or path not in self._muted:
+                level = logging.WARNING if is_refused else logging.INFO
+                _LOG.log(level, "answered", extra={"fields": fields})
 
 
 def request_id(http: HTTPConnection) -> str:
@@ -77,6 +86,33 @@ def add_to_log(http: HTTPConnection, **fields: Any) -> None:
     http.scope["xlstm7b.log"].update(fields)
 
 
+def refuse(scope: Scope, error: ApiError) -> JSONResponse:
+    """The response for an error. The log line of the request gives the reason and the field."""
+    reason = {"error": error.message, "param": error.param}
+    given = {name: value for name, value in reason.items() if value is not None}
+    scope.get("xlstm7b.log", {}).update(given)
+    return error.to_response()
+
+
+class ApiKeys:
+    """The keys that clients may send. Without any, everyone who can connect may use the server."""
+
+    def __init__(self, keys: Sequence[str] = ()) -> None:
+        self.replace(keys)
+
+    def replace(self, keys: Sequence[str]) -> None:
+        """Takes effect with the next request. Requests that run already are not ended."""
+        self._keys = [key.encode() for key in keys]
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def allow(self, given: bytes) -> bool:
+        # Every key is compared, each in constant time, so that timing reveals nothing.
+        keys = self._keys
+        return not keys or sum(hmac.compare_digest(given, key) for key in keys) > 0
+
+
 class Gate:
     """Checks host and API key, limits requests at the same time, and reads bodies within limits.
 
@@ -86,11 +122,9 @@ class Gate:
         the page has no key.
     """
 
-    def __init__(
-        self, app: ASGIApp, limits: Limits, keys: Sequence[str], *, local_only: bool
-    ) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits, keys: ApiKeys, *, local_only: bool) -> None:
         self._app, self._limits = app, limits
-        self._keys, self._local_only = [key.encode() for key in keys], local_only
+        self._keys, self._local_only = keys, local_only
         self._running = Limiter(limits.requests, "requests")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -108,7 +142,7 @@ class Gate:
                 read = await self._read_body(scope["method"], headers, receive)
                 await self._app(scope, read, send)
         except ApiError as error:
-            await error.to_response()(scope, receive, send)
+            await refuse(scope, error)(scope, receive, send)
 
     def _check_host(self, headers: Headers) -> None:
         host = headers.get("host", "localhost")
@@ -129,9 +163,7 @@ class Gate:
             given = _basic_password(given)
         elif scheme.lower() != b"bearer":
             given = b""
-        # Every key is compared, each in constant time, so that timing reveals nothing.
-        found = sum(hmac.compare_digest(given.strip(), key) for key in self._keys)
-        if self._keys and not found:
+        if not self._keys.allow(given.strip()):
             error = ApiError(401, "this server needs an API key", code="invalid_api_key")
             wanted = "Bearer" if scheme.lower() == b"bearer" and given else "Basic"
             error.headers["www-authenticate"] = f'{wanted} realm="xlstm7b"'

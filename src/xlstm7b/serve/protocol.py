@@ -6,13 +6,14 @@ values that change nothing. Numbers must be finite and lists have a maximum leng
 """
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticKnownError
 from starlette.responses import JSONResponse
 
 from xlstm7b.generate.params import SamplingParams
@@ -62,6 +63,7 @@ class ErrorAnswer(BaseModel):
 # 2. Bodies
 
 MAX_CHOICES = 128
+MAX_MESSAGES = 1 << 16  # the most that `Limits.messages` may be
 _MAX_ENTRIES = 1024  # of a JSON object
 _SCHEMA_FIELDS = {"name", "schema", "description", "strict"}  # of response_format.json_schema
 
@@ -72,6 +74,7 @@ class Limits:
 
     body_bytes: int = 4 << 20
     body_seconds: float = 30.0
+    messages: int = 4096
     requests: int = 512  # HTTP requests at the same time
     prompt_tokens: int = 1 << 20  # of all choices together
     new_tokens: int = 1 << 16  # of each choice
@@ -101,14 +104,17 @@ class Limiter:
 def _check_entries(value: Any) -> Any:
     """Limits the number of entries before validation, which would list every wrong entry."""
     if isinstance(value, dict) and len(value) > _MAX_ENTRIES:
-        raise PydanticCustomError("too_long", f"there may be at most {_MAX_ENTRIES} entries")
+        raise PydanticKnownError(
+            "too_long",
+            {"field_type": "Object", "max_length": _MAX_ENTRIES, "actual_length": len(value)},
+        )
     return value
 
 
 _Bounded = BeforeValidator(_check_entries)
 
 # A string with a maximum length is also checked for halves of surrogate pairs.
-Text = Annotated[str, Field(max_length=1 << 24)]
+Text = Annotated[str, Field(max_length=1 << 30)]
 # Without fail_fast, a long list of wrong items would produce one error per item.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 _Texts = Annotated[list[Text], Field(fail_fast=True, max_length=MAX_CHOICES)]
@@ -137,6 +143,7 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # with include_usage: the usage so far in every chunk
     include_obfuscation: bool = False
 
 
@@ -157,8 +164,9 @@ class SamplingBody(Body):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Sampling fields of OpenAI's API:
+    # Sampling fields of OpenAI's API. -1 for max_tokens is as if it were absent, for top_k it is 0.
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
     seed: int | None = None
     temperature: float | None = None
@@ -189,6 +197,11 @@ class SamplingBody(Body):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    cache_prompt: bool | None = None
+    # Accepted only with the values that change nothing:
+    skip_special_tokens: Literal[True] | None = None
+    stop_token_ids: _EmptyList | None = None
+    use_beam_search: Literal[False] | None = None
 
     default_max_tokens: ClassVar[int]
 
@@ -218,6 +231,7 @@ class SamplingBody(Body):
         options |= {
             "max_new_tokens": max_tokens,
             "min_new_tokens": self.min_tokens,
+            "top_k": 0 if self.top_k == -1 else self.top_k,
             "stop_strings": (*stop, *stop_strings),
             "eos_token_id": () if self._ignores_eos() else eos_token_id,
             "logprobs": logprobs,
@@ -287,23 +301,33 @@ class SamplingBody(Body):
 
     def _max_tokens(self) -> tuple[str, int | None]:
         """The field that limits the output, for error messages, and its value."""
-        return "max_tokens", self.max_tokens
+        name = "max_tokens" if self.max_completion_tokens in (None, -1) else "max_completion_tokens"
+        value = getattr(self, name)
+        return name, None if value == -1 else value
 
     def _ignores_eos(self) -> bool:
         return bool(self.ignore_eos)
 
 
-def request_error(error: ValueError, body: SamplingBody | None) -> ApiError:
+def request_error(error: ValueError, body: "SamplingBody | TextBody") -> ApiError:
     """A mistake in a prompt or in sampling parameters, with the names of the body's fields."""
     message = str(error).replace("_new_tokens", "_tokens")
     name = message.partition(" ")[0]
-    form = None if body is None else body.form()
+    form = body.form() if isinstance(body, SamplingBody) else None
     if form is not None and name.startswith("structured_outputs"):
         if form[0] != "structured_outputs":
             message, name = message.replace(name, form[0], 1), form[0]
         return ApiError(400, message, param=name)
-    param = name if name in SamplingBody.model_fields or name == "logprobs" else None
-    return ApiError(400, message, param=param)
+    if isinstance(body, ChatBody):
+        message = message.replace("logprobs must", "top_logprobs must")
+    # What names no field is about the prompt.
+    named = [word for word in re.findall(r"\w+", message) if word in type(body).model_fields]
+    return ApiError(400, message, param=named[0] if named else prompt_field(body))
+
+
+def prompt_field(body: "SamplingBody | TextBody") -> str:
+    """The field that the prompt comes from."""
+    return "prompt" if getattr(body, "messages", None) is None else "messages"
 
 
 class CompletionBody(SamplingBody):
@@ -313,7 +337,7 @@ class CompletionBody(SamplingBody):
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     echo: bool | None = None
     logprobs: int | None = None
-    suffix: None = None
+    suffix: Literal[""] | None = None
 
     default_max_tokens = 16
 
@@ -327,19 +351,21 @@ class CompletionBody(SamplingBody):
 
     @property
     def only_echoes(self) -> bool:
-        return self.echoes and self.max_tokens == 0
+        return self.echoes and super()._max_tokens()[1] == 0
 
     @property
     def answer_logprobs(self) -> int | None:
         return self.logprobs
 
     def _max_tokens(self) -> tuple[str, int | None]:
-        return "max_tokens", 1 if self.only_echoes else self.max_tokens
+        name, max_tokens = super()._max_tokens()
+        return name, 1 if self.only_echoes else max_tokens
 
     def _ignores_eos(self) -> bool:
         # Clients that score prompts request one token and drop the last score (lm_eval does). So
         # one token must be returned, even if it is the end of text.
-        return bool(self.ignore_eos) or (self.scores_prompt and self.max_tokens == 1)
+        one_token = super()._max_tokens()[1] == 1
+        return bool(self.ignore_eos) or (self.scores_prompt and one_token)
 
 
 class TextPart(Body):
@@ -351,6 +377,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | Annotated[list[TextPart], Field(max_length=1024)] | None = None
     name: str | None = None
+    reasoning_content: Text | None = None  # of past turns: without effect
     refusal: None = None
     tool_calls: _EmptyList | None = None
     annotations: _EmptyList | None = None
@@ -363,16 +390,17 @@ class Message(Body):
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 
 
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions"""
 
     messages: Messages
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    # Accepted, without effect:
+    reasoning_effort: str | None = None
     # Accepted only with the values that mean plain text without tools:
     modalities: list[Literal["text"]] | None = None
     tools: _EmptyList | None = None
@@ -380,13 +408,9 @@ class ChatBody(SamplingBody):
     parallel_tool_calls: bool | None = None
     functions: _EmptyList | None = None
     function_call: Literal["none", "auto"] | None = None
+    add_generation_prompt: Literal[True] | None = None
 
     default_max_tokens = 1024
-
-    def _max_tokens(self) -> tuple[str, int | None]:
-        if self.max_completion_tokens is not None:
-            return "max_completion_tokens", self.max_completion_tokens
-        return super()._max_tokens()
 
     @property
     def answer_logprobs(self) -> int | None:

@@ -6,15 +6,21 @@ import ipaddress
 import json
 import logging
 import os
+import signal
 import socket
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
+from typing import Any, Literal
 
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from xlstm7b import __version__
+from xlstm7b.generate.engine import peak_memory
 from xlstm7b.serve.handlers import Service
+from xlstm7b.serve.middleware import ApiKeys
 
 CLIENT_TIMEOUT = 60.0  # seconds, for request headers to arrive and for a client to read something
 _KEEP_ALIVE = 75  # seconds between requests: longer than most clients and proxies keep connections
@@ -47,14 +53,21 @@ def is_loopback(bound: socket.socket) -> bool:
     return ipaddress.ip_address(bound.getsockname()[0]).is_loopback
 
 
-def log_to_stderr() -> None:
-    """Writes all logs of this process as JSON lines: ours, uvicorn's and Python's warnings."""
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+def log_to_stderr(level: LogLevel = "info") -> None:
+    """Writes all logs of this process as JSON lines: ours, uvicorn's and Python's warnings.
+
+    At level info, libraries write warnings and errors only.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonFormatter())
-    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    libraries = "WARNING" if level == "info" else level.upper()
+    logging.basicConfig(handlers=[handler], level=libraries, force=True)
     logging.captureWarnings(True)
-    logging.getLogger("xlstm7b").setLevel(logging.INFO)
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    logging.getLogger("xlstm7b").setLevel(level.upper())
+    logging.getLogger("uvicorn.error").setLevel(libraries)
 
 
 class _JsonFormatter(logging.Formatter):
@@ -70,16 +83,58 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
-def serve(app: FastAPI, service: Service, bound: socket.socket, drain_seconds: float) -> None:
-    """Serves until a signal. Returns when all requests and threads have ended."""
+def reload_on_hangup(keys: ApiKeys, read: Callable[[], Sequence[str]]) -> None:
+    """Reads the keys again on SIGHUP. If that fails, the log says why and the old keys stay."""
+
+    def reload() -> None:
+        try:
+            keys.replace(read())
+            _LOG.info(f"reloaded the API keys: there are {len(keys)} now")
+        except ValueError as error:
+            _LOG.error(f"the API keys were not reloaded: {error}")
+
+    # In a thread: a signal can interrupt a log line, which must not be written into.
+    signal.signal(signal.SIGHUP, lambda *_: threading.Thread(target=reload, daemon=True).start())
+
+
+def serve(
+    app: FastAPI,
+    service: Service,
+    bound: socket.socket,
+    drain_seconds: float,
+    summary: Mapping[str, Any],
+) -> None:
+    """Serves until a signal. Returns when all requests and threads have ended.
+
+    `summary`: settings for the first line of the log.
+    """
     host, port = bound.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    _LOG.info(f"serving {service.name} at http://{shown}:{port}")
+    line = f"serving {service.name} at http://{shown}:{port}"
+    _LOG.info(line, extra={"fields": {**_describe(service), **summary}})
     service.engine.start()
     try:
         _Server(server_config(app), service, drain_seconds).run(sockets=[bound])
     finally:
         service.engine.stop()
+
+
+def _describe(service: Service) -> dict[str, Any]:
+    engine = service.engine.engine
+    return {
+        "version": __version__,
+        "models": [model.id for model in service.models],
+        "device": str(engine.device),
+        "dtype": str(engine.dtype).removeprefix("torch."),
+        "state_dtype": str(engine.state_dtype).removeprefix("torch."),
+        "slots": engine.slots,
+        "slots_gb": _in_gb(engine.slots * service.state_bytes),
+        "memory_gb": _in_gb(peak_memory(engine.device)),  # of the GPU, or of this process
+    }
+
+
+def _in_gb(count: int) -> float:
+    return float(f"{count / 1e9:.3g}")
 
 
 def server_config(app: FastAPI, shutdown_timeout: int = _SHUTDOWN_TIMEOUT) -> uvicorn.Config:

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
@@ -63,7 +63,7 @@ class OutputQueue:
         if self._unfinished:
             for request in self._requests:
                 self._engine.abort(request)
-            self._metrics.finished.labels("abort").inc(self._unfinished)
+            self._metrics.aborted.inc(self._unfinished)
             self._unfinished = 0
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
@@ -104,9 +104,10 @@ class OutputQueue:
             self.abort()
 
     def _measure(self, index: int, output: RequestOutput) -> None:
-        now = time.monotonic()
+        now, last = time.monotonic(), self._last_token[index]
+        if last is None and (output.token_ids or output.completion is not None):
+            self._metrics.prompt_tokens.inc(len(output.request.prompt_token_ids))
         if output.token_ids:
-            last = self._last_token[index]
             if last is None:
                 self._metrics.first_token.observe(now - self._submitted)
             else:
@@ -114,7 +115,8 @@ class OutputQueue:
             self._last_token[index] = now
         if output.completion is not None:
             self._unfinished -= 1
-            self._metrics.finished.labels(output.completion.finish_reason).inc()
+            self._metrics.count_finished(output.completion.finish_reason)
+            self._metrics.queue_time.observe(output.request.admitted - self._submitted)
             self._metrics.request.observe(now - self._submitted)
 
 
@@ -154,7 +156,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 class EventStream(StreamingResponse):
     """Server-sent events, ended by [DONE] or by an error event.
 
-    `cleanup` is closed however the stream ends. `ended` says how it ended.
+    `cleanup` is closed however the stream ends. `outcome` says how it ended, for the log.
     FastAPI's EventSourceResponse has no error events, more work per event, and cleans up only when
     its generator is garbage collected.
     """
@@ -164,7 +166,7 @@ class EventStream(StreamingResponse):
     def __init__(self, events: AsyncIterator[Json]) -> None:
         super().__init__((), headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._events, self.cleanup = events, ExitStack()
-        self.ended: Literal["whole", "error", "abort"] = "abort"
+        self.outcome = {"ended": "abort"}  # or "whole", or "error" with the reason
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self.cleanup:
@@ -183,10 +185,11 @@ class EventStream(StreamingResponse):
             async for event in self._events:
                 await send_event(_to_json(event))
             await send_event("[DONE]")
-            self.ended = "whole"
+            self.outcome = {"ended": "whole"}
         except Exception as error:
-            failure, self.ended = error, "error"
+            failure = error
             known = error if isinstance(error, ApiError) else ApiError(500, "internal server error")
+            self.outcome = {"ended": "error", "error": known.message}
             await send_event(_to_json(known.content))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         if failure is not None and not isinstance(failure, ApiError):
