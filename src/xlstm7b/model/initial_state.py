@@ -5,8 +5,8 @@ parameters, the same for all rows of a batch:
 
     C_1 = f_1 C_0 + i_1 k_1 v_1ᵀ        n_1 = f_1 n_0 + i_1 k_1
 
-m_0, the logarithm of the scale of C_0 and n_0, is not trained: 0, as without state tuning, or that
-of the saved state that training starts from.
+m_0, the logarithm of the scale of C_0 and n_0, is a constant: C_0 exp(m_0) is what the equations
+without stabiliser would have, so another m_0 is only another unit of C_0 and n_0.
 """
 
 from collections.abc import Sequence
@@ -72,20 +72,22 @@ def add_initial_state(model: XLSTM, initial: InitialState) -> None:
     model.backbone.initial_state = initial
 
 
-def values_of(state: ModelState, rank: int = 0) -> tuple[dict[str, Tensor], list[list[float]]]:
-    """The values of an `InitialState` of all blocks that equals a state of one row, and its m.
+def values_of(state: ModelState, m: Sequence[Sequence[float]], rank: int = 0) -> dict[str, Tensor]:
+    """The values of an `InitialState` of all blocks, with this m, that equals a state of one row.
 
     With a rank, A B is the best approximation of C (by singular values).
     """
-    C, n, m = (
+    C, n, own = (
         torch.cat([part.float() for part in parts]) for parts in zip(*state.blocks, strict=True)
     )
-    values = {"n": n}
-    if rank:
-        U, S, V = torch.linalg.svd(C, full_matrices=False)
-        root = S[..., :rank].sqrt()
-        values["A"] = U[..., :rank] * root[..., None, :]
-        values["B"] = root[..., None] * V[..., :rank, :]
-    else:
-        values["C"] = C
-    return values, m.tolist()
+    scale = torch.exp(own - torch.tensor(m))[..., None]
+    C, n = scale[..., None] * C, scale * n
+    if not rank:
+        return {"C": C, "n": n}
+    U, S, V = torch.linalg.svd(C, full_matrices=False)
+    root = S[..., :rank].sqrt()
+    return {
+        "A": U[..., :rank] * root[..., None, :],
+        "B": root[..., None] * V[..., :rank, :],
+        "n": n,
+    }

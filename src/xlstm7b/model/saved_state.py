@@ -1,7 +1,7 @@
 """SavedState: a model state and the logits after it, in memory and as a file."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -9,12 +9,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from xlstm7b.checkpoint import Checkpoint, same_weights
 from xlstm7b.config import ModelConfig
 from xlstm7b.files import opened_safetensors, write_safetensors
 from xlstm7b.model.model_state import ModelState
 
 _FORMAT = "xlstm7b-state-1"
 OWN_NOTES = ("format", "config", "tokens_seen")
+WEIGHTS_NOTE = "weights"  # fingerprint of the weights that a state was trained for, as JSON
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,28 @@ class SavedState:
 
     def _with(self, model_state: ModelState, logits: Tensor) -> Self:
         return type(self)(self.config, model_state, logits)
+
+
+def check_state_weights(path: str | Path, base: Checkpoint) -> None:
+    """`ValueError` if a state file was trained for other weights than these (state tuning).
+
+    States of texts do not know their weights; `SavedState.load` compares the configs.
+    """
+    note = SavedState.read_notes(path).get(WEIGHTS_NOTE)
+    if note is not None and not fits_weights(note, base.fingerprint()):
+        raise ValueError(
+            f"{path} was trained for other weights than those in {base.folder}: give the model "
+            "that it was trained with"
+        )
+
+
+def fits_weights(note: str, fingerprint: Mapping[str, str]) -> bool:
+    """True if the `WEIGHTS_NOTE` of a state has the fingerprint of these weights."""
+    try:
+        theirs = json.loads(note)
+    except (ValueError, RecursionError):
+        theirs = None
+    return isinstance(theirs, dict) and same_weights(fingerprint, theirs)
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
