@@ -153,7 +153,8 @@ def test_the_exported_state_has_the_loss_of_the_run(has_first, data, tmp_path):
     file = tmp_path / "state.safetensors"
     assert export_run(tmp_path / "run", file) == 8
     state = SavedState.load(file, config)
-    assert state.tokens_seen == [1]
+    assert state.tokens_seen == [int(has_first)]
+    assert not state.has_text
     model = XLSTM.from_pretrained(base)
     documents, counted = [], []
     for batch in validation_batches(open_folder(data), 128, 8, packing="documents", model=config):

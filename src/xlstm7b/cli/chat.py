@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from xlstm7b.cli import options
-from xlstm7b.cli.loading import open_model
+from xlstm7b.cli.loading import OpenedModel, open_model
 from xlstm7b.cli.options import option, sampling_options, stop_on_interrupt, to_target
 from xlstm7b.generate.params import SamplingParams
 
@@ -56,7 +56,7 @@ def chat(
             break
         try:
             if line.startswith("/"):
-                _run_command(conversation, line)
+                _run_command(conversation, line, opened)
             else:
                 _answer(conversation, line)
         except BrokenPipeError:  # nobody reads the answers any more
@@ -98,7 +98,7 @@ def _answer(conversation: "Chat", text: str) -> None:
         _notify("Discarded the answer and the message before it.")
 
 
-def _run_command(conversation: "Chat", line: str) -> None:
+def _run_command(conversation: "Chat", line: str, opened: OpenedModel) -> None:
     name, _, argument = line[1:].partition(" ")
     path = Path(argument.strip()).expanduser()
     if name in ("save", "load") and not argument.strip():
@@ -108,6 +108,7 @@ def _run_command(conversation: "Chat", line: str) -> None:
             conversation.save(to_target(path))
             _notify(f"Saved the conversation to {path}.")
         case "load":
+            opened.check_state(path)
             conversation.load(path)
             _notify(f"Loaded {path}.")
         case "undo":

@@ -121,6 +121,7 @@ def serve(
     adapters = read_adapters(adapter or (), opened)
     bound = bind(host, port)
     # 2. The engine and the server.
+    from xlstm7b.checkpoint import open_checkpoint
     from xlstm7b.generate import Engine, StateStore
     from xlstm7b.serve.app import create_app
     from xlstm7b.serve.engine_thread import EngineThread
@@ -155,7 +156,7 @@ def serve(
     states = None
     if states_folder is not None:
         store = StateStore(states_folder, opened.config, int(states_gb * 1e9), evict=False)
-        states = SavedStates(store)
+        states = SavedStates(store, functools.cache(open_checkpoint(opened.folder).fingerprint))
     service = Service(
         thread, chat_format, name or _default_name(model), limits, Metrics(thread), states, adapters
     )

@@ -124,6 +124,10 @@ class Scorer:
         Without a state, several documents lie end to end in one row, with a reset between them.
         Rows are read chunk by chunk, so a document may have any length: no window is used.
         """
+        if state is not None:
+            state.check_model(self.config)
+            if len(state) != 1:
+                raise ValueError(f"documents continue one state, not {len(state)}")
         texts: list[Sequence[int]] = []
         for document in documents:
             check_tokens(self.config, document)

@@ -72,7 +72,8 @@ class Chat:
         if now.started:
             prompt = without_prefix(self._format.next_prompt(text), now.overread)
         else:
-            separator = "" if now.state is None else "\n"  # after a text that was read before
+            # After a text that was read before.
+            separator = "\n" if now.state is not None and now.state.has_text else ""
             prompt = separator + self._format.first_prompt(self._system, text)
         if params.seed is not None:
             params = replace(params, seed=(params.seed + now.exchanges) % (1 << 64))

@@ -40,6 +40,11 @@ class SavedState:
         return seen
 
     @property
+    def has_text(self) -> bool:
+        """False if all rows have read at most the model's first token, as a trained state has."""
+        return max(self.tokens_seen, default=0) > self.config.force_bos_token_insert
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return self.model_state.nbytes + self.logits.nbytes

@@ -62,6 +62,7 @@ class ErrorAnswer(BaseModel):
 # 2. Bodies
 
 MAX_CHOICES = 128
+UPLOAD_PATH = "/v1/states"  # with PUT, for a state file
 _MAX_ENTRIES = 1024  # of a JSON object
 
 
@@ -71,6 +72,7 @@ class Limits:
 
     body_bytes: int = 4 << 20
     body_seconds: float = 30.0
+    upload_seconds: float = 300.0  # for a state file
     requests: int = 512  # HTTP requests at the same time
     prompt_tokens: int = 1 << 20  # of all choices together
     new_tokens: int = 1 << 16  # of each choice

@@ -410,6 +410,8 @@ def _export_state(
         raise ValueError(f"a trained state is written in float32, not {dtype}")
     if target.exists():
         raise ValueError(f"{target} exists already: choose another file")
+    if not target.parent.is_dir():
+        raise ValueError(f"cannot write {target}: there is no folder {target.parent}")
     verify_checkpoint(checkpoint)
     base = open_checkpoint(recipe.init_from)
     if base.fingerprint() != frozen:
@@ -425,7 +427,9 @@ def _export_state(
     model = XLSTM.from_pretrained(recipe.init_from, device="cpu")
     with torch.inference_mode():
         logits, state = model(torch.tensor([[first]]), initial(1), logits="last")
-        saved = SavedState(base.config, state, logits)
+    if not config.force_bos_token_insert:
+        state = state._replace(tokens_seen=torch.zeros_like(state.tokens_seen))
+    saved = SavedState(base.config, state, logits)
     saved.save(target, **{WEIGHTS_NOTE: json.dumps(frozen)})
 
 
