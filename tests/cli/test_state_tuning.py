@@ -32,7 +32,7 @@ lr = 1.0
 warmup = 5
 
 [run]
-steps = 40
+steps = 25
 """
 
 
@@ -47,26 +47,28 @@ def test_a_text_becomes_a_state_file(
     Path("texts.jsonl").write_text("".join(f"{json.dumps(text)}\n" for text in texts))
     Path("tune.toml").write_text(RECIPE)
     prepare = ("prepare", "texts.jsonl", "--output", "data", "--tokenizer", "bytes")
-    succeeded(cli(*prepare, "--validation", 0))
+    assert cli(*prepare).code == 0
     plan = succeeded(cli("train", "tune.toml", "--dry-run"))
     assert "trained" in plan
-    succeeded(cli("train", "tune.toml", "--device", "cpu"))
+    assert cli("train", "tune.toml", "--device", "cpu").code == 0
     assert "cannot write no/s" in refused(cli("export", "runs/tune", "no/s"))
     assert refused(cli("export", "runs/tune", "s", "--dtype", "bfloat16")).startswith("a trained")
     said = succeeded(cli("export", "runs/tune", "ab.safetensors"))
-    assert said == "wrote the state of step 40 of runs/tune to ab.safetensors\n"
+    assert said == "wrote the state of step 25 of runs/tune to ab.safetensors\n"
     assert "exists already" in refused(cli("export", "runs/tune", "ab.safetensors"))
     # The state alone makes the model write the text.
     state = ("--load-state", "ab.safetensors")
     options = ("--temperature", 0, "--max-new-tokens", 6)
     assert {*succeeded(cli("generate", "base", *state, *options)).strip()} <= {*"ab"}
     talk = cli("chat", "base", *options, stdin="/load ab.safetensors\nhello\n")
-    assert {*succeeded(talk).strip()} <= {*"ab"}
+    assert (talk.code, talk.err) == (0, "Loaded ab.safetensors.\n")
+    assert "ab" in talk.out
     # Its text is less surprising.
     losses = []
     for number, extra in enumerate(((), state)):
         file = f"{number}.json"
-        succeeded(cli("eval", "ppl", "base", "texts.jsonl", *extra, "--output", file))
+        command = ("eval", "ppl", "base", "texts.jsonl", *extra, "--output", file)
+        assert cli(*command).code == 0
         results = json.loads(Path(file).read_text())
         losses.append(results["perplexity"]["loss"])
     assert results["xlstm7b"]["model"]["state"] == "ab.safetensors"
