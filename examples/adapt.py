@@ -137,7 +137,13 @@ def compare(options: argparse.Namespace, folder: Path) -> list[Row]:
                 save_every=0,
                 log_every=options.steps,
             ),
-            optimizer=Optimizer(rate, betas=(0.9, 0.95), weight_decay=0.0, clip=1.0),
+            optimizer=Optimizer(
+                rate,
+                betas=(0.9, 0.95),
+                eps=1e-12 if "state_tuning" in what else 1e-8,  # a state has small gradients
+                weight_decay=0.0,
+                clip=1.0,
+            ),
             schedule=Schedule(warmup=options.steps // 10),
             init_from=str(base),
             **what,
@@ -225,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("state-rank", 0, "rank of the trained C; 0: all of it"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=explained)
-    for name, rate in (("state", 0.1), ("lora", 5e-4), ("full", 1e-4)):
+    for name, rate in (("state", 1.0), ("lora", 5e-4), ("full", 1e-4)):
         parser.add_argument(f"--{name}-lr", type=float, default=rate, help="learning rate")
     parser.add_argument("--activation-checkpointing", default="none", help="as in a recipe")
     parser.add_argument("--device", help="cuda or cpu (default: a GPU if there is one)")

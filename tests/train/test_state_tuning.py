@@ -266,3 +266,17 @@ def test_the_plan_of_the_7b():
     plan = make_plan(load_recipe(str(example)), gpus=1)
     assert plan.recipe.data.context_length == 2048
     assert plan.memory["total"] < 22e9
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["float32", "int4"])
+def test_compiled_blocks_change_nothing_but_rounding(kind, bases, data, tmp_path):
+    base = state_recipe(data, bases / kind, "run.precision=float32", "run.compile=false")
+    run(0, base, tmp_path / "eager", "cuda")
+    assert losses(tmp_path / "eager")[-1] < losses(tmp_path / "eager")[0] - 0.02
+    for mode in ("none", "selective", "products", "block"):
+        settings = "run.precision=float32", f"run.activation_checkpointing={mode}"
+        run(0, state_recipe(data, bases / kind, *settings), tmp_path / mode, "cuda")
+        assert losses(tmp_path / mode) == pytest.approx(losses(tmp_path / "eager"), abs=5e-3)
+    run(0, state_recipe(data, bases / kind), tmp_path / "narrow", "cuda")
+    assert losses(tmp_path / "narrow") == pytest.approx(losses(tmp_path / "eager"), abs=5e-2)
