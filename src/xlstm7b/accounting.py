@@ -47,6 +47,13 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
     return {**counts, "total": sum(counts.values())}
 
 
+# The matrices that LoRA adapts by default: all but the gates', which have one row per head.
+LORA_TARGETS = (
+    *("q", "k", "v", "ogate_preact", "out_proj"),
+    *("proj_up", "proj_up_gate", "proj_down"),
+)
+
+
 def adapted_shapes(config: ModelConfig, targets: Collection[str]) -> dict[str, tuple[int, int]]:
     """Paths and shapes (N, K) of the matrices in the blocks whose layers have these names.
 
@@ -445,17 +452,18 @@ def weight_bytes(config: ModelConfig, itemsize: int = 2) -> int:
 
 
 def decode_bytes(
-    config: ModelConfig, batch_size: int = 1, *, weight_itemsize: int = 2, state_itemsize: int = 4
+    config: ModelConfig, batch_size: int = 1, *, weight_itemsize: float = 2, state_itemsize: int = 4
 ) -> int:
     """Bytes that one decoding step reads and writes: the weights once, each state in and out.
 
-    Only one row of the embedding is read for each sequence.
+    Only one row of the embedding is read for each sequence. With quantised weights,
+    `weight_itemsize` is the mean over all weights.
     """
     _check_positive(batch_size=batch_size)
     counts = parameter_counts(config)
     weights = counts["total"] - counts["embedding"] + batch_size * config.embedding_dim
     state = 2 * batch_size * state_bytes(config, state_itemsize)["total"]
-    return weight_itemsize * weights + state
+    return round(weight_itemsize * weights) + state
 
 
 def least_decode_seconds(
@@ -463,7 +471,7 @@ def least_decode_seconds(
     flops_per_second: float,
     bytes_per_second: float,
     batch_size: int = 1,
-    **itemsizes: int,
+    **itemsizes: Any,
 ) -> float:
     """A lower bound for one decoding step: the time for its bytes or its FLOPs, the longer one.
 
@@ -481,7 +489,7 @@ def least_prefill_seconds(
     context_length: int,
     batch_size: int = 1,
     *,
-    weight_itemsize: int = 2,
+    weight_itemsize: float = 2,
     state_itemsize: int = 4,
 ) -> float:
     """A lower bound for the prefill of prompts, up to the state and the last token's logits.

@@ -73,6 +73,17 @@ def test_every_part_is_complete() -> None:
     assert second > 0
 
 
+@pytest.mark.parametrize(("scheme", "gigabytes"), [("int8", 6.66), ("int4", 3.64)])
+def test_quantised_weights(scheme: str, gigabytes: float) -> None:
+    """Their decoding is measured, and its limit counts the bytes of their codes and scales."""
+    results = cases.run(replace(SMALL, quantize=scheme, parts=("decode",)))
+    assert not any(result.error for result in results)
+    sizes = generation.itemsizes(Generation.of(device="cuda", size="7b", quantize=scheme))
+    assert accounting.decode_bytes(SEVEN, 1, **sizes | {"state_itemsize": 0}) == pytest.approx(
+        gigabytes * 1e9, rel=0.01
+    )
+
+
 def test_limits_of_the_7b_on_an_h200() -> None:
     peaks = 768e12, 4.27e12
     plan = Generation.of(device="cuda", peak_tflops=768.0, peak_tbs=4.27)

@@ -89,3 +89,4 @@ def test_products_hold_all_large_weights() -> None:
     assert 32 * per_block == counts["mlstm_projections"] + counts["ffn"]
     for batch in (1, 8, 64):
         assert list(tune.product_tiles(batch))
+        assert list(tune.codes_tiles(batch))

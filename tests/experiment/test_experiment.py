@@ -255,6 +255,26 @@ def test_runs_of_one_figure_have_the_same_settings_and_data(data: Path, tmp_path
         run_experiment(experiment, out, data=tmp_path / "other", runs=["two"])
 
 
+def test_runs_of_another_experiment_are_taken_over(data: Path, tmp_path: Path) -> None:
+    first, out = load_experiment(write(tmp_path)), tmp_path / "out"
+    trained = run_experiment(first, out, data=data, runs=["two"])["two"]
+    other, said = load_experiment(write(tmp_path, name="other")), []
+    found = run_experiment(other, tmp_path / "other-out", data=data, reuse=[out], say=said.append)
+    assert found["two"]["curve"] == trained["curve"]
+    assert found["two"]["recipe"]["name"] == "other-two"
+    assert "two: taken from a run with the same recipe and data" in said
+    assert not (tmp_path / "other-out" / "two").exists()
+    assert (tmp_path / "other-out" / "one").is_dir()  # of another seed, so it was trained
+    third = run_experiment(
+        other, tmp_path / "third", data=data, reuse=[out, tmp_path / "other-out"]
+    )
+    assert {name: run["curve"] for name, run in third.items()} == {
+        name: run["curve"] for name, run in found.items()
+    }
+    with pytest.raises(ValueError, match=r"^--reuse: .*missing has no results\.json$"):
+        run_experiment(other, tmp_path / "x", data=data, reuse=[tmp_path / "missing"])
+
+
 def test_second_stage_continues_an_earlier_run(data: Path, tmp_path: Path) -> None:
     text = FILE.replace('label = "seed 2"', 'label = "more"\nafter = "one"')
     experiment, out = load_experiment(write(tmp_path, text)), tmp_path / "out"

@@ -27,12 +27,13 @@ from xlstm7b.mlstm import MLSTMState
 from xlstm7b.model import XLSTM, ModelState
 from xlstm7b.model.layers import soft_cap
 from xlstm7b.quantize.config import GROUP_SIZES, Scheme
-from xlstm7b.quantize.gpu import prepare
+from xlstm7b.quantize.gpu import dequantize, prepare
 from xlstm7b.quantize.weight import QuantizedWeight
 from xlstm7b.tokenizer import ByteTokenizer
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from xlstm7b.generate.kernels import few_rows, gpu, one_row, pointwise, quantized
+from xlstm7b.quantize import kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Triton's interpreter computes bfloat16 wrongly: it is tested on GPUs only.
@@ -198,7 +199,46 @@ def test_quantised_rows(scheme, batch, option, dtype):
 def test_a_quantised_matrix_is_dequantised(scheme, dtype):
     weight = QuantizedWeight.quantize(weights(37, 640, dtype), scheme)
     want = weight.dequantize(torch.float64).to(dtype)
-    assert torch.equal(quantized.dequantize(prepare(weight), dtype), want)
+    assert torch.equal(kernels.dequantize(prepare(weight), dtype), want)
+
+
+def fp8_rows(codes: Tensor, scale: Tensor, weight: QuantizedWeight) -> Tensor:
+    """What `round_rows` returned, as float64 in the usual order of columns."""
+    shape = len(codes), weight.shape[1]
+    rows = replace(weight, shape=shape, data=codes.view(torch.int16), scale=scale.mT)
+    return dequantize(rows, torch.float64)
+
+
+@pytest.mark.usefixtures("_poison")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [37, 128, 300])
+def test_rows_of_fp8_numbers_stay_as_they_are(k, dtype):
+    """In the order of the weights. Triton's interpreter does not round to the nearest fp8."""
+    x = draw(5, k, dtype=dtype, scale=50).to(torch.float8_e4m3fn).to(dtype)
+    x[:, 7] = 448 * torch.tensor([1, -1, 2, 0.5, 4], device=DEVICE)
+    weight = prepare(QuantizedWeight.quantize(weights(16, k, dtype), Scheme("fp8")))
+    assert torch.equal(fp8_rows(*quantized.round_rows(x, weight), weight), x.double())
+
+
+@on_gpu
+@pytest.mark.parametrize("k", [37, 128, 10944])
+def test_rows_are_rounded_to_the_nearest_fp8(k):
+    x = draw(5, k, dtype=torch.bfloat16).double()
+    weight = prepare(QuantizedWeight.quantize(weights(16, k, torch.bfloat16), Scheme("fp8")))
+    codes, scale = quantized.round_rows(x.bfloat16(), weight)
+    error = (fp8_rows(codes, scale, weight) - x).abs()
+    assert (error <= x.abs() / 16 + 2**-9 * scale).all()  # 3 bits after the first; subnormals
+
+
+@on_gpu
+@pytest.mark.parametrize(("k", "n"), [(4096, 12288), (10944, 4096), (300, 48)])
+def test_products_in_fp8(k, n):
+    weight = prepare(QuantizedWeight.quantize(weights(n, k, torch.bfloat16), Scheme("fp8")))
+    x = draw(130, k, dtype=torch.bfloat16)
+    assert quantized.has_fp8_product(x, weight)
+    rounded = fp8_rows(*quantized.round_rows(x, weight), weight)
+    want = rounded @ dequantize(weight, torch.float64).mT
+    assert_close(quantized.multiply_fp8(x, weight), want, 1e-2)
 
 
 @on_gpu

@@ -99,19 +99,21 @@ def test_a_model_with_lora_layers_of_its_own(base):
     numbers=st.lists(st.integers(0, 3), min_size=1, max_size=6),
     steps=st.integers(0, 4),
     seed=st.integers(0, 99),
+    kind=st.sampled_from(["base", "int8", "int4"]),
 )
-def test_each_row_has_its_own_adapter(numbers, steps, seed, base, adapters):
+def test_each_row_has_its_own_adapter(numbers, steps, seed, kind, base, adapters):
     torch.manual_seed(seed)
     tokens = torch.randint(0, 97, (len(numbers), 7))
-    fused = FusedModel(XLSTM.from_pretrained(base, dtype=WIDE), adapters)
+    folder = base.with_name(kind)
+    fused = FusedModel(XLSTM.from_pretrained(folder, dtype=WIDE), adapters)
     got = read(fused, tokens, steps=steps, adapter_of=torch.tensor(numbers))
     alone = read(fused, tokens, steps=steps)
     for row, number in enumerate(numbers):
-        merged = XLSTM.from_pretrained(base, dtype=WIDE)
+        single = XLSTM.from_pretrained(folder, dtype=WIDE)
         if number:
-            merge_adapter(merged, adapters[number - 1])
+            apply_adapter(single, adapters[number - 1])
         with torch.no_grad():
-            close(got[row], merged(tokens[row : row + 1], logits="last")[0][0])
+            close(got[row], single(tokens[row : row + 1], logits="last")[0][0])
         assert torch.allclose(got[row], alone[row], rtol=1e-9) == (number == 0)
 
 

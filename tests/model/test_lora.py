@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measure import error
 from models import SMALL, random_model, random_tokens
 
 from xlstm7b.accounting import adapted_shapes, lora_parameters
@@ -11,6 +12,7 @@ from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
 from xlstm7b.model.lm import schemes_of
 from xlstm7b.model.lora import LoraLinear, add_lora, base_name, lora_layers
+from xlstm7b.quantize.gpu import prepare
 from xlstm7b.quantize.weight import QuantizedWeight
 
 NAMES = ["q", "k", "v", "ogate_preact", "out_proj", "proj_up", "proj_up_gate", "proj_down"]
@@ -100,19 +102,32 @@ def test_a_new_adapter_changes_nothing_and_keeps_the_names():
     assert torch.equal(model(tokens)[0], model(tokens)[0])
 
 
-def test_the_gradient_of_a_dequantised_product():
+@pytest.mark.parametrize("layout", ["stored", "gpu"])
+def test_the_gradient_of_a_dequantised_product(layout):
     torch.manual_seed(0)
     product = torch.ops.xlstm7b.dequantized_product
     for scheme, columns in (("int8", 40), ("int4", 64), ("fp8", 40)):
         config = ModelConfig(64, 1, 2, vocab_size=97)
         kind = next(iter(schemes_of(config, scheme).values()))
         weight = QuantizedWeight.quantize(torch.randn(24, columns), kind)
+        matrix = weight.dequantize(torch.float64)
+        weight = prepare(weight) if layout == "gpu" else weight
         x = torch.randn(2, 3, columns, dtype=torch.float64, requires_grad=True)
-        rest = (weight.data, weight.scale, kind.name, kind.group_size, columns)
+        rest = (weight.data, weight.scale, kind.name, kind.group_size, columns, layout)
+        assert error(product(x, *rest), x @ matrix.mT) < 1e-12
         assert torch.autograd.gradcheck(lambda x, rest=rest: product(x, *rest), (x,))
         if scheme == "int4":
             checks = ("test_schema", "test_autograd_registration", "test_faketensor")
             torch.library.opcheck(product, (x, *rest), test_utils=checks)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_validation_computes_what_training_does(scheme):
+    model, _ = adapted(scheme, NAMES, 4, torch.float32)
+    tokens = random_tokens(2, 20)
+    with torch.no_grad():
+        got = model(tokens)[0]
+    assert torch.equal(got, model(tokens)[0])
 
 
 def test_a_block_with_an_adapter_compiles_as_one_graph():
@@ -130,3 +145,13 @@ def test_targets_that_do_not_exist_are_named():
         adapted_shapes(SMALL, ["q", "qq"])
     with pytest.raises(ValueError, match="not supported for a Embedding"):
         LoraLinear(random_model().backbone.embeddings, 2, scale=1.0)
+
+
+def test_a_quantised_model_that_is_not_frozen_still_scores(tmp_path):
+    """Its weights may be laid out for this CPU, where there is no gradient."""
+    random_model(dtype=torch.float32).save_pretrained(tmp_path)
+    tokens = random_tokens(1, 9)
+    for scheme in ("int8", "int4", "fp8"):
+        model = XLSTM.from_pretrained(tmp_path, quantize=scheme)
+        logprobs, _ = model.token_logprobs(tokens, tokens)
+        assert logprobs.isfinite().all()

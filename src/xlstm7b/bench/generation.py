@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ from xlstm7b.bench.plans import Generation
 from xlstm7b.devices import to_dtype
 from xlstm7b.generate.engine import peak_memory
 from xlstm7b.model import XLSTM
+from xlstm7b.model.lm import schemes_of
 
 START_TOKENS = 16  # length of the prompt before decoding is timed
 
@@ -118,10 +120,19 @@ def with_limit(case: Result, plan: Generation, seconds: float, *, decoded: int =
     return replace(result, limit=limit, percent_of_limit=100 * least / seconds)
 
 
-def itemsizes(plan: Generation) -> dict[str, int]:
+def itemsizes(plan: Generation) -> dict[str, Any]:
     """Bytes of one weight and of one number of the state, as `accounting` takes them."""
-    names = {"weight_itemsize": plan.dtype, "state_itemsize": plan.state_dtype}
-    return {key: to_dtype(name).itemsize for key, name in names.items()}
+    weight: float = to_dtype(plan.dtype).itemsize
+    if plan.quantize != "no":  # the mean over all weights, the embedding aside
+        schemes = schemes_of(plan.config, plan.quantize)
+        counts = {name: prod(shape) for name, shape in plan.config.parameter_shapes().items()}
+        del counts["backbone.embeddings.weight"]
+        sizes = (
+            count * (schemes[name].bytes_per_weight if name in schemes else weight)
+            for name, count in counts.items()
+        )
+        weight = sum(sizes) / sum(counts.values())
+    return {"weight_itemsize": weight, "state_itemsize": to_dtype(plan.state_dtype).itemsize}
 
 
 # Ours

@@ -21,6 +21,8 @@ from xlstm7b.bench.plans import ModelPlan
 from xlstm7b.devices import to_dtype
 from xlstm7b.model import XLSTM
 from xlstm7b.model.init import reset_parameters
+from xlstm7b.model.lm import schemes_of
+from xlstm7b.quantize.weight import QuantizedWeight
 
 if TYPE_CHECKING:  # the kernel and training benchmarks do not import it
     from xlstm7b.generate import Generator, SavedState
@@ -192,7 +194,8 @@ def random_model(plan: ModelPlan) -> XLSTM:
     """A model with random weights, and gates that depend on their input."""
     torch.manual_seed(0)
     dtype = to_dtype(plan.dtype)
-    print(f"{plan.size} in {plan.dtype}, state in {plan.state_dtype}, random weights", flush=True)
+    kind = plan.dtype if plan.quantize == "no" else f"{plan.quantize} and {plan.dtype}"
+    print(f"{plan.size} in {kind}, state in {plan.state_dtype}, random weights", flush=True)
     try:
         model = XLSTM.empty(plan.config, dtype=dtype, device=plan.device)
     except torch.OutOfMemoryError as error:
@@ -202,6 +205,15 @@ def random_model(plan: ModelPlan) -> XLSTM:
         for name, parameter in model.named_parameters():
             if name.endswith("gate_preact.weight"):
                 parameter.normal_(std=0.02)
+    if plan.quantize != "no":
+        schemes = schemes_of(plan.config, plan.quantize)
+        weights = {name: model.get_parameter(name).data for name in schemes}
+        model.replace_quantized(schemes)
+        for name, scheme in schemes.items():
+            layer: Any = model.get_submodule(name.removesuffix(".weight"))
+            layer.weight = QuantizedWeight.quantize(weights.pop(name), scheme)
+        model.prepare_quantized()
+        release(plan.device)
     return model
 
 

@@ -95,6 +95,9 @@ class ModelPlan(Plan):
     state_dtype: str = option(
         "Dtype of the recurrent state.", "float32", choices=("float32", "bfloat16")
     )
+    quantize: str = option(
+        "Quantise the weights: int4 has groups of 64.", "no", choices=("no", "int8", "fp8", "int4")
+    )
 
     @property
     def config(self) -> ModelConfig:
@@ -450,6 +453,9 @@ class Tune(Plan):
     length: int = option("Length of the sequences, for the chunkwise cell.", 8192)
     chunks: Numbers = option("Chunk sizes of the chunkwise cell.", (64, 128, 256))
     batches: Numbers = option("Batch sizes of the step and the products.", (1, 8, 64))
+    quantize: str = option(
+        "Quantise the weights of the products.", "no", choices=("no", "int8", "fp8", "int4")
+    )
     peak_tbs: float | None = option(f"Peak memory bandwidth in TB/s. {_PEAK}", None)
     processes: int = option("Number of processes that compile kernels.", 14)
     show: int = option("Number of fastest candidates to print.", 4)

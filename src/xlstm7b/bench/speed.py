@@ -164,7 +164,9 @@ class _OurParts:
     def _named(self, results: Iterator[Result]) -> Iterator[Result]:
         """The results with the engine's name as their work."""
         graphs = "CUDA graphs" if self.plan.device == "cuda" else ""
-        kinds = f"{self.plan.dtype} weights", f"{self.plan.state_dtype} state"
+        plan = self.plan
+        weights = plan.dtype if plan.quantize == "no" else plan.quantize
+        kinds = f"{weights} weights", f"{plan.state_dtype} state"
         for result in results:
             yield replace(result, work=joined(f"xlstm7b {__version__}", *kinds, graphs))
 

@@ -28,7 +28,11 @@ from xlstm7b.bench.plans import CELL_KERNELS, Tune
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate.kernels.few_rows import RowsTile, multiply_rows
 from xlstm7b.generate.kernels.one_row import RowTile, multiply_row
+from xlstm7b.generate.kernels.quantized import CodesTile, multiply_codes
 from xlstm7b.mlstm.triton import launch_params, sequence, step
+from xlstm7b.quantize.config import Quantization, Scheme
+from xlstm7b.quantize.gpu import prepare
+from xlstm7b.quantize.weight import QuantizedWeight
 
 _CELL_TOLERANCE, _PRODUCT_TOLERANCE = 5e-3, 1e-2
 _BYTES_IN_TURN = 1 << 29  # ten times the L2 cache of an H200
@@ -163,7 +167,8 @@ class Product(NamedTuple):
 class ProductJob(NamedTuple):
     product: Product
     batch: int
-    tile: RowTile | RowsTile
+    tile: RowTile | RowsTile | CodesTile
+    scheme: Scheme | None = None  # of the weights
 
 
 def products(config: ModelConfig) -> list[Product]:
@@ -179,18 +184,22 @@ def products(config: ModelConfig) -> list[Product]:
 
 def _tune_products(plan: Tune, batch: int) -> Iterator[Result]:
     bandwidth = find_peaks("cuda", torch.bfloat16, 1.0, plan.peak_tbs)[1]
-    all_products, tiles = products(ModelConfig.named(plan.size)), list(product_tiles(batch))
-    jobs = [ProductJob(each, batch, tile) for each in all_products for tile in tiles]
+    scheme = None if plan.quantize == "no" else Quantization.named(plan.quantize).blocks
+    all_products = products(ModelConfig.named(plan.size))
+    tiles = list(product_tiles(batch) if scheme is None else codes_tiles(batch))
+    jobs = [ProductJob(each, batch, tile, scheme) for each in all_products for tile in tiles]
     right = _right(plan, jobs, product_error, _PRODUCT_TOLERANCE)
     for each in all_products:
-        x, _, norm = _product_inputs(each, batch)
+        x, W, norm = _product_inputs(each, batch)
         residual = x.new_zeros(batch, each.rows) if each.residual else None
-        limit = 2 * each.rows * each.columns / bandwidth
+        limit = (scheme.bytes_per_weight if scheme else 2) * each.rows * each.columns / bandwidth
         case = Result("products", work=each.name, batch=batch, limit=limit)
-        yield from _fastest(plan, case, {"F.linear": _time_chain(partial(F.linear, x), each)})
-        own = (job for job in right if job.product == each)
+        yield from _fastest(plan, case, {"F.linear": _time_chain(partial(F.linear, x), W)})
+        weight = _weight(W, scheme)
         times = {
-            job.tile: _time_chain(partial(_multiply, job, x, norm, residual), each) for job in own
+            job.tile: _time_chain(partial(_multiply, job, x, norm, residual), weight)
+            for job in right
+            if job.product == each
         }
         yield from _fastest(plan, case, times)
 
@@ -213,18 +222,30 @@ def product_tiles(batch: int) -> Iterator[RowTile | RowsTile]:
             yield RowsTile(rows, columns, warps, stages)
 
 
+def codes_tiles(batch: int) -> Iterator[CodesTile]:
+    """All tiles of quantised weights that are worth compiling."""
+    blocks = ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4), (128, 4))
+    for (rows, warps), stages in product(blocks, (3, 4, 5)):
+        if batch <= 16 or rows >= 64:
+            yield CodesTile(rows, warps, stages, prefetch=512)
+
+
 def product_error(job: ProductJob) -> float:
     """The relative error against PyTorch in float32, ∞ if it does not run."""
     each = job.product
     try:
         x, W, norm = _product_inputs(each, job.batch)
         read = F.rms_norm(x, x.shape[-1:], norm, 1e-6) if each.norm and len(x) == 1 else x
+        weight = _weight(W, job.scheme)
+        if isinstance(weight, QuantizedWeight):
+            W = weight.dequantize(torch.float32)
+            read = x
         want = read.float() @ W.float().mT
         if each.swiglu:
             gate, up = want.chunk(2, -1)
             want = F.silu(gate) * up
         residual = torch.zeros_like(want, dtype=x.dtype) if each.residual else None
-        got = _multiply(job, x, norm, residual, W)
+        got = _multiply(job, x, norm, residual, weight)
         return float((got.float() - want).norm() / want.norm())
     except Exception:  # too much shared memory, or the compiler gives up
         return float("inf")
@@ -238,18 +259,25 @@ def _product_inputs(each: Product, batch: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, W, torch.rand(each.columns, device="cuda").bfloat16()
 
 
-def _multiply(
-    job: ProductJob, x: Tensor, norm: Tensor, residual: Tensor | None, W: Tensor
-) -> Tensor:
+def _weight(W: Tensor, scheme: Scheme | None) -> Tensor | QuantizedWeight:
+    return W if scheme is None else prepare(QuantizedWeight.quantize(W, scheme))
+
+
+def _multiply(job: ProductJob, x: Tensor, norm: Tensor, residual: Tensor | None, W: Any) -> Tensor:
     options: dict[str, Any] = {"swiglu": job.product.swiglu, "residual": residual, "tile": job.tile}
+    if isinstance(job.tile, CodesTile):
+        return multiply_codes(x, W, **options)[0]
     if isinstance(job.tile, RowTile):
         return multiply_row(x, W, norm=norm if job.product.norm else None, eps=1e-6, **options)[0]
     return multiply_rows(x, W, **options)[0]
 
 
-def _time_chain(multiply: Callable[[Tensor], object], each: Product) -> float:
+def _time_chain(multiply: Callable[[Any], object], W: Tensor | QuantizedWeight) -> float:
     """One product in a CUDA graph that goes over more weights than the L2 cache holds."""
-    copies = max(8, _BYTES_IN_TURN // (2 * each.rows * each.columns))
-    chain = [torch.randn(each.rows, each.columns, device="cuda").bfloat16() for _ in range(copies)]
-    replay = capture(lambda: [multiply(W) for W in chain])
+    copies = max(8, _BYTES_IN_TURN // W.nbytes)
+    chain = [
+        replace(W, data=W.data.clone()) if isinstance(W, QuantizedWeight) else W.clone()
+        for _ in range(copies)
+    ]
+    replay = capture(lambda: [multiply(each) for each in chain])
     return measure(replay, "cuda", gpu_milliseconds=20) / copies

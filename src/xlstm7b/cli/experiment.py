@@ -52,6 +52,13 @@ def experiment(
             "--set", help="Change a setting of the recipe in all runs, as a.b=c. Repeatable."
         ),
     ] = None,
+    reuse: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Folder of another experiment. Its finished runs with the same recipe and data "
+            "are taken over instead of trained again. Repeatable."
+        ),
+    ] = None,
     smoke: Annotated[
         bool,
         typer.Option(
@@ -76,8 +83,8 @@ def experiment(
     from xlstm7b.experiment import experiment_names, load_experiment
 
     if name == "speed":
-        if data or steps or settings:
-            raise ValueError("speed trains nothing: leave out --data, --steps and --set")
+        if data or steps or settings or reuse:
+            raise ValueError("speed trains nothing: leave out --data, --steps, --set and --reuse")
         _speed(output or Path("experiments/speed"), runs, smoke, device, listed)
         return
     if listed:
@@ -113,6 +120,7 @@ def experiment(
         runs=names,
         data=data,
         settings=changes,
+        reuse=reuse or (),
         smoke=smoke,
         device=where,
         progress=progress,

@@ -47,14 +47,7 @@ class Results:
                     f"{folder} holds files that are not of this experiment: choose another --output"
                 )
             return
-        try:
-            content = json.loads(self._path.read_text(encoding="utf-8"))
-            name, self.runs = content["experiment"], dict(content["runs"])
-            for run, record in self.runs.items():
-                if not {"status", "recipe", "curve"}.issubset(record):
-                    raise ValueError(f"the record of {run} is not complete")
-        except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"{self._path} is damaged: {error}") from error
+        name, self.runs = _read(self._path)
         if name != experiment.name:
             raise ValueError(
                 f"{folder} holds the experiment {name}, not {experiment.name}: "
@@ -82,16 +75,41 @@ class Results:
         write_json(self._path, {**about, "runs": in_order | others})
 
 
+def _read(path: Path) -> tuple[str, dict[str, Record]]:
+    """The name of the experiment, and its records."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        name, runs = content["experiment"], dict(content["runs"])
+        for run, record in runs.items():
+            if not {"status", "recipe", "curve"}.issubset(record):
+                raise ValueError(f"the record of {run} is not complete")
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    return name, runs
+
+
+def find_same(results: Path, now: Mapping[str, Any]) -> Record | None:
+    """A final record in this file with the same recipe, data and evaluation, whatever its name."""
+    wanted = {**now, "recipe": {**now["recipe"], "name": None}}
+    for record in _read(results)[1].values():
+        found = {**record, "recipe": {**record["recipe"], "name": None}}
+        if record["status"] in _FINAL and not any(_changes(found, wanted)):
+            return record
+    return None
+
+
 def check_same(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises a `ValueError` that names the first setting that differs, if both have it."""
+    for name, old, new in _changes(before, now):
+        shown = name.removeprefix("recipe.")
+        raise ValueError(f"{what} has {shown} {old!r}, not {new!r}: choose another --output")
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     for part in ("recipe", "data", "data_task", "texts", "evaluate"):
         if part in before and part in now:
             plain = json.loads(json.dumps(now[part]))  # tuples become lists, as in the file
-            for name, old, new in _differences(before[part], plain, part):
-                shown = name.removeprefix("recipe.")
-                raise ValueError(
-                    f"{what} has {shown} {old!r}, not {new!r}: choose another --output"
-                )
+            yield from _differences(before[part], plain, part)
 
 
 def _differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -24,11 +24,13 @@ from xlstm7b.data.prepare import prepare
 from xlstm7b.data.shards import ShardFolder, open_folder
 from xlstm7b.experiment.file import TRAIN, VALID, Experiment
 from xlstm7b.experiment.results import (
+    NAME,
     Record,
     Results,
     check_same,
     comparable,
     data_record,
+    find_same,
     measured,
 )
 from xlstm7b.experiment.tasks import check_tasks, find_task
@@ -52,6 +54,7 @@ def run_experiment(
     runs: Sequence[str] | None = None,
     data: Path | None = None,
     settings: Sequence[str] = (),
+    reuse: Sequence[Path] = (),
     smoke: bool = False,
     device: str = "cpu",
     progress: Progress = lambda recipe, step, device: nullcontext(lambda line: None),
@@ -62,11 +65,16 @@ def run_experiment(
 
     `data` is a folder with the prepared folders `train` and `valid`. `settings` change the recipe
     of every run. `runs` are the runs to train; the earlier runs that they continue are trained too.
+    `reuse` are folders of other experiments: their finished runs of the same recipe, seed and data
+    are taken over. Runs that measure a speed are not: those of one figure come from one machine.
     Settings or data that are not those of the runs with a result are a `ValueError`.
     If a run was stopped, by a signal or a time limit, no further run begins.
     """
     # 1. Check everything.
     results = Results(output, experiment)
+    for folder in reuse:
+        if not (folder / NAME).is_file():
+            raise ValueError(f"--reuse: {folder} has no {NAME}")
     makes_data = smoke or experiment.data is not None
     if smoke and data is not None:
         raise ValueError("--smoke makes its own data: leave out --data")
@@ -115,9 +123,20 @@ def run_experiment(
             settled[name]["texts"] = texts.name if texts else None
             results.check_same(name, settled[name])
         making = experiment.task("data", smoke=smoke, texts=texts)
+    taken = {
+        name: record
+        for name in waiting
+        for folder in reuse
+        if not experiment.runs[name].speed_only
+        and (record := find_same(folder / NAME, settled[name])) is not None
+    }
     # 2. Make the data, if the experiment does.
     with _made(output), lock_folder(output, "running an experiment in"):
-        if making is not None:
+        for name, record in taken.items():
+            results.add(name, {**record, **settled[name]})
+            say(f"{name}: taken from a run with the same recipe and data")
+        waiting = _waiting(experiment, results, {name: recipes[name] for name in chosen}, output)
+        if making is not None and waiting:
             find_task(making[0]).write_task(source, making[1])
         elif smoke and not source.exists():
             with replacing(source, lambda name: True) as aside:

@@ -234,17 +234,7 @@ class XLSTM(nn.Module):
                 layer = model.get_submodule(name.removesuffix(".weight"))
                 assert isinstance(layer, QuantizedLinear)
                 layer.weight = tensor.to(model.backbone.embeddings.weight.device)
-        layers = model.quantized_layers()
-        # One by one: there is never a second copy of all weights.
-        if dtype == torch.float64:
-            return model  # nothing is rounded further
-        if model.backbone.embeddings.weight.is_cuda:
-            for layer in layers:
-                layer.weight = gpu.prepare(layer.weight)
-        else:
-            int4 = cpu.int4_fits(layer.weight for layer in layers)
-            for layer in layers:
-                layer.weight = cpu.prepare(layer.weight, int4=int4)
+        model.prepare_quantized()
         return model
 
     @property
@@ -265,6 +255,18 @@ class XLSTM(nn.Module):
             wide = isinstance(layer, Float32Linear)
             rows, columns = layer.weight.shape
             self.set_submodule(path, QuantizedLinear(columns, rows, wide=wide))
+
+    def prepare_quantized(self) -> None:
+        """Puts quantised weights in the order in which this device's products read them."""
+        layers, embedding = self.quantized_layers(), self.backbone.embeddings.weight
+        if embedding.dtype == torch.float64:
+            return  # their product is that of the dequantised weights
+        int4 = not embedding.is_cuda and cpu.int4_fits(layer.weight for layer in layers)
+        for layer in layers:  # one by one: there is never a second copy of all weights
+            if embedding.is_cuda:
+                layer.weight = gpu.prepare(layer.weight)
+            else:
+                layer.weight = cpu.prepare(layer.weight, int4=int4)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes a Hugging Face folder that this package and `transformers` can load."""

@@ -38,6 +38,11 @@ class Scheme:
     def __str__(self) -> str:
         return f"int4 in groups of {self.group_size}" if self.group_size else self.name
 
+    @property
+    def bytes_per_weight(self) -> float:
+        """With the share of a group's bfloat16 scale. Scales of whole rows are not counted."""
+        return 0.5 + 2 / self.group_size if self.group_size else 1.0
+
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """`ValueError` if a matrix of this shape cannot be quantised in this scheme."""
         if self.group_size and shape[1] % self.group_size:

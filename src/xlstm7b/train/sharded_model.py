@@ -49,6 +49,7 @@ from xlstm7b.model import XLSTM
 from xlstm7b.model.init import drawn_parameters
 from xlstm7b.model.initial_state import InitialState, add_initial_state
 from xlstm7b.model.lora import add_lora, base_name, draw_lora, lora_layers
+from xlstm7b.quantize.gpu import prepare
 from xlstm7b.quantize.weight import QuantizedWeight
 from xlstm7b.registry import STANDARD
 from xlstm7b.train.recipe import Layout, Recipe
@@ -108,13 +109,17 @@ def build_model(
     # 3. Memory and values. Each process fills its own part of every parameter.
     model.to_empty(device=device)
     parameters = {base_name(name): parameter for name, parameter in model.named_parameters()}
+    if recipe.lora is not None:
+        weights = chain(weights, _drawn_adapter(model, recipe.run.seed, device))
+    if recipe.state_tuning is not None:
+        weights = chain(weights, _drawn_state(recipe, device))
     with torch.no_grad():
-        for name, whole in chain(
-            weights, _drawn_adapter(model, recipe.run.seed, device), _drawn_state(recipe, device)
-        ):
+        for name, whole in weights:
             if isinstance(whole, QuantizedWeight):
                 layer: Any = model.get_submodule(name.removesuffix(".weight"))
-                getattr(layer, "base_layer", layer).weight = whole.to(device)
+                whole = whole.to(device)
+                whole = prepare(whole) if whole.is_cuda else whole
+                getattr(layer, "base_layer", layer).weight = whole
             else:
                 _fill(parameters.pop(name), whole)
     assert not parameters, "every parameter has a first value"
@@ -139,12 +144,11 @@ def _initial_state(recipe: Recipe) -> InitialState:
 
 def _drawn_state(recipe: Recipe, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """The first values of the initial state."""
-    if recipe.state_tuning is None:
-        return
     torch.manual_seed(recipe.run.seed)
     with device:
-        for name, parameter in _initial_state(recipe).named_parameters():
-            yield f"backbone.initial_state.{name}", parameter
+        initial = _initial_state(recipe)
+    for name, parameter in initial.named_parameters():
+        yield f"backbone.initial_state.{name}", parameter
 
 
 @torch.no_grad()
@@ -286,8 +290,9 @@ def parallelize(
         ),
         "reshard_after_forward": not keep_gathered,
     }
-    if mesh[SHARD].size() == 1:
-        options["ignored_params"] = {p for p in model.parameters() if not p.requires_grad}
+    frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
+    if frozen and mesh[SHARD].size() == 1:
+        options["ignored_params"] = frozen
     for unit in _units(blocks, unit_parameters):
         fully_shard(unit, **options)
     if model.backbone.initial_state is not None:

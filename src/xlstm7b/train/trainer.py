@@ -209,8 +209,8 @@ class Trainer:
                 )
             if saved.get("frozen") != self._frozen:
                 raise ValueError(
-                    f"the run in {self.folder} adapts the weights of {before.init_from}; those in "
-                    f"{self.recipe.init_from} are others now"
+                    f"the run in {self.folder} adapts the weights that were in {before.init_from}, "
+                    f"and {self.recipe.init_from} holds others: give the same weights in init_from"
                 )
             run = self.checkpoints.load(found[-1], self.model, self.optimizer)
             if self.recipe.state_tuning is not None:

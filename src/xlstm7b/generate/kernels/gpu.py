@@ -15,7 +15,7 @@ from xlstm7b.generate.kernels.few_rows import MAX_ROWS, multiply_rows
 from xlstm7b.generate.kernels.one_row import multiply_row
 from xlstm7b.generate.kernels.overlap import overlap_options
 from xlstm7b.generate.kernels.pointwise import head_norm, rms_norm, silu_and_multiply
-from xlstm7b.generate.kernels.quantized import dequantize, multiply_codes
+from xlstm7b.generate.kernels.quantized import has_fp8_product, multiply_codes, multiply_fp8
 from xlstm7b.generate.kernels.slot_states import gather_states, scatter_states
 from xlstm7b.mlstm import MLSTMState
 from xlstm7b.mlstm.triton.launch_params import step_tile
@@ -57,7 +57,7 @@ def project(
         return _multiply(x, W, gates=gates, live=live, cap=cap)
     products = product_float32(x, W_gates)
     pointwise.cap_gates(products, bias, cap, live)
-    return x @ _matrix(W, x.dtype).mT, products
+    return _product(x, W), products
 
 
 def step_cell(
@@ -88,8 +88,10 @@ def add_product(x: Tensor, y: Tensor, W: Tensor | QuantizedWeight) -> None:
         multiply_row(y, W, residual=x)
     elif len(x) <= (16 if isinstance(W, Tensor) else MAX_ROWS):  # above, cuBLAS is faster
         _multiply(y, W, residual=x)
+    elif isinstance(W, Tensor):
+        x.addmm_(y, W.mT)
     else:
-        x.addmm_(y, _matrix(W, x.dtype).mT)
+        x += _product(y, W)
 
 
 def swiglu(x: Tensor, norm: Tensor, eps: float, W: Tensor | QuantizedWeight) -> Tensor:
@@ -99,14 +101,14 @@ def swiglu(x: Tensor, norm: Tensor, eps: float, W: Tensor | QuantizedWeight) -> 
     if len(x) <= MAX_ROWS:
         return _multiply(pointwise.rms_norm(x, norm, eps), W, swiglu=True)[0]
     # Prefill uses most memory here. In one expression, so that the normalised x is freed first.
-    return pointwise.silu_and_multiply(pointwise.rms_norm(x, norm, eps) @ _matrix(W, x.dtype).mT)
+    return pointwise.silu_and_multiply(_product(pointwise.rms_norm(x, norm, eps), W))
 
 
 def multiply(x: Tensor, W: Tensor | QuantizedWeight) -> Tensor:
     """x Wᵀ."""
     if len(x) == 1 and isinstance(W, Tensor):
         return multiply_row(x, W)[0]
-    return _multiply(x, W)[0] if len(x) <= MAX_ROWS else x @ _matrix(W, x.dtype).mT
+    return _multiply(x, W)[0] if len(x) <= MAX_ROWS else _product(x, W)
 
 
 def head(
@@ -119,7 +121,7 @@ def head(
     x = pointwise.rms_norm(x, norm, eps)
     if len(x) <= MAX_ROWS:
         return _multiply(x, W, cap=cap, out_dtype=wide)[0]
-    products = product_float32(x, _matrix(W, x.dtype))
+    products = product_float32(x, W if isinstance(W, Tensor) else W.dequantize(x.dtype))
     return products if cap is None else products.div_(cap).tanh_().mul_(cap)
 
 
@@ -130,5 +132,8 @@ def _multiply(x: Tensor, W: Tensor | QuantizedWeight, **options: Any) -> tuple[T
     return multiply_rows(x, W, **options)
 
 
-def _matrix(W: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    return dequantize(W, dtype) if isinstance(W, QuantizedWeight) else W
+def _product(x: Tensor, W: Tensor | QuantizedWeight) -> Tensor:
+    """x Wᵀ for many rows."""
+    if isinstance(W, Tensor):
+        return x @ W.mT
+    return multiply_fp8(x, W) if has_fp8_product(x, W) else x @ W.dequantize(x.dtype).mT
