@@ -197,6 +197,33 @@ def test_gsm8k_command_line(gsm8k, tmp_path, capsys):
     assert "must be at least 1, not 0" in capsys.readouterr().err
 
 
+def test_adapt_compares_all_ways(tmp_path, capsys):
+    spec = importlib.util.spec_from_file_location("adapt", FILE.with_name("adapt.py"))
+    adapt = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(adapt)
+    output = tmp_path / "adapt"
+    adapt.main(["--smoke", "--output", str(output)])
+    header, *rows = (re.split(r"  +", line) for line in capsys.readouterr().out.splitlines())
+    assert header == list(adapt.HEADER)
+    assert [row[0] for row in rows] == [
+        "base",
+        "prompt",
+        "state",
+        "state, prompt",
+        "LoRA, rank 1",
+        "full",
+    ]
+    losses = {row[0]: float(row[1]) for row in rows}
+    assert losses["state"] < losses["base"] - 0.05
+    assert losses["state, prompt"] < losses["prompt"] - 0.05
+    results = json.loads((output / "results.json").read_text())["results"]
+    assert [result["parameters"] for result in results][2:4] == [2112, 2112]
+    with pytest.raises(SystemExit, match=r"^adapt: .*adapt exists already: choose another"):
+        adapt.main(["--smoke", "--output", str(output)])
+    with pytest.raises(SystemExit, match=r"^adapt: give a model and a text, or --smoke"):
+        adapt.main([])
+
+
 @pytest.mark.parametrize("path", sorted(FILE.parent.glob("*.toml")), ids=lambda path: path.name)
 def test_recipes_of_the_examples_fit_on_their_gpus(path):
     recipe = load_recipe(str(path))

@@ -82,6 +82,16 @@ def lora_parameters(config: ModelConfig, targets: Collection[str], rank: int) ->
     return rank * sum(map(sum, adapted_shapes(config, targets).values()))
 
 
+def state_tuning_parameters(
+    config: ModelConfig, layers: Collection[int] | None = None, rank: int = 0
+) -> int:
+    """The numbers in C and n of these blocks; with a rank, in A [d_qk, rank] and B [rank, d_hv]."""
+    d_qk, d_hv = config.d_qk, config.d_hv
+    head = (rank * (d_qk + d_hv) if rank else d_qk * d_hv) + d_qk
+    blocks = config.num_blocks if layers is None else len(layers)
+    return blocks * config.num_heads * head
+
+
 def transformer_parameter_counts(config: ModelConfig) -> dict[str, int]:
     """The parameters of the Transformer of `transformer_forward_flops`, by part, and the total."""
     d, blocks = config.embedding_dim, config.num_blocks
@@ -217,6 +227,14 @@ def lora_training_flops(
     forward = forward_flops(config, context_length, chunk_size)["total"]
     added = 2 * context_length * lora_parameters(config, targets, rank)
     return 2 * forward + (1 + _BACKWARD) * added
+
+
+def state_tuning_flops(config: ModelConfig, context_length: int, chunk_size: int = 64) -> int:
+    """FLOPs of state tuning on one sequence, without recomputation.
+
+    The backward pass is that of the activations alone, as with LoRA.
+    """
+    return 2 * forward_flops(config, context_length, chunk_size)["total"]
 
 
 def transformer_forward_flops(

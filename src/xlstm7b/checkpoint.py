@@ -144,6 +144,18 @@ class Checkpoint:
                     progress(name, tensor.nbytes)
 
 
+def same_weights(ours: Mapping[str, str], theirs: Mapping[str, str]) -> bool:
+    """Compares two fingerprints.
+
+    The matrices count if both or none are quantised in the same way: what was trained on quantised
+    weights may be used on the floats that they were made of, and the other way round.
+    """
+    compared = ["others"]
+    if ours["quantization"] == theirs.get("quantization"):
+        compared.append("matrices")
+    return all(ours[kind] == theirs.get(kind) for kind in compared)
+
+
 def companions(folder: Path) -> list[Path]:
     """The tokenizer, licence and similar files in a folder."""
     found = (path for pattern in COMPANIONS for path in folder.glob(pattern))

@@ -69,6 +69,7 @@ def test_ours_and_peers_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     ("text", "work"),
     [
         ("tiny:1x64:lora", "lora"),
+        ("tiny:2x64:state", "state"),
         ("tiny:1x64:products:lora-int4", "lora-int4, recomputes products"),
     ],
 )

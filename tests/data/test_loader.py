@@ -279,6 +279,23 @@ def test_validation_reads_every_token_once(context_length, batch, world_size):
     assert len(got) * context_length < size + batch * context_length
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_validation_with_a_document_in_each_row(world_size):
+    folder = WEB[0]
+    ranks = [
+        list(
+            validation_batches(folder, 16, 4, rank=rank, world_size=world_size, packing="documents")
+        )
+        for rank in range(world_size)
+    ]
+    got = torch.cat([rows(list(parts)) for parts in zip(*ranks, strict=True)])
+    dataset = PackedDataset(folder, context_length=16, seed=None, packing="documents")
+    want = [torch.from_numpy(np.stack(dataset.sample(n))) for n in range(dataset.windows)]
+    assert torch.equal(got[: len(want)], torch.stack(want))
+    assert len(want) <= len(got) < len(want) + 4
+    assert not got[len(want) :, 3].any()
+
+
 def test_validation_refuses_a_batch_or_vocabulary_that_does_not_fit():
     with pytest.raises(ValueError, match="batch of 3 cannot be divided among 2"):
         validation_batches(WEB[0], T, 3, world_size=2)

@@ -299,6 +299,40 @@ def test_packed_documents_are_read_as_if_alone(packing):
         torch.testing.assert_close(got, parameter.grad, rtol=1e-8, atol=1e-10)
 
 
+@given(
+    shards=sharded_documents(),
+    length=st.integers(1, 30),
+    seed=st.none() | st.integers(0, 3),
+    has_first=st.booleans(),
+)
+def test_documents_have_windows_of_their_own(shards, length, seed, has_first):
+    """Long ones are cut, and each piece begins as a document. No state is reset in a piece."""
+    want = []
+    for document in (document for shard in shards for document in shard):
+        for start in range(0, len(document), length):
+            targets, mask = map(list, zip(*document[start : start + length], strict=True))
+            mask[0] &= has_first or start > 0
+            padding = length - len(targets)
+            tokens = [1 if has_first else 0, *targets[:-1]]
+            resets = ([False] * len(targets) + [True] + [False] * padding)[:length]
+            want.append(
+                (tokens + [7] * padding, targets + [7] * padding, resets, mask + [False] * padding)
+            )
+    dataset = PackedDataset(
+        in_memory(shards),
+        context_length=length,
+        seed=seed,
+        packing="documents",
+        first_token=1 if has_first else None,
+        padding_token=7,
+    )
+    assert dataset.windows == len(want)
+    for epoch in range(2):
+        windows = range(epoch * len(want), (epoch + 1) * len(want))
+        got = [tuple(part.tolist() for part in dataset.sample(index)) for index in windows]
+        assert got == want if seed is None else sorted(got) == sorted(want)
+
+
 def test_padding_and_cut_pieces_see_nothing_before_them():
     model = random_model()
     folder = in_memory([[[(token, True) for token in [*range(2, 2 + n), 0]] for n in (20, 6, 3)]])
@@ -316,7 +350,7 @@ def test_padding_and_cut_pieces_see_nothing_before_them():
     [
         ({"context_length": 0}, "the context length must be at least 1, not 0"),
         ({"seed": -1}, r"the seed must be from 0 to 2\*\*64 - 1, not -1"),
-        ({"packing": "tight"}, 'packing must be "windows" or "best-fit", not .tight.'),
+        ({"packing": "tight"}, 'packing must be .* or "documents", not .tight.'),
     ],
 )
 def test_impossible_arguments_are_refused(settings, message):

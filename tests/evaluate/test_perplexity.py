@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from xlstm7b.evaluate import perplexity as module
 from xlstm7b.evaluate.perplexity import perplexity, plot_loss, read_documents
 from xlstm7b.evaluate.scoring import Scorer
 from xlstm7b.model import XLSTM
+from xlstm7b.model.saved_state import SavedState
 from xlstm7b.tokenizer import ByteTokenizer
 
 DOCUMENTS = ["abc " * 200, "", "é", "so much depends upon " * 20, "x" * 128, "y" * 129]
@@ -86,3 +88,29 @@ def test_the_plot_is_the_only_file_written(model: XLSTM, tmp_path: Path) -> None
     plot_loss(measured, tmp_path / "loss.png", "a model")
     assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
     assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
+
+
+@pytest.mark.parametrize("has_first", [True, False])
+def test_documents_continue_a_state(model: XLSTM, has_first: bool) -> None:
+    """Each document has the losses that it has after the text, in the same batch or not."""
+    config = replace(model.config, force_bos_token_insert=has_first)
+    same = XLSTM(config).double()
+    same.load_state_dict(model.state_dict())
+    text = [0, *ByteTokenizer().encode("A text before.")]
+    logits, after = same(torch.tensor([text]), logits="last")
+    state = SavedState(config, after, logits)
+    every = []
+    for document in filter(None, DOCUMENTS):
+        ids = torch.tensor([text + ByteTokenizer().encode(document)])
+        with torch.no_grad():
+            logprobs, _ = same.token_logprobs(ids[:, :-1], ids[:, 1:])
+        every += (-logprobs[0, len(text) - 1 :]).tolist()
+    for batch_size in (1, 2, 16):
+        scorer = Scorer(same, batch_size=batch_size)
+        found = perplexity(scorer, ByteTokenizer(), DOCUMENTS, state=state)
+        assert (found.documents, found.tokens, found.bytes) == (6, len(every), len(every))
+        assert found.loss == pytest.approx(sum(every) / len(every), abs=1e-10)
+    with pytest.raises(ValueError, match="documents continue one state, not 2"):
+        scorer.logprobs([[5, 6]], state=state.fork(2))
+    with pytest.raises(ValueError, match="saved by another model"):
+        Scorer(XLSTM(ModelConfig(32, 1, 2, vocab_size=320))).logprobs([[5]], state=state)

@@ -1,5 +1,6 @@
 """/v1/states: states are saved, listed, continued from and deleted."""
 
+import json
 from pathlib import Path
 from urllib.parse import quote
 
@@ -202,3 +203,60 @@ def test_a_saved_state_is_a_file_of_the_library(generator: Generator, tmp_path: 
         saved = live.post(STATES, prompt="The sea")["id"]
     ours = SavedState.load(tmp_path / f"{saved}.safetensors", generator.config)
     assert torch.allclose(ours.logits, generator.read(["The sea"]).logits, atol=1e-4)
+
+
+def test_a_state_file_is_uploaded(live: LiveServer, generator: Generator, tmp_path: Path) -> None:
+    file, text = tmp_path / "state.safetensors", "The sea was"
+    generator.read(text).save(file, name="x", state="z", adapter="")
+    answer = live.client.put(STATES, content=file.read_bytes())
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["tokens"] == 12
+    (want,) = generator.generate(text, max_new_tokens=8, **GREEDY)
+    found = live.post(COMPLETIONS, state=answer.json()["id"], max_tokens=8, **GREEDY)
+    assert found["choices"][0]["text"] == want.text
+    # Different states, one that has read only the first token, share a batch.
+    generator.read("").save(file)
+    new = live.client.put(STATES, content=file.read_bytes()).json()["id"]
+    talk = [*user("Hello"), {"role": "assistant", "content": "Hi"}, *user("Go on.")]
+    whole = live.post(CHAT, messages=talk, max_tokens=8, **GREEDY)
+    later = live.post(CHAT, messages=talk, state=new, max_tokens=8, **GREEDY)
+    assert later["choices"][0]["message"] == whole["choices"][0]["message"]
+
+
+def test_other_files_are_not_uploaded(live: LiveServer, tmp_path: Path) -> None:
+    def refused(content: bytes, status: int) -> str:
+        answer = live.client.put(STATES, content=content)
+        assert answer.status_code == status, answer.text
+        message: str = answer.json()["error"]["message"]
+        assert str(tmp_path) not in message
+        return message
+
+    file = tmp_path / "state.safetensors"
+    other = Generator(XLSTM(ModelConfig(64, 1, 2, vocab_size=320)), ByteTokenizer())
+    before = len(live.client.get(STATES).json()["data"])
+    other.read("a").save(file)
+    assert "the file was saved from another model" in refused(file.read_bytes(), 400)
+    assert "is damaged" in refused(file.read_bytes()[:-1], 400)
+    assert "no state of this server's model" in refused(b"", 400)
+    assert "at most" in refused(bytes(1 << 24), 413)
+    assert len(live.client.get(STATES).json()["data"]) == before
+
+
+def test_a_trained_state_needs_the_weights_it_was_trained_for(
+    generator: Generator, tmp_path: Path
+) -> None:
+    ours = {"quantization": "", "matrices": "a", "others": "b"}
+    store = StateStore(tmp_path, generator.config, 1 << 30, evict=False)
+    states = SavedStates(store, lambda: ours)
+    file = tmp_path / "tuned.safetensors"
+    generator.read("a").save(file, weights=json.dumps(ours))
+    saved = states.upload(file.read_bytes())["id"]
+    assert states.load(saved)[0].tokens_seen == [2]
+    after_a_restart = SavedStates(store, lambda: {**ours, "matrices": "c"})
+    with pytest.raises(ApiError, match="trained for other weights") as raised:
+        after_a_restart.load(saved)
+    assert raised.value.status == 409
+    for note in (json.dumps({**ours, "others": "c"}), "[]", "{"):
+        generator.read("a").save(file, weights=note)
+        with pytest.raises(ApiError, match="trained for other weights"):
+            states.upload(file.read_bytes())

@@ -22,9 +22,11 @@ from xlstm7b.train.recipe import (
     Run,
     Schedule,
     Source,
+    StateTuning,
     load_recipe,
     parse_overrides,
     recipe_names,
+    section_name,
 )
 from xlstm7b.train.reference import recipe_reference
 
@@ -476,8 +478,8 @@ def test_the_reference_has_every_setting_with_its_default_and_a_meaning() -> Non
     assert len(defaults) == len(rows)
     assert all(meaning.endswith(".") for *_, meaning in rows)
     sections = {"data.sources.NAME.": Source, "model.": ModelConfig}
-    for section in (Data, Batch, Optimizer, Schedule, Run, Parallel, Lora):
-        sections[f"{section.__name__.lower()}."] = section
+    for section in (Data, Batch, Optimizer, Schedule, Run, Parallel, Lora, StateTuning):
+        sections[f"{section_name(section)}."] = section
     top = {"extends", "init_from", "start_step", "model.size"}
     names = {f"{prefix}{field.name}" for prefix, cls in sections.items() for field in fields(cls)}
     assert set(defaults) == names | top

@@ -330,7 +330,8 @@ class Training(Plan):
     device: str = option("Device to measure on.", choices=("cuda", "cpu"))
     cases: Names = option(
         "Cases, separated by commas: SIZE:BATCHxLENGTH or SIZE:BATCHxLENGTHxMICRO_BATCHES, "
-        "optionally with :block, :selective or :products, and :lora, :lora-int8 or :lora-int4.",
+        "optionally with :block, :selective or :products, and :lora or :state, "
+        "for quantised weights with -int8 or -int4.",
         (
             *("160m:16x4096", "400m:16x4096", "1.4b:4x8192"),
             *("7b:4x8192x2:block", "7b:1x8192x8:selective"),
@@ -351,30 +352,31 @@ class Training(Plan):
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """A model size, the batches of one step, which activations are recomputed, and LoRA's base."""
+    """A model size, the batches of a step, which activations are recomputed, what is trained."""
 
     size: str
     batch: int
     length: int
     micro_batches: int = 1
     activations: str = "none"
-    lora: str = ""  # LoRA with rank 16 on "lora" (bfloat16), "lora-int8" or "lora-int4" weights
+    # "lora" with rank 16 or "state" on frozen bfloat16 weights, with "-int8" or "-int4" on others.
+    trained: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Self:
         pattern = r"([^:]+):([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?"
-        pattern += r"(?::(none|block|selective|products))?(?::(lora|lora-int8|lora-int4))?"
+        pattern += r"(?::(none|block|selective|products))?(?::((?:lora|state)(?:-int8|-int4)?))?"
         match = re.fullmatch(pattern, text)
         if match is None:
             raise ValueError(
                 "a case is SIZE:BATCHxLENGTH or SIZE:BATCHxLENGTHxMICRO_BATCHES, optionally "
-                "followed by :block, :selective or :products, and by :lora, :lora-int8 or "
-                f":lora-int4, not {text!r}"
+                "followed by :block, :selective or :products, and by :lora or :state, for "
+                f"quantised weights with -int8 or -int4, not {text!r}"
             )
-        size, batch, length, micro_batches, activations, lora = match.groups()
+        size, batch, length, micro_batches, activations, trained = match.groups()
         ModelConfig.named(size)
         numbers = int(batch), int(length), int(micro_batches or 1)
-        return cls(size, *numbers, activations or "none", lora or "")
+        return cls(size, *numbers, activations or "none", trained or "")
 
     @property
     def tokens(self) -> int:

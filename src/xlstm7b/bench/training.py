@@ -23,7 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xlstm7b.accounting import H100_FLOPS, lora_training_flops, training_flops
+from xlstm7b.accounting import (
+    H100_FLOPS,
+    lora_training_flops,
+    state_tuning_flops,
+    training_flops,
+)
 from xlstm7b.bench.cases import Column, Part, Result
 from xlstm7b.bench.measure import synchronize
 from xlstm7b.bench.peers import in_process, load_transformers, load_xlstm
@@ -35,7 +40,7 @@ from xlstm7b.model.lm import schemes_of
 from xlstm7b.quantize.config import Quantization
 from xlstm7b.quantize.weight import QuantizedWeight
 from xlstm7b.train.processes import process_group
-from xlstm7b.train.recipe import Batch, Data, Lora, Recipe, Run, Schedule, Source
+from xlstm7b.train.recipe import Batch, Data, Lora, Recipe, Run, Schedule, Source, StateTuning
 from xlstm7b.train.trainer import Trainer
 
 _WARM_UP = 2  # steps that are not counted: they compile
@@ -58,7 +63,7 @@ PARTS = {"training": Part(_TITLE, _COLUMNS, plot=("tokens", "tok/s"))}
 def results(plan: Training) -> Iterator[Result]:
     for text in plan.cases:
         case = TrainingCase.parse(text)
-        for name in ("ours",) if case.lora else ("ours", *plan.peers):
+        for name in ("ours",) if case.trained else ("ours", *plan.peers):
             # Peers cannot recompute activations.
             same = case if name == "ours" else replace(case, activations="none")
             job = {"name": name, "case": asdict(same), "steps": plan.steps, "device": plan.device}
@@ -68,7 +73,7 @@ def results(plan: Training) -> Iterator[Result]:
 def row(case: TrainingCase, name: str) -> Result:
     """The case without figures."""
     recomputes = "" if case.activations == "none" else f"recomputes {case.activations}"
-    work = ", ".join(filter(None, (case.lora, recomputes)))
+    work = ", ".join(filter(None, (case.trained, recomputes)))
     figures = {"micro_batches": case.micro_batches}
     return Result("training", name, work, case.size, case.batch, case.length, figures=figures)
 
@@ -105,8 +110,10 @@ def with_speed(result: Result, case: TrainingCase, seconds: float, *, has_mfu: b
     if has_mfu:
         config, lora = ModelConfig.named(case.size), Lora()
         flops = training_flops(config, case.length)
-        if case.lora:
+        if case.trained.startswith("lora"):
             flops = lora_training_flops(config, case.length, lora.targets, lora.rank)
+        elif case.trained:
+            flops = state_tuning_flops(config, case.length)
         figures["mfu"] = flops / case.length * speed / H100_FLOPS
     return replace(result, seconds=seconds, tokens_per_second=speed, figures=figures)
 
@@ -123,36 +130,43 @@ def _train_ours(case: TrainingCase, steps: int, device: str) -> Result:
 
 
 def _recipe(case: TrainingCase, steps: int, data: Path) -> Recipe:
-    model = ModelConfig.named(case.size)
+    model, is_state = ModelConfig.named(case.size), case.trained.startswith("state")
     draw = np.random.default_rng(0)
     data.mkdir()
     with ShardWriter(data / "00000.ds", vocab_size=model.vocab_size) as writer:
         left = (steps + 4) * case.tokens
         while left > 0:
+            # With its end of text, a document of state tuning fills a sequence.
             length = min(int(draw.integers(100, 4000)), left)
+            length = case.length - 1 if is_state else length
             writer.add(draw.integers(2, model.vocab_size, length))
             left -= length + 1
     write_manifest(
         data, [writer.entry], vocab_size=model.vocab_size, tokenizer_fingerprint="random"
     )
     base = data.with_name("base")
-    if case.lora:
-        _write_base(base, model, case.lora)
+    if case.trained:
+        _write_base(base, model, case.trained)
     return Recipe(
         name="bench",
-        init_from=str(base) if case.lora else "",
-        lora=Lora() if case.lora else None,
+        init_from=str(base) if case.trained else "",
+        lora=Lora() if case.trained.startswith("lora") else None,
+        state_tuning=StateTuning() if is_state else None,
         model=model,
-        data=Data(case.length, {"random": Source(str(data))}),
+        data=Data(
+            case.length,
+            {"random": Source(str(data))},
+            packing="documents" if is_state else "windows",
+        ),
         batch=Batch(case.batch * case.micro_batches, micro_batch=case.batch),
         schedule=Schedule(warmup=0),
         run=Run(_WARM_UP + steps, activation_checkpointing=case.activations),  # type: ignore[arg-type]
     )
 
 
-def _write_base(folder: Path, config: ModelConfig, lora: str) -> None:
+def _write_base(folder: Path, config: ModelConfig, trained: str) -> None:
     """A checkpoint of noise, the same in every matrix: to draw all numbers would take minutes."""
-    _, _, bits = lora.partition("-")
+    _, _, bits = trained.partition("-")
     quantization = Quantization.named(bits) if bits else None
     schemes = {} if quantization is None else schemes_of(config, quantization)
     noise = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))

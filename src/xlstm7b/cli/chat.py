@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from xlstm7b.cli import options
-from xlstm7b.cli.loading import name_of, open_model
+from xlstm7b.cli.loading import OpenedModel, name_of, open_model
 from xlstm7b.cli.options import option, sampling_options, stop_on_interrupt, to_target
 from xlstm7b.generate.params import SamplingParams
 
@@ -79,7 +79,7 @@ def chat(
             break
         try:
             if is_command:
-                _run_command(conversation, text)
+                _run_command(conversation, text, opened)
             else:
                 _answer(partial(conversation.say, text))
         except BrokenPipeError:  # nobody reads the answers any more
@@ -151,7 +151,7 @@ def _answer(stream: "Callable[..., Iterator[RequestOutput]]") -> None:
         _notify("Discarded the answer: the conversation is as it was before.")
 
 
-def _run_command(conversation: "Chat", line: str) -> None:
+def _run_command(conversation: "Chat", line: str, opened: OpenedModel) -> None:
     name, _, argument = line[1:].partition(" ")
     path = Path(argument.strip()).expanduser()
     if name in ("save", "load") and not argument.strip():
@@ -161,6 +161,7 @@ def _run_command(conversation: "Chat", line: str) -> None:
             conversation.save(to_target(path))
             _notify(f"Saved the conversation to {path}.")
         case "load":
+            opened.check_state(path)
             conversation.load(path)
             _notify(f"Loaded {path}.")
         case "retry":

@@ -204,6 +204,10 @@ def ppl(
     plot: Annotated[
         Path | None, typer.Option(help="PNG file for a plot of the loss over the position.")
     ] = None,
+    load_state: Annotated[
+        Path | None,
+        typer.Option(help="State file that every document continues.", rich_help_panel="Model"),
+    ] = None,
     batch_size: _BatchSize = "auto",
     adapter: options.Adapter = None,
     tokenizer: options.TokenizerPath = None,
@@ -221,6 +225,8 @@ def ppl(
     if not texts:
         raise ValueError("no text is given; name files or folders after the model")
     _check_peer(peer, tokenizer, adapter)
+    if peer is not None and load_state is not None:
+        raise ValueError("--load-state is for our model, not for a peer")
     target = None if output is None else to_target(output)
     picture = None if plot is None else to_target(plot)
     from xlstm7b.data.input_files import Columns, check_input_file, find_input_files
@@ -242,9 +248,16 @@ def ppl(
         print(found, file=sys.stderr)
     opened: Any
     scorer: Any
+    state = None
     if peer is None:
         opened = open_model(model, tokenizer, dtype, device, adapter=adapter)
-        info = run_info(_described(opened), tokenizer=_fingerprint(opened.folder, tokenizer))
+        if load_state is not None:
+            from xlstm7b.model.saved_state import SavedState
+
+            opened.check_state(load_state)
+            state = SavedState.load(load_state, opened.config, device="cpu")
+        described = _described(opened, load_state)
+        info = run_info(described, tokenizer=_fingerprint(opened.folder, tokenizer))
         scorer, encoder = Scorer(opened.load_model(), batch_size=rows), opened.tokenizer
     else:
         opened = Peer(peer, dtype, device)
@@ -252,7 +265,7 @@ def ppl(
         scorer = encoder = opened.load()
     with count_progress("reading", None, shown=True) as progress:
         documents = read_documents(texts, column)
-        measured = perplexity(scorer, encoder, documents, progress)
+        measured = perplexity(scorer, encoder, documents, progress, state=state)
     name = ", ".join(path.resolve().name for path in texts)
     with _printing(str(measured)):
         if target is not None:
@@ -470,8 +483,8 @@ def _fingerprint(folder: Path, tokenizer: Path | None) -> str:
     return tokenizer_fingerprint(tokenizer or in_folder)
 
 
-def _described(opened: OpenedModel) -> dict[str, Any]:
-    """The model for a results file. An adapter makes it another model."""
+def _described(opened: OpenedModel, state: Path | None = None) -> dict[str, Any]:
+    """The model for a results file. An adapter or a state to start from makes it another model."""
     from xlstm7b.evaluate.results import fingerprint
 
     found = fingerprint(opened.folder)
@@ -479,6 +492,11 @@ def _described(opened: OpenedModel) -> dict[str, Any]:
         both = found["fingerprint"] + opened.adapter.fingerprint
         found["fingerprint"] = hashlib.sha256(both.encode()).hexdigest()
         found["adapter"] = str(opened.adapter.folder)
+    if state is not None:
+        with state.open("rb") as file:
+            both = found["fingerprint"] + hashlib.file_digest(file, "sha256").hexdigest()
+        found["fingerprint"] = hashlib.sha256(both.encode()).hexdigest()
+        found["state"] = str(state)
     return found
 
 

@@ -134,6 +134,7 @@ def generate(
 
     state = None
     if load_state is not None:
+        opened.check_state(load_state)
         state = SavedState.load(load_state, opened.config, device=opened.device)
     request = Request(text or "", params, state=state).prepare(opened.config, opened.tokenizer)
     generator = opened.load()

@@ -75,6 +75,13 @@ class OpenedModel:
     batch_size: int
     adapter: "Adapter | None" = None
 
+    def check_state(self, path: Path) -> None:
+        """`ValueError` if a state file was trained for other weights."""
+        from xlstm7b.checkpoint import open_checkpoint
+        from xlstm7b.model.saved_state import check_state_weights
+
+        check_state_weights(path, open_checkpoint(self.folder))
+
     def load_model(self) -> "XLSTM":
         """Reads the weights."""
         from xlstm7b.model import XLSTM

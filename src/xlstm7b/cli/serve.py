@@ -168,6 +168,7 @@ def serve(
     _create_folder("--cache-folder", cache_folder)
     # 2. The engine and the server.
     from xlstm7b.chat_format import PlainFormat
+    from xlstm7b.checkpoint import open_checkpoint
     from xlstm7b.generate import Engine, StateStore
     from xlstm7b.serve.app import create_app
     from xlstm7b.serve.engine_thread import EngineThread
@@ -204,7 +205,7 @@ def serve(
     states = None
     if states_folder is not None:
         store = StateStore(states_folder, opened.config, int(states_gb * 1e9), evict=False)
-        states = SavedStates(store)
+        states = SavedStates(store, functools.cache(open_checkpoint(opened.folder).fingerprint))
     shown = name or name_of(model)
     service = Service(thread, chat_format, shown, limits, Metrics(thread, shown), states, adapters)
     accepted = ApiKeys(keys)

@@ -123,7 +123,10 @@ def train(
 
 def export(
     run: Annotated[Path, typer.Argument(help="Folder of a run.")],
-    folder: Annotated[Path, typer.Argument(help="Folder to write, in Hugging Face layout.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(help="Folder to write, in Hugging Face layout. For a state, the file."),
+    ],
     step: Annotated[
         str | None,
         typer.Option(
@@ -144,7 +147,8 @@ def export(
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face folder, for generate and transformers.
 
-    A LoRA run becomes an adapter in PEFT's format, for --adapter, merge and PEFT.
+    A LoRA run becomes an adapter in PEFT's format, for --adapter, merge and PEFT. A state tuning
+    run becomes a state file, for --load-state, /load in a chat and /v1/states of a server.
     """
     from xlstm7b.checkpoint import read_config, transformers_limits
     from xlstm7b.train.run_checkpoints import export_run
@@ -157,6 +161,9 @@ def export(
             raise ValueError(f"--step must be a number or best, not {step!r}")
         chosen = int(str(step))
     done = export_run(run, folder, step=chosen, dtype=to_dtype(dtype), tokenizer=tokenizer)
+    if folder.is_file():
+        print(f"wrote the state of step {done} of {run} to {folder}")
+        return
     is_adapter = (folder / "adapter_config.json").is_file()
     warnings = [] if is_adapter else transformers_limits(read_config(folder))
     if not (folder / "tokenizer.json").exists():

@@ -2,5 +2,5 @@
 
 from typing import Literal
 
-Packing = Literal["windows", "best-fit"]
-"""How documents become sequences: concatenated and cut, or kept whole and padded."""
+Packing = Literal["windows", "best-fit", "documents"]
+"""How documents become sequences: concatenated and cut, kept whole and padded, or one each."""

@@ -160,6 +160,7 @@ def validation_batches(
     *,
     rank: int = 0,
     world_size: int = 1,
+    packing: Packing = "windows",
     model: ModelConfig | None = None,
 ) -> Iterator[Batch]:
     """Every token of a folder as a target once, in the order on disk.
@@ -169,11 +170,14 @@ def validation_batches(
     """
     rows = _rows_per_rank(batch, rank, world_size)
     check_tokenizers({str(folder.path): folder}, model)
-    dataset = PackedDataset(folder, context_length=context_length, seed=None, **_tokens_of(model))
-    windows = -(-folder.tokens // context_length)
+    dataset = PackedDataset(
+        folder, context_length=context_length, seed=None, packing=packing, **_tokens_of(model)
+    )
+    # Other windows than "windows" end with the epoch.
+    tokens = folder.tokens if packing == "windows" else dataset.windows * context_length
     return (
-        _read_in_order(dataset, range(first, first + rows), folder.tokens)
-        for first in range(rank * rows, -(-windows // batch) * batch, batch)
+        _read_in_order(dataset, range(first, first + rows), tokens)
+        for first in range(rank * rows, -(-dataset.windows // batch) * batch, batch)
     )
 
 

@@ -14,7 +14,7 @@ it is always given.
 """
 
 from bisect import bisect_left, insort
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +61,11 @@ class PackedDataset:
     (mask 0, a reset where it begins). Every epoch has the same windows in another order. A
     piece sees nothing that is before it in its window, not even the start of its own document.
 
+    "documents": each document has a window of its own, and the rest of the window is padding.
+    Documents longer than T are split every T tokens, and each piece is read as a document: it
+    begins with the first token (without one, with an end of text). No state is reset before the
+    padding, so that a window may start from any state.
+
     `first_token` is the model's, None if it has none. `seed=None` keeps the order on disk. Tokens
     are copied once, from the memory maps into samples.
     The order of an epoch takes 12 bytes per document (two epochs are kept where they meet);
@@ -81,8 +86,10 @@ class PackedDataset:
             raise ValueError(f"the context length must be at least 1, not {context_length}")
         if seed is not None and not 0 <= seed < 2**64:
             raise ValueError(f"the seed must be from 0 to 2**64 - 1, not {seed}")
-        if packing not in ("windows", "best-fit"):
-            raise ValueError(f'packing must be "windows" or "best-fit", not {packing!r}')
+        if packing not in get_args(Packing):
+            raise ValueError(
+                f'packing must be "windows", "best-fit" or "documents", not {packing!r}'
+            )
         if folder.tokens < 1:
             raise ValueError(f"{folder.path} holds no documents")
         # Plain views of the memory maps: slicing an np.memmap takes a microsecond longer.
@@ -93,11 +100,17 @@ class PackedDataset:
         self.context_length, self.padding_token = context_length, padding_token
         self._has_first = first_token is not None
         self._first_input = folder.eos_token_id if first_token is None else first_token
-        self._layout: _Layout = (
-            _Windows(self._ends, context_length, seed)
-            if packing == "windows"
-            else _BestFit(self._ends, context_length, seed)
-        )
+        self._is_alone = packing == "documents"
+        self._layout: _Layout
+        if packing == "windows":
+            self._layout = _Windows(self._ends, context_length, seed)
+        else:
+            self._layout = _Pieces(self._ends, context_length, seed, join=not self._is_alone)
+
+    @property
+    def windows(self) -> int:
+        """The windows of an epoch. The last one may reach into the next, with "windows"."""
+        return self._layout.windows
 
     def sample(self, index: int) -> Sample:
         """Sample `index` ≥ 0."""
@@ -130,17 +143,22 @@ class PackedDataset:
                 into.mask[first:end] = mask[span]
         into.tokens[1:filled] = into.targets[: filled - 1]
         into.tokens[firsts] = self._first_input
+        into.resets[filled : filled + 1] = True
+        if not self._has_first:
+            into.mask[firsts[starts == 0]] = False
+        if self._is_alone:
+            return
         for cut in np.flatnonzero(starts):
             into.tokens[firsts[cut]] = self._tokens[shards[cut]][offsets[cut] - 1]
         into.resets[firsts] = (starts == 0) | (firsts > 0)
-        into.resets[filled : filled + 1] = True
         if not self._has_first:
             before = firsts[starts == 0]  # the positions before documents
-            into.mask[before] = False
             into.resets[before[before + 1 < self.context_length] + 1] = True
 
 
 class _Layout(Protocol):
+    windows: int  # in an epoch
+
     def pieces(self, index: int) -> Pieces:
         """The pieces of documents in window `index`, in order."""
 
@@ -156,6 +174,7 @@ class _Windows:
     def __init__(self, shard_ends: list[Lengths], context_length: int, seed: int | None) -> None:
         self._shard_ends, self._context_length, self._seed = shard_ends, context_length, seed
         self._epoch_length = sum(int(ends[-1]) for ends in shard_ends)
+        self.windows = -(-self._epoch_length // context_length)
         self._epochs: dict[int, _Epoch] = {}
         self._page_size = max(1, min(_PAGE_WINDOWS, self._epoch_length // context_length))
         self._page, self._order = -1, permutation(0, None, 0)
@@ -198,10 +217,12 @@ class _Windows:
         return self._epochs[number]
 
 
-class _BestFit:
-    """Whole documents, where they fit."""
+class _Pieces:
+    """Whole documents, where they fit. With `join`, several in one window."""
 
-    def __init__(self, shard_ends: list[Lengths], context_length: int, seed: int | None) -> None:
+    def __init__(
+        self, shard_ends: list[Lengths], context_length: int, seed: int | None, *, join: bool
+    ) -> None:
         self._seed = seed
         lengths = _lengths(shard_ends)
         counts = -(-lengths // context_length)
@@ -209,16 +230,19 @@ class _BestFit:
         number = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)
         starts = number * context_length
         stops = np.minimum(starts + context_length, lengths[documents])
-        windows = best_fit_decreasing(stops - starts, context_length)
+        windows = np.arange(len(documents))
+        if join:
+            windows = best_fit_decreasing(stops - starts, context_length)
         order = np.argsort(windows, kind="stable")
         self._pieces = documents[order], starts[order], stops[order]
-        self._edges = np.searchsorted(windows[order], np.arange(windows.max() + 2))
+        self.windows = int(windows.max()) + 1
+        self._edges = np.searchsorted(windows[order], np.arange(self.windows + 1))
         self._epoch, self._order = -1, permutation(0, None, 0)
 
     def pieces(self, index: int) -> Pieces:
-        epoch, slot = divmod(index, len(self._edges) - 1)
+        epoch, slot = divmod(index, self.windows)
         if epoch != self._epoch:
-            self._order = permutation(len(self._edges) - 1, self._seed, epoch)
+            self._order = permutation(self.windows, self._seed, epoch)
             self._epoch = epoch
         window = int(self._order[slot])
         documents, starts, stops = self._pieces

@@ -16,6 +16,7 @@ from torch import Tensor
 from xlstm7b.data.input_files import Columns, find_input_files, read_batches
 from xlstm7b.evaluate.peer import Peer
 from xlstm7b.evaluate.scoring import Progress, Scorer
+from xlstm7b.model.saved_state import SavedState
 from xlstm7b.report import figure, table
 from xlstm7b.tokenizer import Tokenizer
 
@@ -91,16 +92,21 @@ def perplexity(
     tokenizer: Tokenizer | Peer,
     documents: Iterable[str],
     progress: Progress | None = None,
+    *,
+    state: SavedState | None = None,
 ) -> Perplexity:
-    """Scores every document from its beginning to its end, each one from a fresh state.
+    """Scores every document from its beginning to its end, each from a new state or from `state`.
 
-    For a model without a first token, a document's first token is given: it has no loss, and its
-    bytes do not count.
+    For a model without a first token, the first token of a document that continues no state is
+    given: it has no loss, and its bytes do not count.
     """
+    options: dict[str, Any] = {}
     if isinstance(scorer, Peer):
         first_is_given = not scorer.has_first_token
     else:
-        first_is_given = not scorer.config.force_bos_token_insert
+        first_is_given = state is None and not scorer.config.force_bos_token_insert
+        options = {"state": state}
+    continues = {"continues": True} if state is not None and state.has_text else {}
     count = size = held = 0
     text = hashlib.sha256()
     sums = torch.zeros(64, dtype=torch.float64)
@@ -108,7 +114,7 @@ def perplexity(
     waiting: list[list[int]] = []
 
     def score_waiting() -> None:
-        for logprobs in scorer.logprobs(waiting, progress):
+        for logprobs in scorer.logprobs(waiting, progress, **options):
             buckets = _bucket_of_positions(len(logprobs))
             sums.index_add_(0, buckets, -logprobs.double())
             counts.index_add_(0, buckets, torch.ones_like(buckets))
@@ -118,7 +124,7 @@ def perplexity(
         content = document.encode()
         count, size = count + 1, size + len(content)
         text.update(hashlib.sha256(content).digest())
-        waiting.append(tokenizer.encode(document))
+        waiting.append(tokenizer.encode(document, **continues))
         if first_is_given and waiting[-1]:
             size -= _first_bytes(tokenizer, document, waiting[-1][0])
         held += len(waiting[-1])

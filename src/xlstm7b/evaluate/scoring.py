@@ -17,6 +17,7 @@ from torch import Tensor
 
 from xlstm7b.evaluate.prefix_tree import Node, PrefixTree
 from xlstm7b.model import XLSTM, ModelState
+from xlstm7b.model.saved_state import SavedState
 from xlstm7b.tokenizer import check_tokens, with_first_token
 
 Progress = Callable[[int], None]
@@ -110,42 +111,84 @@ class Scorer:
 
     @torch.inference_mode()
     def logprobs(
-        self, documents: Sequence[Sequence[int]], progress: Progress | None = None
+        self,
+        documents: Sequence[Sequence[int]],
+        progress: Progress | None = None,
+        *,
+        state: SavedState | None = None,
     ) -> list[Tensor]:
         """Log-probability of each token of each document, given the tokens before it; on the CPU.
 
-        A document's first token has one only if the model has a first token of its own.
-        Several documents lie end to end in one row, with a state reset between them. Rows are read
-        chunk by chunk, so a document may have any length: no window is used.
+        A document's first token has one only if the model has a first token of its own, or with a
+        `state`: then every document continues that state, which has one row.
+        Without a state, several documents lie end to end in one row, with a reset between them.
+        Rows are read chunk by chunk, so a document may have any length: no window is used.
         """
-        texts = []
+        if state is not None:
+            state.check_model(self.config)
+            if len(state) != 1:
+                raise ValueError(f"documents continue one state, not {len(state)}")
+        texts: list[Sequence[int]] = []
         for document in documents:
             check_tokens(self.config, document)
-            texts.append(with_first_token(self.config, document) if document else [])
+            is_new = document and state is None
+            texts.append(with_first_token(self.config, document) if is_new else document)
         # 1. Lay the documents out in rows, the longest row first.
-        packed = _pack([max(0, len(text) - 1) for text in texts], self.batch_size)
+        lengths = [max(0, len(text) - 1) for text in texts]
+        if state is None:
+            groups = [_pack(lengths, self.batch_size)]
+        else:
+            order = sorted((n for n in range(len(texts)) if lengths[n]), key=lambda n: -lengths[n])
+            groups = [[[n] for n in batch] for batch in in_batches(order, self.batch_size)]
+        # 2. Read them chunk by chunk, and take the rows apart again.
+        found: dict[int, Tensor] = {}
+        for packed in groups:
+            for row, result in zip(
+                packed, self._read_rows(packed, texts, state, progress), strict=True
+            ):
+                found.update(zip(row, result.split([lengths[n] for n in row]), strict=True))
+        scored = [found.get(index, torch.zeros(0)) for index in range(len(documents))]
+        if state is None:
+            return scored
+        # 3. The state's logits score the first tokens.
+        first = state.logits[0].log_softmax(-1).to("cpu", self.dtype)
+        return [
+            torch.cat([first[list(text[:1])], rest.to(self.dtype)])
+            for text, rest in zip(texts, scored, strict=True)
+        ]
+
+    def _read_rows(
+        self,
+        packed: Sequence[Sequence[int]],
+        texts: Sequence[Sequence[int]],
+        start: SavedState | None,
+        progress: Progress | None,
+    ) -> list[Tensor]:
+        """Log-probabilities of the tokens of rows of texts, but the first of each text."""
         inputs = [[token for n in row for token in texts[n][:-1]] for row in packed]
         targets = [[token for n in row for token in texts[n][1:]] for row in packed]
         starts = [[at == 1 for n in row for at in range(1, len(texts[n]))] for row in packed]
-        # 2. Read them chunk by chunk.
-        state = self._new_state(len(packed))
+        if start is None:
+            state = self._new_state(len(packed))
+        else:
+            state = start.model_state.to(self.device).fork(len(packed))
         results = [torch.zeros(len(row), dtype=self.dtype) for row in inputs]
         for chunk in self._chunks(MAX_CHUNK_TOKENS, inputs, targets, starts):
             tokens, wanted, resets = chunk.tensors
             rows = state.rows(0, chunk.rows)
             logprobs, after = self.model.token_logprobs(
-                tokens, wanted, rows, resets=resets.bool(), lengths=chunk.lengths
+                tokens,
+                wanted,
+                rows,
+                resets=resets.bool() if start is None else None,
+                lengths=chunk.lengths,
             )
             rows.copy_(after)
             for result, part, size in zip(results, logprobs.cpu(), chunk.sizes, strict=False):
                 result[chunk.start : chunk.start + size] = part[:size]
             if progress is not None:
                 progress(sum(chunk.sizes))
-        # 3. Take the rows apart again.
-        found: dict[int, Tensor] = {}
-        for row, result in zip(packed, results, strict=True):
-            found.update(zip(row, result.split([len(texts[n]) - 1 for n in row]), strict=True))
-        return [found.get(index, torch.zeros(0)) for index in range(len(documents))]
+        return results
 
     def _read_separately(self, contexts: Sequence[Sequence[int]]) -> Iterator[_Contexts]:
         """Reads each context in a row of its own."""

@@ -105,7 +105,8 @@ class Chat:
         if base.started:
             prompt = without_prefix(self._format.next_prompt(text), base.overread)
         else:
-            separator = "" if base.state is None else "\n"  # after a text that was read before
+            # After a text that was read before.
+            separator = "\n" if base.state is not None and base.state.has_text else ""
             prompt = separator + self._format.first_prompt(self._system, text)
         if params.seed is not None:
             seed = params.seed + base.exchanges + (attempt << 32)

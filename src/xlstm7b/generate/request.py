@@ -118,8 +118,11 @@ class Request:
         prompt = self.prompt
         if not is_prompt(prompt):
             raise ValueError("a prompt must be a string or a list of ids")
-        continues = self.state is not None
-        ids = _encode(tokenizer, prompt, continues) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            continues = self.state is not None and self.state.has_text
+            ids = _encode(tokenizer, prompt, continues)
+        else:
+            ids = list(prompt)
         if not is_prompt([*self.previous_prompt, *self.previous_output]):
             raise ValueError("previous_prompt and previous_output must be lists of ids")
         for tokens in (ids, self.previous_prompt, self.previous_output):

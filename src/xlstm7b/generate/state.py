@@ -1,174 +1,35 @@
-"""SavedState: a model state and the logits after it. StateStore: saved states as files."""
+"""StateStore: saved states as files in one folder."""
 
-import json
 import os
 import re
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from xlstm7b import accounting
 from xlstm7b.config import ModelConfig
-from xlstm7b.files import opened_safetensors, write_safetensors
-from xlstm7b.model import ModelState
+from xlstm7b.files import opened_safetensors
+from xlstm7b.model.saved_state import (
+    OWN_NOTES,
+    SavedState,
+    read_metadata,
+    read_tokens_seen,
+    to_device,
+)
 
-_FORMAT = "xlstm7b-state-1"
-_OWN_NOTES = ("format", "config", "tokens_seen")
+__all__ = ["SavedState", "StateStore", "StoreFull", "StoredState", "state_bytes", "to_device"]
+
 _NAME = re.compile(r"[\w-]{1,200}", re.ASCII)  # of a stored state: never a path
-
-
-@dataclass(frozen=True)
-class SavedState:
-    """Everything needed to continue some token sequences, one per row, without reading them again.
-
-    The size does not depend on how many tokens were read. `logits` [B, V] follow the last token.
-    """
-
-    config: ModelConfig
-    model_state: ModelState
-    logits: Tensor
-
-    def __len__(self) -> int:
-        return len(self.logits)
-
-    @property
-    def tokens_seen(self) -> list[int]:
-        """How many tokens each row has read."""
-        seen: list[int] = self.model_state.tokens_seen.tolist()
-        return seen
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return self.model_state.nbytes + self.logits.nbytes
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """The state on another device. With `non_blocking`, synchronize before a CPU uses it."""
-        logits = to_device(self.logits, device)
-        return self._with(self.model_state.to(device, non_blocking=non_blocking), logits)
-
-    def clone(self) -> Self:
-        """A copy that shares no memory with this one."""
-        return self._with(self.model_state.clone(), self.logits.clone())
-
-    def fork(self, n: int) -> Self:
-        """n copies of each row, next to each other: row r becomes rows r·n … r·n + n − 1."""
-        return self._with(self.model_state.fork(n), self.logits.repeat_interleave(n, dim=0))
-
-    def select(self, rows: Sequence[int] | Tensor) -> Self:
-        """The given rows, in the given order; a row may appear several times."""
-        model_state = self.model_state.select(rows)
-        index = torch.as_tensor(rows, dtype=torch.long, device=self.logits.device)
-        return self._with(model_state, self.logits.index_select(0, index))
-
-    @classmethod
-    def cat(cls, states: Sequence[Self]) -> Self:
-        """The rows of several states of one model, in order."""
-        if not states:
-            raise ValueError("there are no states to join")
-        first = states[0]
-        if len(states) == 1:
-            return first
-        for state in states[1:]:
-            state.check_model(first.config)
-        model_state = ModelState.cat([state.model_state for state in states])
-        return first._with(model_state, torch.cat([state.logits for state in states]))
-
-    def check_model(self, config: ModelConfig) -> None:
-        """Raises a `ValueError` that names what differs if this is another model's state."""
-        if self.config != config:
-            raise ValueError(f"this state was saved by another model: {_differences(self, config)}")
-
-    def save(self, path: str | Path, **notes: str) -> None:
-        """Writes one safetensors file; an existing file is replaced only when it is complete.
-
-        Notes are strings for the caller's own use; `read_notes` returns them.
-        """
-        for name, note in notes.items():
-            if not isinstance(note, str):
-                raise ValueError(f"the note {name!r} must be a string, not {note!r}")
-            note.encode()  # half a surrogate pair could not be read back
-        blocks = self.model_state.blocks
-        tensors = {
-            name: torch.stack(parts, dim=1).cpu()
-            for name, parts in zip(blocks[0]._fields, zip(*blocks, strict=True), strict=True)
-        }
-        tensors["logits"] = self.logits.cpu()
-        metadata = {
-            **notes,
-            "format": _FORMAT,
-            "config": json.dumps(self.config.to_dict()),
-            "tokens_seen": json.dumps(self.tokens_seen),
-        }
-        write_safetensors(Path(path), tensors, metadata)
-
-    @classmethod
-    def load(
-        cls, path: str | Path, config: ModelConfig, *, device: torch.device | str | None = None
-    ) -> Self:
-        """Reads what `save` wrote. `ValueError` for another model's state or another file."""
-        path = Path(path)
-        with opened_safetensors(path) as file:
-            metadata = _metadata(path, file)
-            saved = cls(_config(path, metadata), ModelState((), torch.empty(0)), torch.empty(0))
-            spelled = ModelConfig.from_dict(config.to_dict())  # as `save` does it
-            if saved.config != spelled:
-                raise ValueError(
-                    f"{path} was saved from another model: {_differences(saved, spelled)}"
-                )
-            seen = _tokens_seen(path, metadata)
-            own = config.state_parts()
-            shapes = {name: (config.num_blocks, *part.shape) for name, part in own.items()}
-            shapes["logits"] = (config.vocab_size,)
-            parts = {}
-            for name, shape in shapes.items():
-                if name not in file.keys():  # noqa: SIM118 (the handle is no dict)
-                    raise ValueError(f"{path} is damaged: it has no {name!r}")
-                tensor = file.get_tensor(name)
-                if tensor.shape != (len(seen), *shape) or not tensor.is_floating_point():
-                    kind = f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")
-                    raise ValueError(f"{path} is damaged: its {name!r} is {kind}")
-                if name in own and not own[name].narrow:  # older versions kept n and m narrow
-                    tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-                # A clone: the file is memory-mapped, and may be replaced while the state is used.
-                parts[name] = tensor.clone().to(device or torch.get_default_device())
-        logits = parts.pop("logits")
-        blocks = zip(*(part.unbind(1) for part in parts.values()), strict=True)
-        block_state = type(ModelState.zeros(config, 1, device="meta").blocks[0])
-        model_state = ModelState(
-            tuple(block_state(*block) for block in blocks), torch.tensor(seen, device=logits.device)
-        )
-        return cls(config, model_state, logits)
-
-    @staticmethod
-    def read_notes(path: str | Path) -> dict[str, str]:
-        """The notes that `save` was given."""
-        with opened_safetensors(Path(path)) as file:
-            metadata = _metadata(Path(path), file)
-        return {name: note for name, note in metadata.items() if name not in _OWN_NOTES}
-
-    def _with(self, model_state: ModelState, logits: Tensor) -> Self:
-        return type(self)(self.config, model_state, logits)
 
 
 def state_bytes(config: ModelConfig, state_dtype: torch.dtype = torch.float32) -> int:
     """Bytes of the `SavedState` of one row, with C in `state_dtype`."""
     cells = accounting.state_bytes(config, state_dtype.itemsize)["total"]
     return cells + 4 * config.vocab_size + 8
-
-
-def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on a device, without waiting. From a GPU it goes to pinned host memory."""
-    if tensor.is_cuda and torch.device(device).type == "cpu":
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return copy.copy_(tensor, non_blocking=True)
-    return tensor.to(device, non_blocking=True)
 
 
 class StoreFull(RuntimeError):  # noqa: N818 (a condition of the store, not a fault)
@@ -239,11 +100,11 @@ class StateStore:
         try:
             status = path.stat()
             with opened_safetensors(path) as file:
-                metadata = _metadata(path, file)
-            seen = _tokens_seen(path, metadata)
+                metadata = read_metadata(path, file)
+            seen = read_tokens_seen(path, metadata)
         except (OSError, ValueError) as error:
             raise KeyError(name) from error
-        notes = {key: note for key, note in metadata.items() if key not in _OWN_NOTES}
+        notes = {key: note for key, note in metadata.items() if key not in OWN_NOTES}
         return StoredState(name, status.st_mtime, seen, status.st_size, notes)
 
     def list(self) -> list[StoredState]:
@@ -300,36 +161,3 @@ class StateStore:
         if not name.startswith(self._prefix) or not _NAME.fullmatch(name):
             raise KeyError(name)
         return self.folder / f"{name}.safetensors"
-
-
-def _metadata(path: Path, file: Any) -> dict[str, str]:
-    metadata: dict[str, str] = file.metadata() or {}
-    if metadata.get("format") != _FORMAT:
-        raise ValueError(f"{path} holds no saved state")
-    return metadata
-
-
-def _config(path: Path, metadata: dict[str, str]) -> ModelConfig:
-    try:
-        return ModelConfig.from_dict(json.loads(metadata["config"]))
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: it does not say which model it is of") from error
-
-
-def _differences(state: SavedState, config: ModelConfig) -> str:
-    parts = []
-    for field in fields(config):
-        theirs, ours = getattr(state.config, field.name), getattr(config, field.name)
-        if theirs != ours:
-            parts.append(f"it has {field.name} {theirs!r}, the loaded model {ours!r}")
-    return "; ".join(parts)
-
-
-def _tokens_seen(path: Path, metadata: dict[str, str]) -> list[int]:
-    try:
-        seen = json.loads(metadata["tokens_seen"])
-    except (KeyError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: it does not say how much it has read") from error
-    if not isinstance(seen, list) or not all(type(n) is int and 0 <= n < 1 << 63 for n in seen):
-        raise ValueError(f"{path} is damaged: it has read {seen} tokens")
-    return seen

@@ -26,6 +26,7 @@ from xlstm7b.checkpoint import (
     companions,
     open_checkpoint,
     resolve,
+    same_weights,
     save_checkpoint,
 )
 from xlstm7b.config import ModelConfig
@@ -209,18 +210,10 @@ def save_adapter(
 
 
 def check_base(adapter: Adapter, base: Checkpoint) -> None:
-    """`ValueError` if the adapter was trained on other weights.
-
-    The matrices are compared if both or none are quantised in the same way: an adapter that was
-    trained on quantised weights may be used on the floats that they were made of.
-    """
+    """`ValueError` if the adapter was trained on other weights (see `same_weights`)."""
     if not adapter.base:
         return
-    ours, theirs = base.fingerprint(), adapter.base
-    compared = ["others"]
-    if ours["quantization"] == theirs.get("quantization"):
-        compared.append("matrices")
-    if any(ours[kind] != theirs.get(kind) for kind in compared):
+    if not same_weights(base.fingerprint(), adapter.base):
         where = f", {adapter.base_name}" if adapter.base_name else ""
         raise ValueError(
             f"{adapter.folder} was trained on other weights than those in {base.folder}: give the "

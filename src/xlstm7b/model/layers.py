@@ -54,6 +54,9 @@ class MLSTMStack(nn.Module):
             block.from_config(config, **block_options) for _ in range(num_blocks)
         )
         self.out_norm = find("norm", config.norm)(dim, config.norm_eps)
+        # A module that makes a `ModelState` for a number of rows, which then start from it instead
+        # of from zeros: see `initial_state.py`.
+        self.initial_state: nn.Module | None = None
         check_initialised(self)
 
     @classmethod
@@ -86,6 +89,8 @@ class MLSTMStack(nn.Module):
             x = self.embeddings(x)
         _check_vectors(x, self.dim)
         batch, length = x.shape[:2]
+        if state is None and self.initial_state is not None:
+            state = self.initial_state(batch)
         # Without a state, each layer makes its own, for the heads that it has.
         before: Sequence[BlockState | None] = [None] * len(self.blocks)
         seen = torch.zeros(batch, dtype=torch.long, device=x.device)

@@ -34,6 +34,7 @@ from xlstm7b.tokenizer import CachingEncoder, Tokenizer, check_tokens
 
 router = APIRouter()
 _SHORT = 4096  # tokens or characters
+_MAX_STATE_HEADER = 1 << 20  # bytes of a state file besides its numbers
 # Grammars that take long to compile do not hold up other work in threads.
 _GRAMMARS = ThreadPoolExecutor(4, thread_name_prefix="prepare")
 _Result = TypeVar("_Result")
@@ -176,7 +177,7 @@ async def _read_chat(service: Service, body: ChatBody) -> _Input:
     chat_format = service.find_model(body.model).chat_format
     state, text_after_answer = await _load_state(service, body)
     _check_messages(service, body.messages)
-    if state is None:
+    if state is None or not state.has_text:
         text = _render(chat_format, body.messages)
     else:
         message, *others = body.messages
@@ -217,7 +218,7 @@ async def _encode(
         raise ApiError(400, "there is no prompt", param="prompt")
     is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
     prompts = cast("list[str | list[int]]", [prompt] if is_one else prompt)
-    encode = partial(service.encoder.encode, continues=state is not None)
+    encode = partial(service.encoder.encode, continues=state is not None and state.has_text)
     token_ids = await _off_loop(
         lambda: [encode(one) if isinstance(one, str) else one for one in prompts],
         size=sum(map(len, prompts)),
@@ -538,6 +539,25 @@ async def save_state(body: TextBody, http: HttpRequest) -> dict[str, Any]:
             text_after_answer = _start_of_next_turn(model.chat_format, body.messages)
         save = partial(states.save, completion.state, text_after_answer, model.fingerprint)
         return await asyncio.to_thread(save)
+
+
+@router.put(protocol.UPLOAD_PATH)
+async def upload_state(http: HttpRequest) -> dict[str, Any]:
+    """Save a state file, such as one of state tuning. The body is the file."""
+    service: Service = http.app.state.service
+    states, seconds = service.saved_states(), service.limits.upload_seconds
+    most = state_bytes(service.config) + _MAX_STATE_HEADER
+    content = bytearray()
+    with states.in_memory.count():
+        try:
+            async with asyncio.timeout(seconds):
+                async for piece in http.stream():
+                    content += piece
+                    if len(content) > most:
+                        raise ApiError(413, f"a state of this model has at most {most} bytes")
+        except TimeoutError as error:
+            raise ApiError(408, f"the file did not arrive within {seconds:g} s") from error
+        return await asyncio.to_thread(states.upload, bytes(content))
 
 
 @router.get("/v1/states")

@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xlstm7b.serve.prometheus import Metrics
-from xlstm7b.serve.protocol import ApiError, Limiter, Limits
+from xlstm7b.serve.protocol import UPLOAD_PATH, ApiError, Limiter, Limits
 
 _LOG = logging.getLogger("xlstm7b.serve")
 _OPEN_PATH = "/health"  # needs no key and has no limits: supervisors call it
@@ -116,6 +116,8 @@ class ApiKeys:
 class Gate:
     """Checks host and API key, limits requests at the same time, and reads bodies within limits.
 
+    The route that takes a state file reads its body itself, with limits of its own.
+
     local_only: refuse a `Host` header that is neither localhost nor an IP address. A web page can
         let its own host name resolve to this machine (DNS rebinding), and its scripts could then
         read our responses; the browser still sends the page's name. With keys this is not needed:
@@ -139,8 +141,9 @@ class Gate:
                 return
             self._check_key(headers)
             with self._running.count():
-                read = await self._read_body(scope["method"], headers, receive)
-                await self._app(scope, read, send)
+                if (scope["method"], scope["path"]) != ("PUT", UPLOAD_PATH):
+                    receive = await self._read_body(scope["method"], headers, receive)
+                await self._app(scope, receive, send)
         except ApiError as error:
             await refuse(scope, error)(scope, receive, send)
 

@@ -64,6 +64,7 @@ class ErrorAnswer(BaseModel):
 
 MAX_CHOICES = 128
 MAX_MESSAGES = 1 << 16  # the most that `Limits.messages` may be
+UPLOAD_PATH = "/v1/states"  # with PUT, for a state file
 _MAX_ENTRIES = 1024  # of a JSON object
 _SCHEMA_FIELDS = {"name", "schema", "description", "strict"}  # of response_format.json_schema
 
@@ -75,6 +76,7 @@ class Limits:
     body_bytes: int = 4 << 20
     body_seconds: float = 30.0
     messages: int = 4096
+    upload_seconds: float = 300.0  # for a state file
     requests: int = 512  # HTTP requests at the same time
     prompt_tokens: int = 1 << 20  # of all choices together
     new_tokens: int = 1 << 16  # of each choice

@@ -27,6 +27,7 @@ def validation_loss(
         rows,
         rank=dist.get_rank() // layout.tp,
         world_size=layout.data_parallel,
+        packing="documents" if recipe.data.packing == "documents" else "windows",
         model=recipe.model,
     )
     sums = torch.zeros(2, length, dtype=torch.float64, device=device)

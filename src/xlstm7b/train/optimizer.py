@@ -16,9 +16,10 @@ _FUSED_ON = {"cuda", "cpu", "mps", "xpu"}
 def is_decayed(name: str, parameter: Tensor) -> bool:
     """True if weight decay applies: to every matrix, those of the gates and the head included.
 
-    Not to the embedding, norms and biases (paper, appendix B; so in the authors' code).
+    Not to the embedding, norms and biases (paper, appendix B; so in the authors' code), nor to a
+    state.
     """
-    return parameter.dim() >= 2 and "embeddings" not in name.split(".")
+    return parameter.dim() >= 2 and not {"embeddings", "initial_state"} & {*name.split(".")}
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

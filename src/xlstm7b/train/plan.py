@@ -29,6 +29,11 @@ With `[lora]` the model is frozen, and only the adapter's numbers are trained:
   weights, the largest matrix as floats with its temporaries
 - activations: also `rank` values for each matrix, and its dropped-out input if there is dropout
 - head: without a gradient; a quantised one is dequantised
+
+With `[state_tuning]` the model is frozen in the same way, and only the initial state is trained:
+
+- weights, gradients, adamw: those of the state; gathered: also a copy of it in float32
+- cell: also the initial state and its gradient for each row of a micro-batch, in float32
 """
 
 import json
@@ -44,6 +49,8 @@ from xlstm7b.accounting import (
     lora_parameters,
     lora_training_flops,
     parameter_counts,
+    state_tuning_flops,
+    state_tuning_parameters,
     training_flops,
 )
 from xlstm7b.config import ModelConfig
@@ -117,6 +124,9 @@ def trained_parameters(recipe: Recipe) -> int:
     """The parameters that are not frozen."""
     if recipe.lora is not None:
         return lora_parameters(recipe.model, recipe.lora.targets, recipe.lora.rank)
+    if recipe.state_tuning is not None:
+        tuning = recipe.state_tuning
+        return state_tuning_parameters(recipe.model, tuning.layers or None, tuning.rank)
     return parameter_counts(recipe.model)["total"]
 
 
@@ -125,6 +135,8 @@ def sequence_flops(recipe: Recipe) -> int:
     length, lora = recipe.data.context_length, recipe.lora
     if lora is not None:
         return lora_training_flops(recipe.model, length, lora.targets, lora.rank)
+    if recipe.state_tuning is not None:
+        return state_tuning_flops(recipe.model, length)
     return training_flops(recipe.model, length)
 
 
@@ -154,21 +166,24 @@ def memory_per_gpu(recipe: Recipe, layout: Layout) -> dict[str, int]:
     pieces = min(_LOGITS_PER_PIECE, tokens * config.vocab_size)
     gathered = is_gathered * itemsize * (3 * block + ends + counts["head"])
     head = 4 * (_HEAD_BUFFERS * pieces + counts["head"])
+    cell = itemsize * states * state
     frozen = 0
-    if recipe.lora is not None:
+    if recipe.is_frozen:
         kept += _kept_by_lora(recipe)
         frozen, gathered, head = _frozen_memory(recipe, layout, itemsize)
         head += 4 * _HEAD_BUFFERS * min(_LOGITS_PER_FROZEN_PIECE, pieces)
         local = -(-trained_parameters(recipe) // layout.dp_shard)
-        gathered += itemsize * trained_parameters(recipe)
+        gathered += (4 if recipe.lora is None else itemsize) * trained_parameters(recipe)
+    if recipe.state_tuning is not None:
+        cell += 2 * 4 * micro * config.num_blocks * state
     parts = {
-        **({"frozen": frozen} if recipe.lora is not None else {}),
+        **({"frozen": frozen} if recipe.is_frozen else {}),
         "weights": 4 * local,
         "gradients": 4 * local,
         "adamw": 8 * local,
         "gathered": gathered,
         "activations": itemsize * tokens * kept,
-        "cell": itemsize * states * state,
+        "cell": cell,
         "head": head,
     }
     return {**parts, "total": sum(parts.values())}
@@ -176,7 +191,8 @@ def memory_per_gpu(recipe: Recipe, layout: Layout) -> dict[str, int]:
 
 def _kept_by_lora(recipe: Recipe) -> int:
     """Values that all blocks keep for each token because of LoRA; with `block`, one block."""
-    assert recipe.lora is not None
+    if recipe.lora is None:
+        return 0
     shapes = adapted_shapes(recipe.model, recipe.lora.targets).values()
     kept = sum(recipe.lora.rank + bool(recipe.lora.dropout) * columns for _, columns in shapes)
     once = recipe.run.activation_checkpointing == "block"
@@ -247,7 +263,7 @@ def key_steps(recipe: Recipe) -> list[int]:
 
 def _frozen(recipe: Recipe, trained: int) -> dict[str, Any]:
     """What is frozen and what is trained, if that is not everything."""
-    if recipe.lora is None:
+    if not recipe.is_frozen:
         return {}
     quantized = _quantization(recipe.init_from)
     weights = "float32" if recipe.run.precision == "float32" else "bfloat16"

@@ -11,6 +11,7 @@ Nothing is ignored or guessed: an unknown setting, a wrong type or a value out o
 `ValueError` of one sentence that names the setting.
 """
 
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
@@ -113,7 +114,8 @@ class Data:
     """Sequences to read of each set of held-out text at each validation. 0: all."""
     packing: Packing = "windows"
     """How documents become sequences. `windows` joins all documents and cuts them at the context
-    length. `best-fit` keeps documents whole where they fit, and pads."""
+    length. `best-fit` keeps documents whole where they fit, and pads. `documents` gives each
+    document a sequence of its own, and pads; longer ones are cut, and each part is a document."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -269,6 +271,20 @@ class Lora:
             raise ValueError("lora.targets is empty; name at least one layer")
 
 
+@section
+class StateTuning:
+    """State tuning: the weights of `init_from` are frozen, and the state that every text starts
+    from is trained."""
+
+    layers: tuple[AtLeast0, ...] = ()
+    """Numbers of the blocks whose C and n are trained, from 0. The others start from zeros. Empty:
+    all."""
+    rank: AtLeast0 = 0
+    """Rank of each head's C, as a product of two matrices. 0: all numbers of C."""
+    init_state: str = ""
+    """State file to start from, such as one of `generate --save-state`. Empty: zeros."""
+
+
 class Layout(NamedTuple):
     """The device mesh, one process per GPU: replicas of shards of tensor-parallel groups."""
 
@@ -371,6 +387,7 @@ class Recipe:
     schedule: Schedule = Schedule()
     parallel: Parallel = Parallel()
     lora: Lora | None = None
+    state_tuning: StateTuning | None = None
     init_from: str = ""
     """Where the first weights come from: a checkpoint folder or a hub id. With `start_step`, the
     folder of a run. `[model]` may then be left out. Empty: new weights."""
@@ -401,25 +418,58 @@ class Recipe:
                 raise ValueError(
                     f"parallel.tp ({self.parallel.tp}) does not divide the {what} ({size})"
                 )
+        if self.lora is not None and self.state_tuning is not None:
+            raise ValueError("[lora] and [state_tuning] cannot be combined: leave one of them out")
+        if self.is_frozen:
+            self._check_frozen("[state_tuning]" if self.lora is None else "[lora]")
         if self.lora is not None:
             self._check_lora(self.lora)
+        if self.state_tuning is not None:
+            self._check_state_tuning(self.state_tuning)
         if -1 not in (self.parallel.dp_shard, self.parallel.dp_replicate):
             self.layout()
 
-    def _check_lora(self, lora: Lora) -> None:
+    def _check_frozen(self, name: str) -> None:
         if not self.init_from:
-            raise ValueError("[lora] needs init_from: the folder of the weights to adapt")
+            raise ValueError(f"{name} needs init_from: the folder of the weights to adapt")
         if self.start_step:
-            raise ValueError("[lora] starts at step 0: leave start_step out")
+            raise ValueError(f"{name} starts at step 0: leave start_step out")
         if self.parallel.tp > 1:
             raise ValueError(
-                f"[lora] cannot be split over tensor-parallel processes: set parallel.tp = 1, "
+                f"{name} cannot be split over tensor-parallel processes: set parallel.tp = 1, "
                 f"not {self.parallel.tp}"
             )
+
+    def _check_lora(self, lora: Lora) -> None:
         try:
             adapted_shapes(self.model, lora.targets)
         except ValueError as error:
             raise ValueError(f"lora.targets: {error}") from error
+
+    def _check_state_tuning(self, tuning: StateTuning) -> None:
+        if self.data.packing != "documents":
+            raise ValueError(
+                "[state_tuning] needs one document in each sequence, because the state is reset "
+                f'between documents: set data.packing = "documents", not "{self.data.packing}"'
+            )
+        if self.model.state_parts().keys() != {"C", "n", "m"}:
+            raise ValueError(f"[state_tuning] does not know the state of block {self.model.block}")
+        layers, blocks = tuning.layers, self.model.num_blocks
+        if len(set(layers)) < len(layers) or max(layers, default=0) >= blocks:
+            raise ValueError(
+                f"state_tuning.layers must be different numbers from 0 to {blocks - 1}, "
+                f"not {list(layers)}"
+            )
+        if tuning.init_state and layers:
+            raise ValueError("state_tuning.init_state needs all layers: leave layers out")
+        most = min(self.model.d_qk, self.model.d_hv)
+        if tuning.rank > most:
+            raise ValueError(f"state_tuning.rank must be at most {most}, not {tuning.rank}")
+
+    @property
+    def is_frozen(self) -> bool:
+        """True if the weights are those of `init_from` and stay as they are."""
+        return self.lora is not None or self.state_tuning is not None
 
     @property
     def learning_rate(self) -> LearningRate:
@@ -464,6 +514,11 @@ class Recipe:
         return cls(**values)
 
 
+def section_name(cls: type) -> str:
+    """The name of a section's table in a recipe."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+
 # Error messages
 
 
@@ -471,7 +526,7 @@ def _sentence(error: ValidationError, cls: Any) -> str:
     """One sentence for the first of pydantic's errors. Unknown settings come before all others."""
     first = min(error.errors(), key=lambda found: found["type"] != "unexpected_keyword_argument")
     location = first["loc"]
-    name = "" if cls is Recipe else f".{cls.__name__.lower()}"
+    name = "" if cls is Recipe else f".{section_name(cls)}"
     name += "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
     name = name.removeprefix(".")
     match first["type"]:

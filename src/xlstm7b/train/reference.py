@@ -6,6 +6,7 @@ xlstm7b train --reference > docs/recipes.md
 import json
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
+from inspect import cleandoc
 from textwrap import fill
 from typing import Any
 
@@ -22,7 +23,9 @@ from xlstm7b.train.recipe import (
     Run,
     Schedule,
     Source,
+    StateTuning,
     recipe_names,
+    section_name,
 )
 
 
@@ -106,13 +109,13 @@ def recipe_reference() -> str:
     """The page as Markdown."""
     page = [_INTRODUCTION, _TOP, _table([_EXTENDS, *_rows(Recipe, "")])]
     page += [_MODEL, _table(_model_rows())]
-    for cls in (Data, Batch, Optimizer, Schedule, Run, Parallel, Lora):
-        name = cls.__name__.lower()
+    for cls in (Data, Batch, Optimizer, Schedule, Run, Parallel, Lora, StateTuning):
+        name = section_name(cls)
         rows = _rows(cls, f"{name}.")
         if cls is Data:
             at = 1 + next(at for at, row in enumerate(rows) if row[0] == "data.sources")
             rows[at:at] = _rows(Source, "data.sources.NAME.")
-        page += [f"\n## `[{name}]`\n\n{cls.__doc__}\n", _table(rows)]
+        page += [f"\n## `[{name}]`\n\n{cleandoc(str(cls.__doc__))}\n", _table(rows)]
     return "".join(page)
 
 

@@ -8,8 +8,9 @@ The distributed checkpoint contains pickles. They are opened only after every fi
 checksum, so damage is never unpickled. Checksums do not stop an attacker, who can change them too:
 load only checkpoints that you trust. To share weights, export them.
 
-If a part of the model is frozen, as with LoRA, a checkpoint holds only what is trained. `run.json`
-then has a fingerprint of the frozen weights, which are read from `init_from` again.
+If a part of the model is frozen, as with LoRA and state tuning, a checkpoint holds only what is
+trained. `run.json` then has a fingerprint of the frozen weights, which are read from `init_from`
+again.
 
 Every `run.json` names the step with the lowest validation loss. So the latest checkpoint knows the
 best one, and the best one is deleted only after a better one is complete.
@@ -51,7 +52,7 @@ from torch.futures import Future
 
 from xlstm7b.accounting import adapted_shapes
 from xlstm7b.chat_format import PlainFormat, template_source
-from xlstm7b.checkpoint import resolve, save_checkpoint
+from xlstm7b.checkpoint import open_checkpoint, resolve, save_checkpoint
 from xlstm7b.config import ModelConfig
 from xlstm7b.files import (
     MANIFEST,
@@ -64,6 +65,8 @@ from xlstm7b.files import (
 )
 from xlstm7b.model import XLSTM
 from xlstm7b.model.adapter import LowRank, save_adapter
+from xlstm7b.model.initial_state import InitialState
+from xlstm7b.model.saved_state import WEIGHTS_NOTE, SavedState
 from xlstm7b.tokenizer import (
     load_tokenizer,
     open_tokenizer,
@@ -303,6 +306,17 @@ def read_adapter(checkpoint: Path, recipe: Recipe) -> dict[str, LowRank]:
     return layers
 
 
+def read_initial_state(checkpoint: Path, recipe: Recipe) -> InitialState:
+    """The initial state of a checkpoint of a state tuning run, on the CPU."""
+    tuning = recipe.state_tuning
+    assert tuning is not None
+    initial = InitialState(recipe.model, tuning.layers or None, rank=tuning.rank)
+    values = {name: parameter.detach() for name, parameter in initial.named_parameters()}
+    _read_weights(checkpoint, {f"backbone.initial_state.{name}": x for name, x in values.items()})
+    initial.m = read_run(checkpoint)["state_m"]
+    return initial
+
+
 def _read_weights(checkpoint: Path, weights: dict[str, Any]) -> None:
     """Reads the weights of these names, in this process alone."""
     with warnings.catch_warnings(), _name_damage(checkpoint):
@@ -320,7 +334,7 @@ def export_run(
 ) -> int:
     """Writes a checkpoint, by default the last, as a Hugging Face folder. Returns its step.
 
-    That of a LoRA run becomes an adapter in PEFT's format.
+    That of a LoRA run becomes an adapter in PEFT's format, that of a state tuning run a state file.
     "best" is the step with the lowest validation loss. `tokenizer` is a tokenizer.json, its folder,
     a hub id or "bytes"; by default that of `init_from` or of the data. The folder gets the
     tokenizer with the model's first token, a chat template, and the tokenizer's fingerprint.
@@ -341,6 +355,9 @@ def export_run(
     checkpoint = folder / f"step-{step:08}"
     saved = read_run(checkpoint)
     recipe = Recipe.from_dict(saved["recipe"])
+    if recipe.state_tuning is not None:
+        _export_state(checkpoint, recipe, saved["frozen"], target, dtype)
+        return step
     fingerprint = saved.get("tokenizer")  # earlier versions did not save it
     found_tokenizer = _find_tokenizer(recipe, tokenizer, fingerprint)
     verify_checkpoint(checkpoint)
@@ -374,6 +391,46 @@ def export_run(
                 companion_files=companions,
             )
     return step
+
+
+def _export_state(
+    checkpoint: Path,
+    recipe: Recipe,
+    frozen: Mapping[str, str],
+    target: Path,
+    dtype: torch.dtype | None,
+) -> None:
+    """Writes the state after the token that comes before a text, with the logits after it.
+
+    In training a text is read as [first token, tokens…] from the initial state. Generation adds no
+    first token to a text that continues a saved state. So the first token is read here. (For a
+    model without one it is an end of text, as in training.)
+    """
+    if dtype not in (None, torch.float32):
+        raise ValueError(f"a trained state is written in float32, not {dtype}")
+    if target.exists():
+        raise ValueError(f"{target} exists already: choose another file")
+    if not target.parent.is_dir():
+        raise ValueError(f"cannot write {target}: there is no folder {target.parent}")
+    verify_checkpoint(checkpoint)
+    base = open_checkpoint(recipe.init_from)
+    if base.fingerprint() != frozen:
+        raise ValueError(
+            f"{checkpoint} was trained with the weights of {recipe.init_from}; those there are "
+            "others now"
+        )
+    initial = read_initial_state(checkpoint, recipe)
+    if not _all_finite(initial.parameters()):
+        raise ValueError(_not_finite(checkpoint))
+    config = recipe.model
+    first = config.bos_token_id if config.force_bos_token_insert else config.eos_token_id
+    model = XLSTM.from_pretrained(recipe.init_from, device="cpu")
+    with torch.inference_mode():
+        logits, state = model(torch.tensor([[first]]), initial(1), logits="last")
+    if not config.force_bos_token_insert:
+        state = state._replace(tokens_seen=torch.zeros_like(state.tokens_seen))
+    saved = SavedState(base.config, state, logits)
+    saved.save(target, **{WEIGHTS_NOTE: json.dumps(frozen)})
 
 
 def _find_tokenizer(

@@ -5,7 +5,7 @@ blocks by heads, FSDP2 (`fully_shard`) shards all parameters. Parameters keep th
 become DTensors.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -47,6 +47,7 @@ from xlstm7b.checkpoint import open_checkpoint
 from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
 from xlstm7b.model.init import drawn_parameters
+from xlstm7b.model.initial_state import InitialState, add_initial_state
 from xlstm7b.model.lora import add_lora, base_name, draw_lora, lora_layers
 from xlstm7b.quantize.gpu import prepare
 from xlstm7b.quantize.weight import QuantizedWeight
@@ -68,12 +69,13 @@ def build_model(
 ) -> XLSTM:
     """The sharded model with float32 weights: drawn, or read from the checkpoint `init_from`.
 
-    With `[lora]` the weights of `init_from` are frozen, in the computation's dtype or quantised;
-    only A and B are float32. On one kind of device every layout starts from the same numbers.
+    With `[lora]` or `[state_tuning]` the weights of `init_from` are frozen, in the computation's
+    dtype or quantised; only what is trained is float32. On one kind of device every layout starts
+    from the same numbers.
     """
     quantized: Collection[str] = ()
     weights: Iterator[tuple[str, Tensor | QuantizedWeight]]
-    if recipe.lora is None:
+    if not recipe.is_frozen:
         weights = iter(first_weights(recipe, init_from, device))
     else:
         base = open_checkpoint(init_from)
@@ -84,9 +86,11 @@ def build_model(
     # 1. The model without memory; the recipe says whether blocks recompute and are compiled.
     with torch.device("meta"):
         model = XLSTM(recipe.model)
+        model.replace_quantized(quantized)
         if recipe.lora is not None:
-            model.replace_quantized(quantized)
             add_lora(model, **asdict(recipe.lora))
+        if recipe.state_tuning is not None:
+            add_initial_state(model, _initial_state(recipe))
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(getattr(torch, precision))
@@ -107,6 +111,8 @@ def build_model(
     parameters = {base_name(name): parameter for name, parameter in model.named_parameters()}
     if recipe.lora is not None:
         weights = chain(weights, _drawn_adapter(model, recipe.run.seed, device))
+    if recipe.state_tuning is not None:
+        weights = chain(weights, _drawn_state(recipe, device))
     with torch.no_grad():
         for name, whole in weights:
             if isinstance(whole, QuantizedWeight):
@@ -130,6 +136,29 @@ def _drawn_adapter(model: XLSTM, seed: int, device: torch.device) -> Iterator[tu
         yield f"{path}.lora_B", B
 
 
+def _initial_state(recipe: Recipe) -> InitialState:
+    tuning = recipe.state_tuning
+    assert tuning is not None
+    return InitialState(recipe.model, tuning.layers or None, rank=tuning.rank)
+
+
+def _drawn_state(recipe: Recipe, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """The first values of the initial state."""
+    torch.manual_seed(recipe.run.seed)
+    with device:
+        initial = _initial_state(recipe)
+    for name, parameter in initial.named_parameters():
+        yield f"backbone.initial_state.{name}", parameter
+
+
+@torch.no_grad()
+def fill_initial_state(model: XLSTM, values: Mapping[str, Tensor]) -> None:
+    """Gives the initial state other values."""
+    initial: Any = model.backbone.initial_state
+    for name, parameter in initial.named_parameters():
+        _fill(parameter, values[name])
+
+
 def first_weights(
     recipe: Recipe, init_from: str, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
@@ -141,7 +170,7 @@ def first_weights(
         raise ValueError(
             f"the weights in {init_from} are quantised, and cannot be trained: start from the "
             "float weights, or from those that `xlstm7b convert` makes of these, or train an "
-            "adapter with [lora]"
+            "adapter with [lora] or a state with [state_tuning]"
         )
     check_same_model(init_from, opened.config, recipe.model)
     return opened.tensors()
@@ -266,6 +295,10 @@ def parallelize(
         options["ignored_params"] = frozen
     for unit in _units(blocks, unit_parameters):
         fully_shard(unit, **options)
+    if model.backbone.initial_state is not None:
+        # A state stays float32: it is saved and used as it is.
+        wide = MixedPrecisionPolicy(cast_forward_inputs=False)
+        fully_shard(model.backbone.initial_state, **{**options, "mp_policy": wide})
     fully_shard(model, **options)
     for method in ("loss", "token_logprobs"):
         register_fsdp_forward_method(model, method)

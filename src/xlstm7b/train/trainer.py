@@ -23,6 +23,9 @@ from xlstm7b.checkpoint import open_checkpoint, resolve
 from xlstm7b.data.loader import Batch, Loader, check_tokenizers
 from xlstm7b.data.shards import chat_template, open_folder
 from xlstm7b.files import write_json
+from xlstm7b.model import ModelState
+from xlstm7b.model.initial_state import values_of
+from xlstm7b.model.saved_state import SavedState, check_state_weights
 from xlstm7b.tokenizer import tokenizer_fingerprint
 from xlstm7b.train.hooks import Hook, HookError, Hooks, LossBatch
 from xlstm7b.train.metrics_log import MetricsLog
@@ -32,7 +35,12 @@ from xlstm7b.train.processes import in_first_process, process_group, run_folder
 from xlstm7b.train.recipe import Recipe, model_of
 from xlstm7b.train.run_checkpoints import CheckpointManager, read_run, saved_steps
 from xlstm7b.train.run_settings import changed_settings, may_differ, raised_rate
-from xlstm7b.train.sharded_model import build_model, check_same_model, reshard
+from xlstm7b.train.sharded_model import (
+    build_model,
+    check_same_model,
+    fill_initial_state,
+    reshard,
+)
 
 _MAX_SKIPPED = 20  # consecutive non-finite steps before the run aborts
 Report = Callable[[dict[str, Any]], None]
@@ -113,15 +121,18 @@ class Trainer:
         # 2. The model. `init_from` is not read if a checkpoint of a run will be loaded.
         is_new = not saved_steps(self.folder / "checkpoints")
         # Frozen weights are always read.
-        is_read = recipe.lora is not None or (is_new and not recipe.start_step)
+        is_read = recipe.is_frozen or (is_new and not recipe.start_step)
         init_from = recipe.init_from if is_read else ""
         if init_from and is_new:
             _check_tokenizer(init_from, self._tokenizer)
-        self._frozen = None if recipe.lora is None else open_checkpoint(init_from).fingerprint()
+        self._frozen = open_checkpoint(init_from).fingerprint() if recipe.is_frozen else None
+        first_state = self._first_state() if is_new else None
         if is_new and recipe.start_step:
             earlier = model_of(recipe.init_from, recipe.start_step)
             check_same_model(recipe.init_from, earlier, recipe.model)
         self.model = build_model(recipe, self.layout, self.device, init_from=init_from)
+        if recipe.state_tuning is not None and is_new:
+            self._start_state(first_state)
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
         # 3. The state of the run.
         self.checkpoints = CheckpointManager(
@@ -137,6 +148,33 @@ class Trainer:
         self._changes: list[dict[str, Any]] = []  # the settings changed so far, with their steps
         self._is_resumed = self._stop_requested = False
         self.skipped = self._skipped_in_a_row = 0  # non-finite steps
+
+    def _first_state(self) -> ModelState | None:
+        """The state that state tuning starts from, if the recipe names one."""
+        tuning = self.recipe.state_tuning
+        if tuning is None or not tuning.init_state:
+            return None
+        base = open_checkpoint(self.recipe.init_from)
+        check_state_weights(tuning.init_state, base)
+        saved = SavedState.load(tuning.init_state, base.config, device="cpu")
+        if len(saved) != 1:
+            raise ValueError(
+                f"{tuning.init_state} holds the states of {len(saved)} texts; one is needed"
+            )
+        return saved.model_state
+
+    def _start_state(self, first: ModelState | None) -> None:
+        """Fixes m_0 of each block, and sets C_0 and n_0 if there is a state to start from.
+
+        m_0 is the mean of the block's input gates on the run's first sample. A typical token then
+        adds about k vᵀ to C, so one learning rate fits all models and blocks.
+        """
+        initial: Any = self.model.backbone.initial_state
+        gates = gate_statistics(self.model, self._gate_sample, self.device)["input_gate_mean"]
+        reshard(self.model)
+        initial.m = [[gates[layer]] * self.recipe.model.num_heads for layer in initial.layers]
+        if first is not None:
+            fill_initial_state(self.model, values_of(first, initial.m, initial.rank))
 
     def resume(self) -> bool:
         """Loads the last checkpoint of this run, or the one that a later stage starts from.
@@ -164,12 +202,20 @@ class Trainer:
                     f"the run in {self.folder} has [lora] {before.lora}, not {self.recipe.lora}: "
                     "choose another folder"
                 )
+            if _trained_state(before) != _trained_state(self.recipe):
+                raise ValueError(
+                    f"the run in {self.folder} has [state_tuning] {before.state_tuning}, not "
+                    f"{self.recipe.state_tuning}: choose another folder"
+                )
             if saved.get("frozen") != self._frozen:
                 raise ValueError(
                     f"the run in {self.folder} adapts the weights that were in {before.init_from}, "
                     f"and {self.recipe.init_from} holds others: give the same weights in init_from"
                 )
             run = self.checkpoints.load(found[-1], self.model, self.optimizer)
+            if self.recipe.state_tuning is not None:
+                initial: Any = self.model.backbone.initial_state
+                initial.m = run["state_m"]
             self.loader.load_state_dict(run["loader"])
             self.step, self.best = run["step"], run["best"] if self.recipe.run.keep_best else None
             self._forget_best_of_another_set(before)
@@ -320,6 +366,9 @@ class Trainer:
                 "hooks": self.hooks.record,
                 "frozen": self._frozen,
             }
+            if self.recipe.state_tuning is not None:
+                initial: Any = self.model.backbone.initial_state
+                state["state_m"] = initial.m
             self.checkpoints.start_save(self.step, self.model, self.optimizer, state)
         return update.stop
 
@@ -439,6 +488,12 @@ class Trainer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _trained_state(recipe: Recipe) -> Any:
+    """What of `[state_tuning]` may not change in a run. Where it started from may be gone."""
+    tuning = recipe.state_tuning
+    return tuning and (tuning.layers, tuning.rank)
 
 
 def _note(text: str) -> None:
