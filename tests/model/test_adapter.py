@@ -222,6 +222,12 @@ def test_weights_of_8_bits_are_read(adapter, tmp_path):
 def test_folders_that_are_no_adapters(base, adapter, tmp_path):
     with pytest.raises(ValueError, match=r"holds no adapter_config\.json"):
         load_adapter(base, CONFIG)
+    with pytest.raises(ValueError, match="adapter is an adapter: give the model that it adapts"):
+        open_checkpoint(adapter)
+    (tmp_path / "checkpoints").mkdir()
+    for read in (open_checkpoint, lambda folder: load_adapter(folder, CONFIG)):
+        with pytest.raises(ValueError, match="give the folder that `xlstm7b export` makes of"):
+            read(tmp_path)
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     with pytest.raises(ValueError, match="is missing"):
         load_adapter(tmp_path, CONFIG)

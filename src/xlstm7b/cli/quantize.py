@@ -48,7 +48,7 @@ def quantize(
     """Write a checkpoint with quantised weights, one tensor at a time.
 
     Gates, norms and the embedding stay as they are. The folder works with every command; train
-    takes it with [lora] only.
+    takes it only with a lora table in the recipe (QLoRA).
     After a kill, the same command goes on where it stopped.
     """
     to = to_device(device)

@@ -132,7 +132,9 @@ def load_adapter(folder_or_hub_id: str | Path, config: ModelConfig) -> Adapter:
 def _read_settings(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
-        raise ValueError(f"{folder} holds no {CONFIG}: not an adapter")
+        hint = ": give the folder that `xlstm7b export` makes of this run"
+        is_run = (folder / "checkpoints").is_dir()
+        raise ValueError(f"{folder} holds no {CONFIG}{hint if is_run else ': not an adapter'}")
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
