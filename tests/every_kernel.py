@@ -23,11 +23,12 @@ import xlstm7b
 from xlstm7b import XLSTM, Engine, ModelConfig, Request, SamplingParams
 from xlstm7b.generate.fused import FusedModel, Slots
 from xlstm7b.generate.kernels import gpu
-from xlstm7b.generate.kernels.quantized import dequantize, round_rows
+from xlstm7b.generate.kernels.quantized import round_rows
 from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
 from xlstm7b.model import ModelState
 from xlstm7b.quantize.config import Scheme
 from xlstm7b.quantize.gpu import prepare
+from xlstm7b.quantize.kernels import dequantize
 from xlstm7b.quantize.weight import QuantizedWeight
 from xlstm7b.tokenizer import ByteTokenizer
 
@@ -55,7 +56,8 @@ def main() -> None:
         triton.runtime.driver.set_active(NoGPU())
         mock.patch("xlstm7b.mlstm._pick", return_value="triton").start()
         mock.patch("xlstm7b.model.head.has_kernels", return_value=True).start()
-        mock.patch("xlstm7b.generate.kernels.quantized._has_asm", return_value=True).start()
+        for module in ("generate.kernels.quantized", "quantize.kernels"):
+            mock.patch(f"xlstm7b.{module}.has_asm", return_value=True).start()
     else:
         triton.knobs.runtime.launch_enter_hook.add(
             lambda launch: LAUNCHED.add(launch.get()["name"].split(".")[-1])

@@ -47,6 +47,13 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
     return {**counts, "total": sum(counts.values())}
 
 
+# The matrices that LoRA adapts by default: all but the gates', which have one row per head.
+LORA_TARGETS = (
+    *("q", "k", "v", "ogate_preact", "out_proj"),
+    *("proj_up", "proj_up_gate", "proj_down"),
+)
+
+
 def adapted_shapes(config: ModelConfig, targets: Collection[str]) -> dict[str, tuple[int, int]]:
     """Paths and shapes (N, K) of the matrices in the blocks whose layers have these names.
 

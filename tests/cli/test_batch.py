@@ -56,6 +56,21 @@ def wanted(speller: Path) -> list[Completion]:
     return Generator.from_pretrained(speller).run(requests)
 
 
+def test_a_line_has_its_own_form(cli: Cli, speller: Path, tmp_path: Path) -> None:
+    source, schema = tmp_path / "in.jsonl", tmp_path / "schema.json"
+    schema.write_text('{"const": "from the option"}')
+    lines = [
+        {"prompt": "a"},
+        {"prompt": "a", "json_schema": {"const": 1}},
+        {"prompt": "a", "structured_outputs": {"choice": ["two"]}},
+    ]
+    source.write_text(as_lines(lines))
+    files = ("--jsonl", source, "--json-schema", schema)
+    got = from_lines(succeeded(cli("generate", speller, *files)))
+    assert [line["text"] for line in got] == ['"from the option"', "1", "two"]
+    assert [line["finish_reason"] for line in got] == ["stop"] * 3
+
+
 @pytest.mark.parametrize("batch_size", [1, 2, 32])
 def test_jsonl_round_trip(
     cli: Cli, speller: Path, source: Path, wanted: list[Completion], batch_size: int
@@ -159,6 +174,11 @@ def test_jsonl_verbose(cli: Cli, speller: Path, source: Path) -> None:
         (b'{"prompt": "x", "eos_token_id": "0"}', "eos_token_id must be an id or a list of ids"),
         (b'{"prompt": "x", "eos_token_id": [999]}', "eos_token_id 999 is outside the vocabulary"),
         (b'{"prompt": "x", "stop_strings": [""]}', "a stop string must not be empty"),
+        (b'{"prompt": "x", "json_schema": 5}', "structured_outputs.json must be a JSON schema"),
+        (
+            b'{"prompt": "x", "structured_outputs": {"regex": "("}}',
+            "structured_outputs.regex has an invalid regex: unclosed group",
+        ),
         (b'{"prompt": "x", "do_sample": 0}', "do_sample must be true or false, not 0"),
         (
             b'{"prompt": "x", "do_sample": false, "temperature": 1}',

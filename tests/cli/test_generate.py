@@ -1,5 +1,6 @@
 """`xlstm7b generate`: outputs, prompts, states, Ctrl-C, speeds, and one sentence per mistake."""
 
+import json
 import os
 import re
 import signal
@@ -60,6 +61,38 @@ def test_generate_with_seeds(cli: Cli, speller: Path) -> None:
     assert text(1, *short) == text(1, *short) != text(2, *short)
     assert text(1, *short, "--top-k", 1) == greedy_text(speller, "The ", 30) + "\n"
     assert text(1, *short, "--top-p", 1e-9) == greedy_text(speller, "The ", 30) + "\n"
+
+
+def test_generate_by_a_json_schema(cli: Cli, speller: Path, tmp_path: Path) -> None:
+    schema = {"type": "array", "items": {"enum": ["x", "y"]}, "minItems": 2, "maxItems": 3}
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(schema), encoding="utf-8-sig")
+    options = ("--json-schema", file, "--no-echo", "--seed", 3)
+    for more in ((), ("-n", 2)):
+        printed = succeeded(cli("generate", speller, "List:", *options, *more))
+        texts = re.split(r"=== \d of 2 ===\n", printed)[1:] or [printed]
+        assert len(texts) == 1 + len(more) // 2
+        for text in texts:
+            assert {*json.loads(text)} <= {"x", "y"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no file "),
+        (b"\xff", "is not UTF-8 text"),
+        (b"{", "structured_outputs.json is not JSON: "),
+        (b"[]", "structured_outputs.json must be a JSON schema: an object"),
+        (b'{"type": "x"}', "structured_outputs.json is not valid: Invalid type: x"),
+    ],
+)
+def test_mistakes_in_a_json_schema(
+    cli: Cli, speller: Path, tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    file = tmp_path / "schema.json"
+    if content is not None:
+        file.write_bytes(content)
+    assert message in refused(cli("generate", speller, "a", "--json-schema", file))
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_misspelt_options_exit_with_code_2(cli: Cli) -> None:
         (
             "chat",
             {"max_new_tokens": 1024, "temperature": 0.8, "top_p": 0.95},
-            {"logit_bias", "eos_token_id", "logprobs"},
+            {"logit_bias", "eos_token_id", "logprobs", "structured_outputs"},
         ),
     ],
 )
@@ -105,6 +105,8 @@ def test_sampling_options_are_the_fields_of_sampling_params(
     assert options.pop("stop_strings").opts == ["--stop"]
     if "eos_token_id" in options:
         assert options.pop("eos_token_id").opts == ["--ignore-eos"]
+    if "structured_outputs" in options:
+        assert options.pop("structured_outputs").opts == ["--json-schema"]
     for name, option in options.items():
         assert option.opts == [f"--{name.replace('_', '-')}"]
         assert option.help == HELP[name]

@@ -5,6 +5,7 @@ whole text by their log-probabilities, not by the choice between near ties.
 """
 
 import random
+import re
 
 import pytest
 import torch
@@ -199,3 +200,35 @@ def test_a_generator_streams_and_batches():
             request = Request(prompt, SamplingParams(**sampling))
             request.prepare(model.config, ByteTokenizer())
             assert_likely(model, request, completion.token_ids, completion.logprobs)
+
+
+def test_a_batch_with_and_without_grammars():
+    """Masks reach the right rows, and rows without a grammar are drawn as usual."""
+    model, reference = models()
+    driver = Driver(new_engine(model, slots=12))
+    forms = [None, {"regex": "[a-z]{20,30}"}, {"choice": ["yes", "no", "maybe"]}]
+    requests = []
+    for number in range(30):
+        params = SamplingParams(
+            max_new_tokens=24,
+            seed=number,
+            logprobs=0,
+            eos_token_id=(),
+            top_k=40 if number % 4 == 0 else 0,
+            structured_outputs=forms[number % 3],
+        )
+        requests.append(driver.add(Request(DRAW.choices(LONG, k=5 + number), params)))
+        driver.step(number % 3)
+    driver.finish()
+    assert is_idle(driver.engine)
+    for number, request in enumerate(requests):
+        completion = driver.completion(request)
+        assert_likely(reference, request, completion.token_ids, completion.logprobs)
+        if number % 3 == 0:
+            assert len(completion.token_ids) == 24
+        elif number % 3 == 1:
+            assert re.fullmatch("[a-z]{24}", completion.text)
+            assert completion.finish_reason == "length"
+        else:
+            assert completion.text in ("yes", "no", "maybe")
+            assert completion.finish_reason == "stop"

@@ -27,12 +27,13 @@ from xlstm7b.mlstm import MLSTMState
 from xlstm7b.model import XLSTM, ModelState
 from xlstm7b.model.layers import soft_cap
 from xlstm7b.quantize.config import GROUP_SIZES, Scheme
-from xlstm7b.quantize.gpu import prepare, tiles
+from xlstm7b.quantize.gpu import dequantize, prepare
 from xlstm7b.quantize.weight import QuantizedWeight
 from xlstm7b.tokenizer import ByteTokenizer
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from xlstm7b.generate.kernels import few_rows, gpu, one_row, pointwise, quantized
+from xlstm7b.quantize import kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Triton's interpreter computes bfloat16 wrongly: it is tested on GPUs only.
@@ -198,14 +199,14 @@ def test_quantised_rows(scheme, batch, option, dtype):
 def test_a_quantised_matrix_is_dequantised(scheme, dtype):
     weight = QuantizedWeight.quantize(weights(37, 640, dtype), scheme)
     want = weight.dequantize(torch.float64).to(dtype)
-    assert torch.equal(quantized.dequantize(prepare(weight), dtype), want)
+    assert torch.equal(kernels.dequantize(prepare(weight), dtype), want)
 
 
 def fp8_rows(codes: Tensor, scale: Tensor, weight: QuantizedWeight) -> Tensor:
     """What `round_rows` returned, as float64 in the usual order of columns."""
     shape = len(codes), weight.shape[1]
     rows = replace(weight, shape=shape, data=codes.view(torch.int16), scale=scale.mT)
-    return torch.cat([*tiles(rows, torch.float64)])
+    return dequantize(rows, torch.float64)
 
 
 @pytest.mark.usefixtures("_poison")
@@ -236,7 +237,7 @@ def test_products_in_fp8(k, n):
     x = draw(130, k, dtype=torch.bfloat16)
     assert quantized.has_fp8_product(x, weight)
     rounded = fp8_rows(*quantized.round_rows(x, weight), weight)
-    want = rounded @ torch.cat([*tiles(weight, torch.float64)]).mT
+    want = rounded @ dequantize(weight, torch.float64).mT
     assert_close(quantized.multiply_fp8(x, weight), want, 1e-2)
 
 

@@ -158,6 +158,7 @@ def test_defaults_are_valid_and_change_nothing():
         "stop_strings": (),
         "eos_token_id": None,
         "logprobs": None,
+        "structured_outputs": None,
     }
 
 

@@ -435,7 +435,7 @@ def test_results_are_a_copy():
 # Shapes of graphs
 
 needs = st.builds(
-    Needs, *[st.booleans()] * 5, logprobs=st.one_of(st.none(), st.integers(0, MAX_LOGPROBS))
+    Needs, *[st.booleans()] * 6, logprobs=st.one_of(st.none(), st.integers(0, MAX_LOGPROBS))
 )
 
 

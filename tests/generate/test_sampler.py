@@ -14,7 +14,7 @@ from xlstm7b.generate.params import SamplingParams
 from xlstm7b.generate.request import BAD_LOGITS
 from xlstm7b.generate.sampler import Needs, Sampler, draw, scramble, uniform
 
-EVERYTHING = Needs(True, True, True, True, True, 5)
+EVERYTHING = Needs(True, True, True, True, True, True, 5)
 MASK = 2**64 - 1
 
 
@@ -446,6 +446,7 @@ def test_needs_are_those_of_the_rows():
         (replace(plain, frequency_penalty=0.1), Needs(penalties=True)),
         (replace(plain, logit_bias={0: 0.5}), Needs(bias=True)),
         (replace(plain, min_new_tokens=1), Needs(minimum=True)),
+        (replace(plain, structured_outputs={"regex": "a"}), Needs(grammar=True)),
         (replace(plain, logprobs=0), Needs(logprobs=0)),
         (replace(plain, logprobs=3), Needs(logprobs=3)),
     ]
@@ -465,16 +466,21 @@ def test_needs_are_those_of_the_rows():
 
 def test_buffers_stay_where_they_are():
     sampler = set_rows(*[SamplingParams()] * 3, vocab=50)
-    assert not {"_bias", "_counts", "_in_prompt"} & {*vars(sampler)}
+    assert not {"_bias", "_counts", "_in_prompt", "_allowed"} & {*vars(sampler)}
 
     def addresses() -> dict[str, int]:
         return {k: v.data_ptr() for k, v in vars(sampler).items() if isinstance(v, Tensor)}
 
     before = addresses()
-    row = SamplingParams(logit_bias={3: -1.0}, presence_penalty=1.0, logprobs=4)
+    row = SamplingParams(
+        logit_bias={3: -1.0},
+        presence_penalty=1.0,
+        logprobs=4,
+        structured_outputs={"regex": "a"},
+    )
     sampler.set_row(1, row, seed=1)
     large = addresses()
-    assert {*large} - {*before} == {"_bias", "_counts", "_in_prompt"}
+    assert {*large} - {*before} == {"_bias", "_counts", "_in_prompt", "_allowed"}
     for index in range(3):
         step(sampler, random_logits(index, 3, 50), EVERYTHING)
         sampler.set_row(index, row, seed=1)

@@ -200,7 +200,7 @@ def test_lora_has_default_targets(monkeypatch):
     layers = [
         name.rpartition(".")[2] for name, m in adapted.named_modules() if hasattr(m, "lora_A")
     ]
-    assert sorted(layers) == sorted(LORA_TARGETS * 2)
+    assert sorted(layers) == sorted([*LORA_TARGETS] * 2)
 
 
 # The same numbers

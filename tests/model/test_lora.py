@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measure import error
 from models import SMALL, random_model, random_tokens
 
 from xlstm7b.accounting import adapted_shapes, lora_parameters
@@ -11,6 +12,7 @@ from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
 from xlstm7b.model.lm import schemes_of
 from xlstm7b.model.lora import LoraLinear, add_lora, base_name, lora_layers
+from xlstm7b.quantize.gpu import prepare
 from xlstm7b.quantize.weight import QuantizedWeight
 
 NAMES = ["q", "k", "v", "ogate_preact", "out_proj", "proj_up", "proj_up_gate", "proj_down"]
@@ -100,15 +102,19 @@ def test_a_new_adapter_changes_nothing_and_keeps_the_names():
     assert torch.equal(model(tokens)[0], model(tokens)[0])
 
 
-def test_the_gradient_of_a_dequantised_product():
+@pytest.mark.parametrize("layout", ["stored", "gpu"])
+def test_the_gradient_of_a_dequantised_product(layout):
     torch.manual_seed(0)
     product = torch.ops.xlstm7b.dequantized_product
     for scheme, columns in (("int8", 40), ("int4", 64), ("fp8", 40)):
         config = ModelConfig(64, 1, 2, vocab_size=97)
         kind = next(iter(schemes_of(config, scheme).values()))
         weight = QuantizedWeight.quantize(torch.randn(24, columns), kind)
+        matrix = weight.dequantize(torch.float64)
+        weight = prepare(weight) if layout == "gpu" else weight
         x = torch.randn(2, 3, columns, dtype=torch.float64, requires_grad=True)
-        rest = (weight.data, weight.scale, kind.name, kind.group_size, columns)
+        rest = (weight.data, weight.scale, kind.name, kind.group_size, columns, layout)
+        assert error(product(x, *rest), x @ matrix.mT) < 1e-12
         assert torch.autograd.gradcheck(lambda x, rest=rest: product(x, *rest), (x,))
         if scheme == "int4":
             checks = ("test_schema", "test_autograd_registration", "test_faketensor")

@@ -52,6 +52,35 @@ SAMPLING = {
     "model": st.just("tiny"),
     "user": TEXT,
 }
+SCHEMA = st.sampled_from(
+    [
+        {},
+        {"type": "object"},
+        {"type": "string", "pattern": "a|b"},
+        {"enum": [1, "x", None]},
+        {"type": "array", "items": {"$ref": "#"}},
+        {"type": "integer", "minimum": 5, "maximum": 2},
+    ]
+)
+FORMS: dict[str, Any] = {
+    "response_format": st.fixed_dictionaries({"type": st.sampled_from(["text", "json_object"])})
+    | st.fixed_dictionaries(
+        {
+            "type": st.just("json_schema"),
+            "json_schema": st.fixed_dictionaries({"name": TEXT, "schema": SCHEMA | VALUES}),
+        }
+    ),
+    "guided_json": SCHEMA | TEXT | st.dictionaries(TEXT, VALUES, max_size=3),
+    "guided_regex": TEXT,
+    "guided_choice": st.lists(TEXT, max_size=3),
+    "guided_grammar": TEXT | TEXT.map(lambda text: f"start: {text}"),
+    "structured_outputs": st.dictionaries(
+        st.sampled_from(["json", "json_object", "regex", "choice", "grammar", "x"]),
+        st.booleans() | SCHEMA | TEXT | VALUES,
+        max_size=2,
+    ),
+}
+SAMPLING |= FORMS
 # The required and the optional fields of each route.
 ROUTES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "/v1/completions": (
@@ -112,6 +141,28 @@ def test_malformed_bodies_are_refused_or_answered(live: LiveServer) -> None:
     check()
     assert answers[200] > 100
     assert answers[400] > 100
+    assert live.client.get("/health").json() == {"status": "ok"}
+
+
+def test_any_form_of_the_output_is_refused_or_answered(live: LiveServer) -> None:
+    answers = Counter[int]()
+
+    @settings(max_examples=200, suppress_health_check=[*HealthCheck])
+    @given(data=st.data(), name=st.sampled_from([*FORMS]), stream=st.booleans())
+    def check(data: st.DataObject, name: str, stream: bool) -> None:
+        form = {name: data.draw(FORMS[name] | VALUES)}
+        body = {"prompt": "a", "max_tokens": 3, "stream": stream, **form}
+        headers = {"content-type": "application/json"}
+        answer = live.client.post("/v1/completions", content=json.dumps(body), headers=headers)
+        assert answer.status_code in (200, 400), answer.text
+        if answer.status_code == 400:
+            error = error_of(answer)
+            assert error["param"].partition(".")[0] == name
+            assert name in error["message"]
+        answers[answer.status_code] += 1
+
+    check()
+    assert min(answers[200], answers[400]) > 30
     assert live.client.get("/health").json() == {"status": "ok"}
 
 

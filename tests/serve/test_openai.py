@@ -138,7 +138,7 @@ def test_fields_without_effect_are_accepted(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "structural_tag"}),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
         ("functions", [{"name": "f"}]),

@@ -31,7 +31,7 @@ from xlstm7b.generate.kernels.one_row import RowTile, multiply_row
 from xlstm7b.generate.kernels.quantized import CodesTile, multiply_codes
 from xlstm7b.mlstm.triton import launch_params, sequence, step
 from xlstm7b.quantize.config import Quantization, Scheme
-from xlstm7b.quantize.gpu import prepare, tiles
+from xlstm7b.quantize.gpu import prepare
 from xlstm7b.quantize.weight import QuantizedWeight
 
 _CELL_TOLERANCE, _PRODUCT_TOLERANCE = 5e-3, 1e-2
@@ -238,7 +238,7 @@ def product_error(job: ProductJob) -> float:
         read = F.rms_norm(x, x.shape[-1:], norm, 1e-6) if each.norm and len(x) == 1 else x
         weight = _weight(W, job.scheme)
         if isinstance(weight, QuantizedWeight):
-            W = torch.cat([*tiles(weight, torch.float32)])
+            W = weight.dequantize(torch.float32)
             read = x
         want = read.float() @ W.float().mT
         if each.swiglu:

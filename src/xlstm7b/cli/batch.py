@@ -113,8 +113,10 @@ def _to_request(fields: dict[str, Any], defaults: SamplingParams) -> "Request":
     for name in _RESULT_FIELDS:
         if name in fields:
             raise ValueError(f"{name!r} is a field of the result: rename it in the input")
-    names = ("do_sample", *vars(defaults))
+    names = ("do_sample", "json_schema", *vars(defaults))
     own = {name: value for name, value in fields.items() if name in names}
+    if "json_schema" in own:
+        own.setdefault("structured_outputs", None)  # it replaces that of --json-schema
     if isinstance(own.get("logit_bias"), dict):  # JSON has strings for keys
         own["logit_bias"] = {
             int(token) if token.isdecimal() else token: bias

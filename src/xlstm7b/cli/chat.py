@@ -25,7 +25,10 @@ _HELP = """\
 
 
 @sampling_options(
-    max_new_tokens=1024, temperature=0.8, top_p=0.95, without=("eos_token_id", "logprobs")
+    max_new_tokens=1024,
+    temperature=0.8,
+    top_p=0.95,
+    without=("eos_token_id", "logprobs", "structured_outputs"),
 )
 def chat(
     model: options.Model,

@@ -62,9 +62,9 @@ def sampling_options(
     """Adds one option for each field of `SamplingParams` to a command that takes `params`.
 
     Names, types, defaults and help texts are those of `SamplingParams`. `defaults` overrides
-    defaults by field name; `without` leaves out fields. Two fields look different on a command
-    line: `--stop` can be repeated (`stop_strings`), and `--ignore-eos` is an empty `eos_token_id`.
-    `logit_bias` has no option.
+    defaults by field name; `without` leaves out fields. Three fields look different on a command
+    line: `--stop` can be repeated (`stop_strings`), `--ignore-eos` is an empty `eos_token_id`, and
+    `--json-schema` is a file for `structured_outputs`. `logit_bias` has no option.
     """
     added = [
         _sampling_option(field.name, defaults.get(field.name, field.default))
@@ -78,6 +78,8 @@ def sampling_options(
             given = {parameter.name: values.pop(parameter.name) for parameter in added}
             given["stop_strings"] = tuple(given.get("stop_strings") or ())
             given["eos_token_id"] = () if given.get("eos_token_id") else None
+            if (schema := given.get("structured_outputs")) is not None:
+                given["structured_outputs"] = {"json": _read_schema(schema)}
             params = SamplingParams(**given)
             params.check()  # as far as possible without the model, which takes long to load
             command(params=params, **values)
@@ -100,10 +102,22 @@ def _sampling_option(name: str, default: Any) -> inspect.Parameter:
     elif name == "eos_token_id":
         kind, default = bool, False
         arguments = ["Do not stop at an end-of-text token.", "--ignore-eos"]
+    elif name == "structured_outputs":
+        kind = Path | None
+        arguments = ["File with a JSON schema that the output must match.", "--json-schema"]
     annotation = Annotated[kind, option(*arguments, panel="Sampling")]
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
+
+
+def _read_schema(path: Path) -> str:
+    if not path.exists() or path.is_dir():  # a pipe is fine
+        raise ValueError(f"there is no file {path}; --json-schema takes a file with a JSON schema")
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def listed(text: str) -> list[str]:

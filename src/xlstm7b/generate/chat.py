@@ -57,7 +57,9 @@ class Chat:
         )
         if params.eos_token_id is None:
             params = replace(params, eos_token_id=eos_token_ids)
-        self._params = replace(params, stop_strings=(*params.stop_strings, *stop_strings))
+        if params.structured_outputs is None:  # else the grammar ends an answer
+            params = replace(params, stop_strings=(*params.stop_strings, *stop_strings))
+        self._params = params
         self._params.check(generator.config.vocab_size)
         self._now, self._past = _Snapshot(), deque[_Snapshot](maxlen=MAX_UNDO)
 

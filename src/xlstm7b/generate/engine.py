@@ -44,6 +44,7 @@ from xlstm7b.generate.runner import (
 )
 from xlstm7b.generate.scheduler import PrefillChunk, Scheduler
 from xlstm7b.generate.state import SavedState, StateStore, state_bytes
+from xlstm7b.generate.structured import StructuredOutputError, next_masks
 from xlstm7b.generate.unfused import UnfusedModel
 from xlstm7b.model import XLSTM
 from xlstm7b.model.adapter import Adapter
@@ -219,8 +220,7 @@ class Engine:
             keep = self._decode()
             self._prefill()
         # 4. Process results; on a GPU those of the new decode step wait for the next call.
-        while len(self._in_flight) > keep:
-            self._in_flight.popleft()()
+        self._process_results(keep)
         if not self._scheduler.active:
             self._in_flight.clear()  # all of finished requests
         outputs, self._outputs = self._outputs, []
@@ -340,6 +340,7 @@ class Engine:
                 prompt=[*request.previous_prompt, *request.prompt_token_ids],
                 output=request.previous_output,
             )
+        self._set_masks(ready)
         sample = partial(self._runner.sample, [request.slot for request in ready])
         rows = list(enumerate(ready))
         self._in_flight.append(partial(self._process_tokens, self._in_model(sample), rows))
@@ -358,14 +359,49 @@ class Engine:
             self._runner.move(moved.slot, slot)
             moved.slot = slot
         highest = max(request.slot for request in requests)
-        results = self._in_model(partial(self._runner.decode, highest))
+        rows = [(request.slot, request) for request in requests]
         for request in requests:
             request.reads += 1
-        rows = [(request.slot, request) for request in requests]
+        if any(request.matcher is not None for request in requests):
+            # A mask depends on the last token. The device computes the next logits while the host
+            # processes that token and computes the masks. Only the draw waits for them.
+            self._in_model(partial(self._runner.forward, highest))
+            self._process_results(0)
+            self._set_masks(requests)
+            results = self._in_model(partial(self._runner.draw, highest))
+        else:
+            results = self._in_model(partial(self._runner.decode, highest))
         self._in_flight.append(partial(self._process_tokens, results, rows))
         return 1 if self._run_ahead else 0
 
+    def _set_masks(self, requests: Sequence[Request]) -> None:
+        """Sets which tokens the grammars of these requests allow next. Ends those that allow none.
+
+        That is an output without an end-of-text token which is complete.
+        """
+        requests = [
+            request
+            for request in requests
+            if request.matcher and not request.finished and request not in self._finishing
+        ]
+        if not requests:
+            return
+        matchers = [request.matcher for request in requests if request.matcher]
+        masks = next_masks(matchers, pinned=self.device.type == "cuda")
+        self._runner.set_masks([request.slot for request in requests], masks)
+        for request, matcher in zip(requests, matchers, strict=True):
+            if matcher.error is not None:
+                self._fail(request, matcher.error)
+            elif matcher.is_complete:
+                assert request.output is not None
+                self._end(request, RequestOutput(request, request.output.finish("stop")))
+
     # Results
+
+    def _process_results(self, keep: int) -> None:
+        """Processes results, oldest first, until `keep` are left."""
+        while len(self._in_flight) > keep:
+            self._in_flight.popleft()()
 
     def _process_tokens(self, results: Results, rows: Sequence[tuple[int, Request]]) -> None:
         tokens, *logprobs = self._in_model(results.lists)
@@ -382,9 +418,12 @@ class Engine:
             before = len(text.token_ids)
             try:
                 new_text = text.push(tokens[row], *(part[row] for part in logprobs))
-            except FloatingPointError as error:
-                self._release(request, RequestStatus.FAILED)
-                self._outputs.append(RequestOutput(request, error=error))
+                if request.matcher is not None and text.finish_reason != "stop":
+                    request.matcher.advance(tokens[row])
+                    if request.matcher.is_complete:  # nothing but the end of text can follow
+                        new_text += text.finish("stop")
+            except (FloatingPointError, StructuredOutputError) as error:
+                self._fail(request, error)
                 continue
             self._generated_tokens += len(text.token_ids) - before
             wanted = request.params.logprobs
@@ -456,6 +495,10 @@ class Engine:
         self._release(request, RequestStatus.FINISHED)
         self._outputs.append(replace(output, completion=completion))
 
+    def _fail(self, request: Request, error: Exception) -> None:
+        self._release(request, RequestStatus.FAILED)
+        self._outputs.append(RequestOutput(request, error=error))
+
     def _release(self, request: Request, status: RequestStatus) -> None:
         """Frees a request's slot and everything it holds."""
         if request.status is RequestStatus.RUNNING:
@@ -466,6 +509,7 @@ class Engine:
         if not self._scheduler.active:
             self._in_flight.clear()  # results of finished requests only
         request.status, request.state, request.waits_for = status, None, None
+        request.matcher = None
 
     def _in_model(self, work: Callable[[], _Result]) -> _Result:
         """Calls the model, or waits for it, and counts the time."""

@@ -4,6 +4,7 @@ A field's default, bounds and help text are written here and nowhere else. The c
 JSONL reader, the HTTP body and the evaluation harness take them from here.
 """
 
+import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -11,6 +12,7 @@ from numbers import Integral, Real
 from typing import Any, Self
 
 MAX_LOGPROBS = 20
+MAX_GRAMMAR = 1 << 16  # characters of a schema, a regex, a grammar, or all choices together
 
 _Rule = tuple[Callable[[Any], bool], str]
 """A check, and the words for the values it allows. NaN fails every check."""
@@ -112,6 +114,11 @@ class SamplingParams:
         "Return log-probabilities: of each output token, and of this many most likely tokens.",
         Integral,
     )
+    structured_outputs: Mapping[str, Any] | None = _param(
+        None,
+        "Form of the output: one of json (a schema), json_object, regex, choice and grammar.",
+        None,
+    )
 
     def __post_init__(self) -> None:
         for param in fields(self):
@@ -137,10 +144,20 @@ class SamplingParams:
             object.__setattr__(self, "stop_strings", tuple(stops))
         else:
             raise ValueError(f"stop_strings must be a string or a list of strings, not {stops!r}")
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", _one_form(self.structured_outputs))
 
     @classmethod
     def from_options(cls, **options: Any) -> Self:
-        """From keyword arguments, as users give them: also `do_sample`, as in transformers."""
+        """From keyword arguments, as users give them.
+
+        Also `do_sample`, as in transformers, and `json_schema` for `structured_outputs`.
+        """
+        schema = options.pop("json_schema", None)
+        if schema is not None:
+            if options.get("structured_outputs") is not None:
+                raise ValueError("json_schema and structured_outputs cannot be combined")
+            options["structured_outputs"] = {"json": schema}
         do_sample = options.pop("do_sample", None)
         if do_sample is not None:
             if not isinstance(do_sample, bool):
@@ -189,6 +206,13 @@ class SamplingParams:
             _check_token(f"eos_token_id {token}", token, vocab_size)
         if self.logprobs is not None:
             check_logprobs("logprobs", self.logprobs, vocab_size)
+        for form, value in (self.structured_outputs or {}).items():
+            length = len(value) if isinstance(value, str) else sum(map(len, value))
+            if length > MAX_GRAMMAR:
+                raise ValueError(
+                    f"structured_outputs.{form} must have at most {MAX_GRAMMAR} characters, "
+                    f"not {length}"
+                )
 
 
 HELP: dict[str, str] = {param.name: param.metadata["help"] for param in fields(SamplingParams)}
@@ -200,6 +224,37 @@ def check_logprobs(name: str, count: object, vocab_size: int | None = None) -> N
     most = MAX_LOGPROBS if vocab_size is None else min(MAX_LOGPROBS, vocab_size)
     if not _is(Integral, count) or not 0 <= count <= most:  # type: ignore[operator]
         raise ValueError(f"{name} must be between 0 and {most}, not {count}")
+
+
+def _one_form(given: object) -> dict[str, Any]:
+    """The one form in `structured_outputs`, as a copy. A schema becomes its JSON text."""
+    forms = given if isinstance(given, Mapping) else {}
+    forms = {
+        name: value for name, value in forms.items() if value is not None and value is not False
+    }
+    match forms:
+        case {"json": schema, **others} if not others:
+            try:
+                text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
+                is_object = isinstance(json.loads(text), dict)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ValueError(f"structured_outputs.json is not JSON: {error}") from error
+            if not is_object:
+                raise ValueError("structured_outputs.json must be a JSON schema: an object")
+            return {"json": text}
+        case {"json_object": True, **others} if not others:
+            return {"json": '{"type": "object"}'}
+        case {"regex": str(), **others} | {"grammar": str(), **others} if not others:
+            return forms
+        case {"choice": [*choices], **others} if not others:
+            if choices and all(isinstance(choice, str) and choice for choice in choices):
+                return {"choice": tuple(choices)}
+            raise ValueError("structured_outputs.choice must be a list of strings, none empty")
+    named = f"has {', '.join(map(str, forms))}" if forms else f"is {given!r}"
+    raise ValueError(
+        "structured_outputs must have exactly one of json (a schema), json_object (true), regex "
+        f"(a string), choice (a list of strings) and grammar (a string); it {named[:200]}"
+    )
 
 
 def _check_token(name: str, token: int, vocab_size: int | None) -> None:

@@ -16,6 +16,7 @@ from xlstm7b.tokenizer import StreamDecoder, Tokenizer, check_tokens, with_first
 if TYPE_CHECKING:
     from xlstm7b.config import ModelConfig
     from xlstm7b.generate.state import SavedState
+    from xlstm7b.generate.structured import Matcher
     from xlstm7b.model.adapter import Adapter
 
 Prompt = str | Sequence[int]
@@ -41,7 +42,8 @@ class Request:
         most likely tokens at each position.
     prefill_only: read the prompt and generate nothing. The completion carries the state; with
         `prompt_logprobs` only if `keep_state` is set.
-    previous_prompt, previous_output: tokens that `state` has read already. Penalties count them.
+    previous_prompt, previous_output: tokens that `state` has read already. Penalties count them,
+        and `structured_outputs` describes `previous_output` and the new output together.
     adapter: one of the engine's adapters. Default: the model without any.
     """
 
@@ -71,6 +73,7 @@ class Request:
         self.starts_after_bos = False  # reading starts from the state after the first token
         self.hashed: HashedTokens | None = None  # None: the prefix cache cannot serve it
         self.output: OutputText | None = None
+        self.matcher: Matcher | None = None  # None: without `structured_outputs`
         # Set by the scheduler and the engine.
         self.slot = -1
         self.order = 0  # number in the order of admission
@@ -133,6 +136,13 @@ class Request:
             if shareable:
                 salt = b"" if self.adapter is None else bytes.fromhex(self.adapter.fingerprint)
                 self.hashed = HashedTokens(self.read_token_ids, salt=salt)
+        if self.params.structured_outputs is not None:
+            from xlstm7b.generate.structured import Matcher, compile_grammar
+
+            grammar = compile_grammar(self.params.structured_outputs, config, tokenizer)
+            self.matcher = Matcher(grammar, self.params.eos_token_ids)
+            for token in self.previous_output:
+                self.matcher.advance(token)
         self.output = OutputText(tokenizer, self.params)
         return self
 
@@ -144,6 +154,8 @@ class Request:
             made.params = replace(self.params, seed=(self.params.seed + n) % (1 << 64))
         if self.output is not None:
             made.output = OutputText(self.output.tokenizer, made.params)
+        if self.matcher is not None:
+            made.matcher = self.matcher.copy()
         return made
 
 

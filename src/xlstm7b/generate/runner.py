@@ -31,8 +31,10 @@ _NEEDS = (
     Needs(),
     Needs(sampling=True),
     Needs(sampling=True, filters=True),
-    Needs(True, True, True, True, True, MAX_LOGPROBS),
+    Needs(True, True, True, True, True, logprobs=MAX_LOGPROBS),
 )
+# The same with grammars. These graphs are captured when they are first needed.
+_GRAMMAR_NEEDS = tuple(needs._replace(grammar=True) for needs in _NEEDS)
 # Prefill graphs exist for these shapes: one row of these lengths, or rows × tokens. Larger batches
 # are launched kernel by kernel: only there does the GPU take longer than the launches.
 _ONE_ROW = (*range(64, 768, 64), 768, 896, 1024, 1280, 1536, 1792, 2048, 2304)
@@ -356,31 +358,60 @@ class ModelRunner:
     @torch.inference_mode()
     def decode(self, highest_slot: int) -> "Results":
         """Reads the last token of every running slot and draws the next. Results are by slot."""
-        n = self.bucket(highest_slot + 1)
-        part, needs = self._parts[n], self._sampler.needs
-        if not self._on_gpu:
-            self._decode(part, needs)
-            return Results.of(part.sampler)
-        needs = self._covering(needs)
-        if ("decode", n, needs) not in self._graphs:
-            pending = self._sampler.pending.clone()
-            self._sampler.pending.fill_(-1)  # no slot is live while capturing: nothing changes
-            self._capture(("decode", n, needs), partial(self._decode, part, needs))
-            self._sampler.pending.copy_(pending)
-        self._graphs["decode", n, needs].replay()
+        n, needs = self.bucket(highest_slot + 1), self._needs()
+        part = self._parts[n]
+        self._run(("decode", n, needs), partial(self._decode, part, needs))
         return Results.of(part.sampler)
 
     def _decode(self, part: _Part, needs: Needs) -> None:
         self._step(part, part.sampler.pending)
         part.sampler(part.logits, needs)
 
+    # `decode` in two parts, for batches with grammars: the masks are computed in between.
+
+    @torch.inference_mode()
+    def forward(self, highest_slot: int) -> None:
+        """Reads the last token of every running slot."""
+        n = self.bucket(highest_slot + 1)
+        part = self._parts[n]
+        self._run(("forward", n), partial(self._step, part, part.sampler.pending))
+
+    def set_masks(self, slots: Sequence[int], masks: Tensor) -> None:
+        """Sets which tokens may be drawn next in slots with a grammar: see `Sampler.set_masks`."""
+        self._sampler.set_masks(slots, masks)
+
+    @torch.inference_mode()
+    def draw(self, highest_slot: int) -> "Results":
+        """Draws the next token of every running slot after `forward`. Results are by slot."""
+        n, needs = self.bucket(highest_slot + 1), self._needs()
+        part = self._parts[n]
+        self._run(("draw", n, needs), partial(part.sampler, part.logits, needs))
+        return Results.of(part.sampler)
+
+    def _run(self, key: Any, work: Callable[[], None]) -> None:
+        """Runs work that changes only live slots, on a GPU as a graph, captured if it is new."""
+        if not self._on_gpu:
+            work()
+            return
+        if key not in self._graphs:
+            pending = self._sampler.pending.clone()
+            self._sampler.pending.fill_(-1)  # no slot is live while capturing: nothing changes
+            self._capture(key, work)
+            self._sampler.pending.copy_(pending)
+        self._graphs[key].replay()
+
     def bucket(self, slots: int) -> int:
         """How many slots a decode step computes if the first `slots` are in use."""
         return min(n for n in self._parts if n >= slots)
 
+    def _needs(self) -> Needs:
+        """The sampling work of the next step: what the slots need, or a graph that covers it."""
+        return self._covering(self._sampler.needs) if self._on_gpu else self._sampler.needs
+
     def _covering(self, needs: Needs) -> Needs:
         """The first kind of sampling graph that covers these needs."""
-        kind = next(kind for kind in _NEEDS if Needs.union([kind, needs]) == kind)
+        kinds = _GRAMMAR_NEEDS if needs.grammar else _NEEDS
+        kind = next(kind for kind in kinds if Needs.union([kind, needs]) == kind)
         if kind.logprobs is None:
             return kind
         return kind._replace(logprobs=min(kind.logprobs, self.config.vocab_size))

@@ -29,6 +29,7 @@ class Needs(NamedTuple):
     penalties: bool = False
     bias: bool = False
     minimum: bool = False  # min_new_tokens
+    grammar: bool = False  # structured_outputs
     logprobs: int | None = None  # the largest number that any row wants
 
     @classmethod
@@ -41,6 +42,7 @@ class Needs(NamedTuple):
             penalties=penalties != (1, 0, 0),
             bias=bool(params.logit_bias),
             minimum=params.min_new_tokens > 0,
+            grammar=params.structured_outputs is not None,
             logprobs=params.logprobs,
         )
 
@@ -74,6 +76,7 @@ class Sampler:
         self._temperature, self._top_p, self._min_p = self._reals[:3].unbind()
         self._repetition, self._presence, self._frequency = self._reals[3:].unbind()
         self._ends = self._new(*self._shape, dtype=torch.bool)
+        self._has_grammar = self._new(rows, 1, dtype=torch.bool)
         # From the unchanged logits, before bias and penalties. The first `Needs.logprobs`
         # columns hold the most likely tokens. Rows that are finished hold garbage.
         self.logprob = self._new(rows, dtype=torch.float32)
@@ -99,6 +102,12 @@ class Sampler:
     @cached_property
     def _counts(self) -> Tensor:
         return self._new(*self._shape, dtype=torch.int32)
+
+    @cached_property
+    def _allowed(self) -> Tensor:
+        """One bit for each token, 32 in an int32. Only rows with a grammar read it."""
+        rows, vocab_size = self._shape
+        return self._new(rows, mask_words(vocab_size), dtype=torch.int32)
 
     @torch.inference_mode()
     def set_row(
@@ -131,7 +140,16 @@ class Sampler:
         if needs.bias:
             biases = on_device([*params.logit_bias.values()], self._device, torch.float32)
             self._bias[row].index_copy_(0, on_device([*params.logit_bias], self._device), biases)
+        if needs.grammar:
+            self._has_grammar[row].fill_(True)
+            self._allowed[row].fill_(-1)  # all tokens, until `set_masks`
         self._row_needs[row] = needs
+
+    @torch.inference_mode()
+    def set_masks(self, rows: Sequence[int], masks: Tensor) -> None:
+        """Sets which tokens the grammars of these rows allow: a bit for each token, [N, words]."""
+        on_device_masks = masks.to(self._device, non_blocking=True)
+        self._allowed.index_copy_(0, on_device(rows, self._device), on_device_masks)
 
     @torch.inference_mode()
     def clear_row(self, row: int) -> None:
@@ -139,6 +157,8 @@ class Sampler:
         self.pending[row].fill_(-1)  # an assignment would copy a number, and wait for the copy
         if self._row_needs[row].bias:
             self._bias[row].zero_()
+        if self._row_needs[row].grammar:
+            self._has_grammar[row].fill_(False)
         self._row_needs[row] = Needs()
 
     @torch.inference_mode()
@@ -155,12 +175,16 @@ class Sampler:
             self._counts[target] = self._counts[source]
         if needs.bias:
             self._bias[target] = self._bias[source]
+        if needs.grammar:
+            self._has_grammar[target].fill_(True)
+            self._allowed[target] = self._allowed[source]
         self._row_needs[target] = needs
         self.clear_row(source)
 
     def first(self, rows: int) -> Self:
         """The first rows as a sampler over the same memory. Only to call: set rows in this one."""
-        _ = self._bias, self._in_prompt, self._counts  # allocated now, so that both share them
+        # Allocated now, so that both share them.
+        _ = self._bias, self._in_prompt, self._counts, self._allowed
         view = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Tensor) and name not in ("_integers", "_reals"):
@@ -189,7 +213,8 @@ class Sampler:
     def __call__(self, logits: Tensor, needs: Needs) -> None:
         """One token per row from logits [B, V]; `needs` includes at least what the rows need.
 
-        A row in which every token is banned gets token 0.
+        A row in which every token is banned gets token 0. In a row with a grammar, the tokens that
+        it allows are never all banned: if bias or `min_new_tokens` ban them all, they have no say.
         """
         scores = self._scores(logits, needs)
         best, token = scores.max(-1, keepdim=True)  # NaN, if there is one
@@ -212,6 +237,13 @@ class Sampler:
         if needs.minimum:
             too_early = (self.index < self._min_new)[:, None]
             scores = scores.masked_fill(self._ends & too_early, -torch.inf)
+        if needs.grammar:
+            bits = torch.arange(32, dtype=torch.int32, device=scores.device)
+            allowed = (self._allowed[:, :, None] >> bits) & 1
+            allowed = allowed.flatten(1)[:, : self._shape[1]].bool()
+            possible = scores.clamp(min=torch.finfo(scores.dtype).min)
+            masked = possible.masked_fill(~allowed, -torch.inf)
+            scores = torch.where(self._has_grammar, masked, scores)
         return scores
 
     def _weights(self, scores: Tensor, best: Tensor, needs: Needs) -> Tensor:
@@ -254,6 +286,11 @@ class Sampler:
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self._device)
+
+
+def mask_words(vocab_size: int) -> int:
+    """How many int32 hold one bit for each token."""
+    return -(-vocab_size // 32)
 
 
 def _mark(mask: Tensor, tokens: Sequence[int]) -> None:

@@ -364,9 +364,10 @@ def _samples(
             logprob, length = sum(completion.logprobs or ()), len(completion.token_ids)
             # After a stop string the reason is "stop", too, but the ids hold more than the text.
             whole = generator.tokenizer.decode(completion.token_ids, continues=True)
-            if completion.finish_reason == "stop" and completion.text == whole:
+            ends = [*request.params.eos_token_ids]  # none: a grammar ended the output
+            if completion.finish_reason == "stop" and completion.text == whole and ends:
                 following = completion.state.logits[0].log_softmax(-1)
-                logprob += float(following[[*request.params.eos_token_ids]].logsumexp(0))
+                logprob += float(following[ends].logsumexp(0))
                 length += 1
             yield _Sample(completion, logprob, length)
 

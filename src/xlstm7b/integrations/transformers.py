@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers.models.xlstm import modeling_xlstm
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
+from xlstm7b.accounting import LORA_TARGETS
 from xlstm7b.integrations.decode_graph import find_graph
 from xlstm7b.mlstm import MLSTMState, headwise_norm, mlstm_sequence, mlstm_step
 from xlstm7b.mlstm.autocast import to_autocast
@@ -40,12 +41,6 @@ _head_norm: Any = (
 __all__ = ["LORA_TARGETS", "SUPPORTED_VERSIONS", "XLSTMCache", "optimize"]
 
 SUPPORTED_VERSIONS = (5, 17), (5, 22)  # the first and the last that the tests ran with
-
-# The matrices that LoRA adapts by default: all but the gates', which have one row per head.
-LORA_TARGETS = [
-    *("q", "k", "v", "ogate_preact", "out_proj"),
-    *("proj_up_gate", "proj_up", "proj_down"),
-]
 
 
 def optimize(model: Any) -> Any:
@@ -106,7 +101,8 @@ def _register_lora_targets() -> None:
         from peft.utils import constants
     except ImportError:
         return
-    constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault("xlstm", LORA_TARGETS)
+    targets = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    targets.setdefault("xlstm", [*LORA_TARGETS])
 
 
 class XLSTMCache:

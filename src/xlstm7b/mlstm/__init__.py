@@ -124,15 +124,11 @@ def mlstm_step(
 
         return triton_step(q, k, v, i, f, state, gate, norm_weight, norm_eps, eps, inplace)
     with without_autocast(q.device):
-        h, new = recurrent_step(q, k, v, i, f, state, eps=eps)
+        h, new = recurrent_step(q, k, v, i, f, state, eps=eps, inplace=inplace)
     if norm_weight is not None:
         h = headwise_norm(h, norm_weight, norm_eps)
     if gate is not None:
         h = h * torch.sigmoid(gate)
-    if inplace:
-        for old_part, new_part in zip(state, new, strict=True):
-            old_part.copy_(new_part)
-        new = state
     return h, new
 
 

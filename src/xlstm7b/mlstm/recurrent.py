@@ -48,9 +48,20 @@ class MLSTMState(NamedTuple):
 
 
 def recurrent_step(
-    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: MLSTMState, *, eps: float = 1e-6
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    state: MLSTMState,
+    *,
+    eps: float = 1e-6,
+    inplace: bool = False,
 ) -> tuple[Tensor, MLSTMState]:
-    """One token for every row and head: q, k [B, NH, d_qk], v [B, NH, d_hv], i, f [B, NH]."""
+    """One token for every row and head: q, k [B, NH, d_qk], v [B, NH, d_hv], i, f [B, NH].
+
+    With `inplace`, the tensors of `state` are overwritten and returned.
+    """
     q_scaled, k, value = q.to(i.dtype) * q.shape[-1] ** -0.5, k.to(i.dtype), v.to(i.dtype)
     C, n, m = (part.to(i.dtype) for part in state)
     # m cancels from every result except for ε, so gradients are exact with m as a constant.
@@ -58,12 +69,21 @@ def recurrent_step(
     m_new = torch.maximum(decayed, i).detach()
     f_act = torch.exp(decayed - m_new)[..., None]
     k_in = torch.exp(i - m_new)[..., None] * k
-    C = torch.addcmul(f_act[..., None] * C, k_in[..., None], value[..., None, :])
+    if inplace:  # C is large: it is read and written once less. In bfloat16 this C is a copy.
+        C = C.mul_(f_act[..., None]).addcmul_(k_in[..., None], value[..., None, :])
+    else:
+        C = torch.addcmul(f_act[..., None] * C, k_in[..., None], value[..., None, :])
     n = torch.addcmul(k_in, f_act, n)
     numerator = (q_scaled[..., None, :] @ C).squeeze(-2)
     denominator = torch.maximum((q_scaled * n).sum(-1).abs(), torch.exp(-m_new)) + eps
     h = (numerator / denominator[..., None]).to(v.dtype)
-    return h, MLSTMState(C, n, m_new)
+    new = MLSTMState(C, n, m_new)
+    if inplace:
+        for old_part, new_part in zip(state, new, strict=True):
+            if new_part is not old_part:
+                old_part.copy_(new_part)
+        new = state
+    return h, new
 
 
 def recurrent_sequence(

@@ -26,7 +26,7 @@ def head_logprobs(
 
     `cap` is the soft-cap of the logits, or None. A quantised head gives a gradient to x alone.
     """
-    if isinstance(weight, QuantizedWeight) and weight.layout == "stored":
+    if isinstance(weight, QuantizedWeight) and weight.layout in ("stored", "gpu"):
         needs_gradient = x.requires_grad and torch.is_grad_enabled()
         # On a GPU always: the many products of the other way take long.
         weight = weight.dequantize(x.dtype) if needs_gradient or weight.is_cuda else weight

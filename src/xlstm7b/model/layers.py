@@ -416,12 +416,9 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.has_gradient:  # without one too, so that validation computes what training does
-            weight = self.weight
-            assert weight.layout == "stored"
-            scheme, x = weight.scheme, to_autocast(x)
-            y: Tensor = _dequantized_product(
-                x, weight.data, weight.scale, scheme.name, scheme.group_size, weight.shape[1]
-            )
+            weight, x = self.weight, to_autocast(x)
+            kind = weight.scheme.name, weight.scheme.group_size, weight.shape[1], weight.layout
+            y: Tensor = _dequantized_product(x, weight.data, weight.scale, *kind)
             return y.float() if self.wide and y.dtype.itemsize == 2 else y
         with torch.no_grad():
             x = to_autocast(x)
@@ -547,9 +544,11 @@ def _quantized_product(x: Tensor, weight: QuantizedWeight, *, wide: bool = False
     else:
         y = cpu.product(rows, weight)
     if y is None:
-        # On a GPU too: only some rows of the weight are floats at a time.
         multiply = product_float32 if wide else linear
-        y = torch.cat([multiply(rows, tile) for tile in cpu.tiles(weight, x.dtype)], dim=-1)
+        if weight.layout == "gpu":
+            y = multiply(rows, weight.dequantize(x.dtype))
+        else:  # only some rows of the weight are floats at a time
+            y = torch.cat([multiply(rows, tile) for tile in cpu.tiles(weight, x.dtype)], dim=-1)
     elif wide:
         y = y.to(torch.promote_types(y.dtype, torch.float32))
     return y.view(*x.shape[:-1], -1)
@@ -557,33 +556,61 @@ def _quantized_product(x: Tensor, weight: QuantizedWeight, *, wide: bool = False
 
 @torch.library.custom_op("xlstm7b::dequantized_product", mutates_args=())
 def _dequantized_product(
-    x: Tensor, data: Tensor, scale: Tensor, scheme: str, group_size: int, columns: int
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    scheme: str,
+    group_size: int,
+    columns: int,
+    layout: str,
 ) -> Tensor:
     """x Wᵀ with the dequantised weight, which is freed at once. The gradient is that of x alone.
 
     One operator, so that selective checkpointing can keep its output and compilers do not see how
     the weight is unpacked.
     """
-    weight = QuantizedWeight(Scheme(scheme, group_size), (len(data), columns), data, scale)
+    shape = len(data), columns
+    weight = QuantizedWeight(Scheme(scheme, group_size), shape, data, scale, layout)
     return linear(x, weight.dequantize(x.dtype))
 
 
 @_dequantized_product.register_fake
-def _(x: Tensor, data: Tensor, scale: Tensor, scheme: str, group_size: int, columns: int) -> Tensor:
+def _(
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    scheme: str,
+    group_size: int,
+    columns: int,
+    layout: str,
+) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(data))
 
 
 @torch.library.custom_op("xlstm7b::dequantized_product_backward", mutates_args=())
 def _dequantized_product_backward(
-    grad: Tensor, data: Tensor, scale: Tensor, scheme: str, group_size: int, columns: int
+    grad: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    scheme: str,
+    group_size: int,
+    columns: int,
+    layout: str,
 ) -> Tensor:
-    weight = QuantizedWeight(Scheme(scheme, group_size), (len(data), columns), data, scale)
+    shape = len(data), columns
+    weight = QuantizedWeight(Scheme(scheme, group_size), shape, data, scale, layout)
     return linear(grad, weight.dequantize(grad.dtype).mT)
 
 
 @_dequantized_product_backward.register_fake
 def _(
-    grad: Tensor, data: Tensor, scale: Tensor, scheme: str, group_size: int, columns: int
+    grad: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    scheme: str,
+    group_size: int,
+    columns: int,
+    layout: str,
 ) -> Tensor:
     return grad.new_empty(*grad.shape[:-1], columns)
 
@@ -595,7 +622,7 @@ def _setup_dequantized(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 def _backward_dequantized(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     dx: Tensor = _dequantized_product_backward(grad, *ctx.saved_tensors, *ctx.kind)
-    return dx, None, None, None, None, None
+    return dx, None, None, None, None, None, None
 
 
 _dequantized_product.register_autograd(_backward_dequantized, setup_context=_setup_dequantized)

@@ -20,7 +20,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from xlstm7b.quantize import gpu
 from xlstm7b.quantize.config import Scheme
 from xlstm7b.quantize.weight import TILE, QuantizedWeight
 
@@ -104,9 +103,6 @@ def tiles(weight: QuantizedWeight, dtype: torch.dtype) -> Iterator[Tensor]:
     """`QuantizedWeight.tiles` for the layouts whose operators do not take all rows."""
     if weight.layout == "stored":
         yield from weight.tiles(dtype)
-        return
-    if weight.layout == "gpu":
-        yield from gpu.tiles(weight, dtype)
         return
     assert weight.layout == "x86"
     # The operator keeps blocks of rows as [K, block], with the rows in an order of its own.

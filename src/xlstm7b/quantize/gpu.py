@@ -9,8 +9,8 @@ The last block is filled up with zeros.
 Scales are [groups, N], so that those of neighbouring rows are neighbours in memory.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -59,18 +59,20 @@ def prepare(weight: QuantizedWeight) -> QuantizedWeight:
     return replace(weight, data=data, scale=scale, layout="gpu")
 
 
-def tiles(weight: QuantizedWeight, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Some rows of the matrix as floats at a time."""
+def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """The matrix as floats."""
+    if weight.is_cuda and find_spec("triton") is not None:
+        from xlstm7b.quantize import kernels
+
+        return kernels.dequantize(weight, dtype)
     assert weight.layout == "gpu"
     wide = torch.promote_types(dtype, torch.float32)
-    columns, words = weight.shape[1], words_in_block(weight.scheme)
-    rows = max(1, TILE // max(1, columns))
-    for data, scale in zip(weight.data.split(rows), weight.scale.split(rows, dim=1), strict=True):
-        halves = data.contiguous().view(torch.uint8).unflatten(1, (-1, words, 2)).mT
-        if weight.scheme.name == "int4":
-            values = torch.stack((halves & 15, halves >> 4), -2).flatten(1).to(wide) - 8
-        else:
-            kind = torch.int8 if weight.scheme.name == "int8" else torch.float8_e4m3fn
-            values = halves.contiguous().view(kind).flatten(1).to(wide)
-        groups = values.unflatten(1, (len(scale), -1)) * scale.mT.to(wide)[..., None]
-        yield groups.flatten(1)[:, :columns].to(dtype)
+    halves = weight.data.view(torch.uint8).unflatten(1, (-1, words_in_block(weight.scheme), 2)).mT
+    if weight.scheme.name == "int4":
+        values = torch.stack((halves & 15, halves >> 4), -2).flatten(1).to(wide) - 8
+    else:
+        kind = torch.int8 if weight.scheme.name == "int8" else torch.float8_e4m3fn
+        values = halves.contiguous().view(kind).flatten(1).to(wide)
+    groups = values.unflatten(1, (len(weight.scale), -1)) * weight.scale.mT.to(wide)[..., None]
+    floats: Tensor = groups.flatten(1)[:, : weight.shape[1]].to(dtype)
+    return floats

@@ -89,6 +89,10 @@ class QuantizedWeight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The matrix as floats."""
+        if self.layout == "gpu":
+            from xlstm7b.quantize import gpu  # it imports this file
+
+            return gpu.dequantize(self, dtype)
         assert self.layout == "stored"
         return self._floats(self.data, self.scale, dtype)
 

@@ -8,6 +8,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -33,6 +34,8 @@ from xlstm7b.tokenizer import CachingEncoder, Tokenizer, check_tokens
 
 router = APIRouter()
 _SHORT = 4096  # tokens or characters
+# Grammars that take long to compile do not hold up other work in threads.
+_GRAMMARS = ThreadPoolExecutor(4, thread_name_prefix="prepare")
 _Result = TypeVar("_Result")
 
 
@@ -132,7 +135,7 @@ async def _generate(
         _check_limits(service, body, prompts, params)
         model = service.find_model(body.model)
         built = _build_requests(body, prompts, params, state, model.adapter)
-        requests = await _prepare(service, built)
+        requests = await _prepare(service, built, body)
         # 2. They are submitted.
         answer = _Answer(service, body, http, prompts, requests)
         queue = OutputQueue(service.engine, service.metrics)
@@ -184,6 +187,8 @@ async def _read_chat(service: Service, body: ChatBody) -> _Input:
     stop_strings, eos_token_id = answer_ends(
         chat_format, service.tokenizer, service.config.eos_token_id
     )
+    if body.form() is not None:
+        stop_strings = ()  # the grammar ends the answer
     params = body.to_sampling_params(
         service.limits, stop_strings=stop_strings, eos_token_id=eos_token_id
     )
@@ -283,19 +288,20 @@ def _build_requests(
     ]
 
 
-async def _prepare(service: Service, requests: list[Request]) -> list[Request]:
-    """Checks requests, and hashes their prompts."""
+async def _prepare(
+    service: Service, requests: list[Request], body: SamplingBody | None = None
+) -> list[Request]:
+    """Checks requests, hashes their prompts and compiles their grammars."""
 
     def prepare() -> list[Request]:
         return [request.prepare(service.config, service.tokenizer) for request in requests]
 
     try:
+        if any(one.params.structured_outputs is not None for one in requests):
+            return await asyncio.get_running_loop().run_in_executor(_GRAMMARS, prepare)
         return await _off_loop(prepare, size=sum(len(one.prompt) for one in requests))
     except ValueError as error:
-        message = str(error).replace("_new_tokens", "_tokens")  # the API's names
-        name = message.partition(" ")[0]
-        param = name if name in SamplingBody.model_fields or name == "logprobs" else None
-        raise ApiError(400, message, param=param) from error
+        raise protocol.request_error(error, body) from error
 
 
 async def _off_loop(work: Callable[[], _Result], size: int) -> _Result:
@@ -352,7 +358,11 @@ class _Answer:
     def choice(self, index: int) -> protocol.ChoiceFormat:
         logprobs = self.body.answer_logprobs
         return protocol.ChoiceFormat(
-            index, self._tokenizer, is_chat=self._is_chat, logprobs=logprobs
+            index,
+            self._tokenizer,
+            is_chat=self._is_chat,
+            logprobs=logprobs,
+            is_structured=self.body.form() is not None,
         )
 
     def to_json(self, choices: list[Json], usage: Json | None = None) -> Json:

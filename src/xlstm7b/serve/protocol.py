@@ -63,6 +63,7 @@ class ErrorAnswer(BaseModel):
 
 MAX_CHOICES = 128
 _MAX_ENTRIES = 1024  # of a JSON object
+_SCHEMA_FIELDS = {"name", "schema", "description", "strict"}  # of response_format.json_schema
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,13 @@ class StreamOptions(Body):
     include_obfuscation: bool = False
 
 
+class ResponseFormat(Body):
+    """The form of the output. `json_schema` has `name`, `schema`, `description` and `strict`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Annotated[Json, _Bounded] | None = None
+
+
 class SamplingBody(Body):
     """The fields that /v1/completions and /v1/chat/completions share.
 
@@ -164,6 +172,13 @@ class SamplingBody(Body):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    # The form of the output: OpenAI's field, vLLM's field, and vLLM's older fields:
+    response_format: ResponseFormat | None = None
+    structured_outputs: Annotated[Json, _Bounded] | None = None
+    guided_json: Annotated[Json, _Bounded] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    guided_grammar: str | None = None
     # Saved states, which are not in OpenAI's API:
     state: Annotated[str | None, Field(description="id of the saved state to continue from")] = None
     save_state: bool | None = None
@@ -197,6 +212,7 @@ class SamplingBody(Body):
         # 1. Fields with the same name and meaning.
         names = [one.name for one in fields(SamplingParams)]
         options: Json = {name: getattr(self, name, None) for name in names}
+        form = self.form()
         # 2. Fields with another name or form.
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         options |= {
@@ -206,9 +222,39 @@ class SamplingBody(Body):
             "eos_token_id": () if self._ignores_eos() else eos_token_id,
             "logprobs": logprobs,
             "seed": None if self.seed is None else self.seed % (1 << 64),  # OpenAI's are signed
+            "structured_outputs": None if form is None else form[1],
         }
         # 3. The rest has the defaults of SamplingParams.
-        return SamplingParams(**{key: one for key, one in options.items() if one is not None})
+        try:
+            return SamplingParams(**{key: one for key, one in options.items() if one is not None})
+        except ValueError as error:
+            raise request_error(error, self) from error
+
+    def form(self) -> tuple[str, Json] | None:
+        """The field that describes the form of the output, and it as `structured_outputs`."""
+        given = list[tuple[str, Json]]()
+        if self.structured_outputs is not None:
+            given.append(("structured_outputs", self.structured_outputs))
+        for name in ("json", "regex", "choice", "grammar"):
+            value = getattr(self, f"guided_{name}")
+            if value is not None:
+                given.append((f"guided_{name}", {name: value}))
+        wanted = self.response_format
+        if wanted is not None and wanted.type == "json_object":
+            given.append(("response_format", {"json_object": True}))
+        elif wanted is not None and wanted.type == "json_schema":
+            described = wanted.json_schema or {}
+            path, unknown = "response_format.json_schema", [*described.keys() - _SCHEMA_FIELDS]
+            if unknown:
+                raise ApiError(400, f"{path} has an unknown field {unknown[0][:80]!r}", param=path)
+            if not isinstance(described.get("schema"), dict):
+                message = f"{path}.schema must be a JSON schema: an object"
+                raise ApiError(400, message, param=f"{path}.schema")
+            given.append((f"{path}.schema", {"json": described["schema"]}))
+        if len(given) > 1:
+            message = f"{given[0][0]} and {given[1][0]} cannot be combined"
+            raise ApiError(400, message, param=given[1][0])
+        return given[0] if given else None
 
     @property
     def choices(self) -> int:
@@ -245,6 +291,19 @@ class SamplingBody(Body):
 
     def _ignores_eos(self) -> bool:
         return bool(self.ignore_eos)
+
+
+def request_error(error: ValueError, body: SamplingBody | None) -> ApiError:
+    """A mistake in a prompt or in sampling parameters, with the names of the body's fields."""
+    message = str(error).replace("_new_tokens", "_tokens")
+    name = message.partition(" ")[0]
+    form = None if body is None else body.form()
+    if form is not None and name.startswith("structured_outputs"):
+        if form[0] != "structured_outputs":
+            message, name = message.replace(name, form[0], 1), form[0]
+        return ApiError(400, message, param=name)
+    param = name if name in SamplingBody.model_fields or name == "logprobs" else None
+    return ApiError(400, message, param=param)
 
 
 class CompletionBody(SamplingBody):
@@ -288,10 +347,6 @@ class TextPart(Body):
     text: Text
 
 
-class TextFormat(Body):
-    type: Literal["text"]
-
-
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | Annotated[list[TextPart], Field(max_length=1024)] | None = None
@@ -319,7 +374,6 @@ class ChatBody(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     # Accepted only with the values that mean plain text without tools:
-    response_format: TextFormat | None = None
     modalities: list[Literal["text"]] | None = None
     tools: _EmptyList | None = None
     tool_choice: Literal["none", "auto"] | None = None
@@ -363,24 +417,33 @@ class ChoiceFormat:
     """The JSON of one choice, whole or chunk by chunk."""
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer, *, is_chat: bool, logprobs: int | None
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        *,
+        is_chat: bool,
+        logprobs: int | None,
+        is_structured: bool = False,
     ) -> None:
         self._index, self._is_chat = index, is_chat
+        # The space after "Assistant:" belongs to the chat format, but not where a grammar wrote it.
+        self._strips = is_chat and not is_structured
         self._tokenizer, self._logprobs = tokenizer, logprobs
         self._decoder, self._text_offset = StreamDecoder(tokenizer), 0
         self._is_first, self._has_text = True, False
 
     def whole(self, text: str, logprobs: Json | None, finish_reason: str) -> Json:
         if self._is_chat:
-            message = {"role": "assistant", "content": text.lstrip(), "refusal": None}
+            content = text.lstrip() if self._strips else text
+            message = {"role": "assistant", "content": content, "refusal": None}
             return self._choice("message", message, logprobs, finish_reason)
         return self._choice("text", text, logprobs, finish_reason)
 
     def chunk(self, text: str, logprobs: Json | None, finish_reason: str | None) -> Json:
         if not self._is_chat:
             return self._choice("text", text, logprobs, finish_reason)
-        if not self._has_text:
-            text = text.lstrip()  # the space after "Assistant:" belongs to the chat format
+        if self._strips and not self._has_text:
+            text = text.lstrip()
             self._has_text = text != ""
         delta = {"content": text}
         if self._is_first:

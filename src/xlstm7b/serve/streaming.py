@@ -17,6 +17,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from xlstm7b.generate.request import Request, RequestOutput
+from xlstm7b.generate.structured import StructuredOutputError
 from xlstm7b.serve.engine_thread import EngineStopped, EngineThread, QueueFull
 from xlstm7b.serve.prometheus import Metrics
 from xlstm7b.serve.protocol import ApiError, Json
@@ -124,6 +125,8 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(429, "the queue is full", retry_after=error.retry_after)
         case EngineStopped():
             return ApiError(503, f"the server is not available: {error}", retry_after=5)
+        case StructuredOutputError():
+            return ApiError(400, str(error), param="structured_outputs")
         case _:
             return ApiError(500, "the model failed while this request was running")
 

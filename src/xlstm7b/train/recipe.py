@@ -44,7 +44,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from xlstm7b.accounting import adapted_shapes
+from xlstm7b.accounting import LORA_TARGETS, adapted_shapes
 from xlstm7b.config import ModelConfig
 from xlstm7b.data import Packing
 from xlstm7b.train.schedule import BatchRamp, Decay, LearningRate, micro_batches
@@ -261,16 +261,7 @@ class Lora:
     """The addition is B A × `alpha` / `rank`."""
     dropout: Below1 = 0.0
     """Dropout of the input of A."""
-    targets: tuple[str, ...] = (
-        "q",
-        "k",
-        "v",
-        "ogate_preact",
-        "out_proj",
-        "proj_up",
-        "proj_up_gate",
-        "proj_down",
-    )
+    targets: tuple[str, ...] = LORA_TARGETS
     """Names of the layers that get an addition, in every block."""
 
     def __post_init__(self) -> None:

@@ -48,6 +48,7 @@ from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
 from xlstm7b.model.init import drawn_parameters
 from xlstm7b.model.lora import add_lora, base_name, draw_lora, lora_layers
+from xlstm7b.quantize.gpu import prepare
 from xlstm7b.quantize.weight import QuantizedWeight
 from xlstm7b.registry import STANDARD
 from xlstm7b.train.recipe import Layout, Recipe
@@ -110,7 +111,9 @@ def build_model(
         for name, whole in weights:
             if isinstance(whole, QuantizedWeight):
                 layer: Any = model.get_submodule(name.removesuffix(".weight"))
-                getattr(layer, "base_layer", layer).weight = whole.to(device)
+                whole = whole.to(device)
+                whole = prepare(whole) if whole.is_cuda else whole
+                getattr(layer, "base_layer", layer).weight = whole
             else:
                 _fill(parameters.pop(name), whole)
     assert not parameters, "every parameter has a first value"

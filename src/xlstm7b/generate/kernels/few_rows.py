@@ -107,32 +107,52 @@ def rows_kernel(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    y = _product(x, weights, row, B, limit, K, BLOCK, ROWS, BATCH, PRECISION)
+    y = product(x, weights, row, B, limit, K, BLOCK, ROWS, BATCH, PRECISION)
     if SWIGLU:
         W_up = W + tl.full((), K, tl.int64) * N
-        y_up = _product(x, W_up, row, B, limit, K, BLOCK, ROWS, BATCH, PRECISION)
+        y_up = product(x, W_up, row, B, limit, K, BLOCK, ROWS, BATCH, PRECISION)
         y = y * tl.sigmoid(y) * y_up
-    b = tl.arange(0, BATCH)
-    inside = (row < limit)[:, None] & (b < B)[None, :]
-    at = b[None, :] * limit + row[:, None]
     if is_gate:
-        y += tl.load(bias + row, mask=row < limit, other=0.0).to(tl.float32)[:, None]
-        if HAS_CAP:
-            y = soft_cap(y, cap)
-        if HAS_LIVE:
-            is_live = tl.load(live + b, mask=b < B, other=0) != 0
-            y = mask_gates(y, is_live[None, :], row[:, None], N_GATES)
-        tl.store(out_gates + at, y, mask=inside)
+        store_gates(y, row, bias, live, out_gates, cap, B, N_GATES, HAS_CAP, HAS_LIVE, BATCH)
     else:
-        if HAS_RESIDUAL:
-            y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-        if HAS_CAP and not HAS_GATES:
-            y = soft_cap(y, cap)
-        tl.store(out + at, y, mask=inside)
+        store_rows(y, row, residual, out, cap, B, N, HAS_RESIDUAL, HAS_CAP and not HAS_GATES, BATCH)
 
 
 @triton.jit
-def _product(
+def store_gates(
+    y, row, bias, live, out_gates, cap, B, N_GATES,
+    HAS_CAP: tl.constexpr, HAS_LIVE: tl.constexpr, BATCH: tl.constexpr,
+):  # fmt: skip
+    """out_gates[:, row] = masked soft-cap(y + bias), for y [ROWS, BATCH]."""
+    b = tl.arange(0, BATCH)
+    y += tl.load(bias + row, mask=row < N_GATES, other=0.0).to(tl.float32)[:, None]
+    if HAS_CAP:
+        y = soft_cap(y, cap)
+    if HAS_LIVE:
+        is_live = tl.load(live + b, mask=b < B, other=0) != 0
+        y = mask_gates(y, is_live[None, :], row[:, None], N_GATES)
+    inside = (row < N_GATES)[:, None] & (b < B)[None, :]
+    tl.store(out_gates + b[None, :] * N_GATES + row[:, None], y, mask=inside)
+
+
+@triton.jit
+def store_rows(
+    y, row, residual, out, cap, B, N,
+    HAS_RESIDUAL: tl.constexpr, HAS_CAP: tl.constexpr, BATCH: tl.constexpr,
+):  # fmt: skip
+    """out[:, row] = soft-cap(y + residual[:, row]), for y [ROWS, BATCH]."""
+    b = tl.arange(0, BATCH)
+    inside = (row < N)[:, None] & (b < B)[None, :]
+    at = b[None, :] * N + row[:, None]
+    if HAS_RESIDUAL:
+        y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_CAP:
+        y = soft_cap(y, cap)
+    tl.store(out + at, y, mask=inside)
+
+
+@triton.jit
+def product(
     x, W, row, B, N, K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BATCH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip

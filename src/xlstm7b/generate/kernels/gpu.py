@@ -15,12 +15,7 @@ from xlstm7b.generate.kernels.few_rows import MAX_ROWS, multiply_rows
 from xlstm7b.generate.kernels.one_row import multiply_row
 from xlstm7b.generate.kernels.overlap import overlap_options
 from xlstm7b.generate.kernels.pointwise import head_norm, rms_norm, silu_and_multiply
-from xlstm7b.generate.kernels.quantized import (
-    dequantize,
-    has_fp8_product,
-    multiply_codes,
-    multiply_fp8,
-)
+from xlstm7b.generate.kernels.quantized import has_fp8_product, multiply_codes, multiply_fp8
 from xlstm7b.generate.kernels.slot_states import gather_states, scatter_states
 from xlstm7b.mlstm import MLSTMState
 from xlstm7b.mlstm.triton.launch_params import step_tile
@@ -126,7 +121,7 @@ def head(
     x = pointwise.rms_norm(x, norm, eps)
     if len(x) <= MAX_ROWS:
         return _multiply(x, W, cap=cap, out_dtype=wide)[0]
-    products = product_float32(x, W if isinstance(W, Tensor) else dequantize(W, x.dtype))
+    products = product_float32(x, W if isinstance(W, Tensor) else W.dequantize(x.dtype))
     return products if cap is None else products.div_(cap).tanh_().mul_(cap)
 
 
@@ -141,4 +136,4 @@ def _product(x: Tensor, W: Tensor | QuantizedWeight) -> Tensor:
     """x Wᵀ for many rows."""
     if isinstance(W, Tensor):
         return x @ W.mT
-    return multiply_fp8(x, W) if has_fp8_product(x, W) else x @ dequantize(W, x.dtype).mT
+    return multiply_fp8(x, W) if has_fp8_product(x, W) else x @ W.dequantize(x.dtype).mT

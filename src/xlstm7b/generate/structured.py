@@ -1,0 +1,260 @@
+"""Structured output: a grammar decides, after each token, which tokens may come next.
+
+llguidance compiles a JSON schema, a regex, a list of choices or a Lark grammar, and computes for
+each output a mask with one bit for each token. The engine calls `next_masks` while the device
+computes the logits that the masks are for.
+"""
+
+import copy
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import cache, lru_cache, partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from xlstm7b.config import ModelConfig
+from xlstm7b.tokenizer import Tokenizer
+
+_SECONDS = 10.0  # to wait for a grammar to be compiled
+# CPU time that compiling may take. Usual schemas take milliseconds. Memory grows with the time: a
+# regex that takes a second, such as (a{1000}){1000}, holds 200 MB.
+_CPU_SECONDS = 0.5
+# llguidance recurses along chains of rules. With the usual 8 MB, a chain of 4000 ends the process.
+_STACK_BYTES = 256 << 20
+_MAX_LEXER_STATES = 50_000  # of up to 2 kB each
+# The model could write white space for ever. 40 characters are a deep indentation.
+_WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+
+_Words = NDArray[np.int32]
+_Result = TypeVar("_Result")
+
+
+class StructuredOutputError(ValueError):
+    """A grammar that cannot be compiled or followed."""
+
+
+class Vocabulary:
+    """The tokens of a model, for llguidance. Special tokens and unused ids are not text."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> None:
+        import llguidance
+
+        self._tokenizer, self.vocab_size = tokenizer, vocab_size
+        # The attributes that llguidance reads.
+        self.eos_token_id, self.bos_token_id = eos_token_id, None
+        self.special_token_ids: list[int] = []
+        self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
+        self.wrapped = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(self), n_vocab=vocab_size, eos_token=eos_token_id
+        )
+        has_text = [token for token, text in enumerate(self.tokens) if text]
+        self.has_text = self.words(has_text)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Encodes text, for llguidance."""
+        return self._tokenizer.encode(text.decode(), continues=True)
+
+    def words(self, tokens: Sequence[int]) -> _Words:
+        """A mask of these tokens: one bit for each token of the vocabulary."""
+        bits = np.zeros(-(-self.vocab_size // 32) * 32, dtype=np.uint8)
+        bits[[*tokens]] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+class Grammar:
+    """A compiled grammar. Outputs follow copies of its `start`."""
+
+    def __init__(self, vocabulary: Vocabulary, form: str, start: Any) -> None:
+        self.vocabulary, self.form, self.start = vocabulary, form, start
+
+
+def compile_grammar(
+    structured_outputs: Mapping[str, Any], config: ModelConfig, tokenizer: Any
+) -> Grammar:
+    """The grammar for `SamplingParams.structured_outputs`, or a `StructuredOutputError`.
+
+    `tokenizer` is a `Tokenizer`. It takes milliseconds, in a thread of its own. The last 16
+    grammars are kept.
+    """
+    ((form, value),) = structured_outputs.items()
+    try:
+        import llguidance  # noqa: F401
+    except ImportError as error:
+        raise StructuredOutputError(
+            "structured_outputs needs llguidance: pip install 'xlstm7b[serve]'"
+        ) from error
+    vocabulary = _vocabulary(tokenizer, config.vocab_size, config.eos_token_id)
+    return _compiled(vocabulary, form, value)
+
+
+class Matcher:
+    """Follows one output and knows which tokens may come next."""
+
+    def __init__(self, grammar: Grammar, eos_token_ids: Sequence[int]) -> None:
+        self.grammar, self.state = grammar, grammar.start.deep_copy()
+        self._ends = grammar.vocabulary.words(eos_token_ids)
+        self._text = grammar.vocabulary.has_text & ~self._ends
+        self._is_finished = False
+        self.error: StructuredOutputError | None = None  # set by `next_masks`
+
+    def copy(self) -> "Matcher":
+        made = copy.copy(self)
+        made.state = self.state.deep_copy()
+        return made
+
+    def advance(self, token: int) -> None:
+        """Reads a token of the output. `StructuredOutputError` if the grammar does not allow it."""
+        if not self.state.consume_token(token):
+            raise self._failure()
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the output matches the grammar, and no token but the end of text may follow."""
+        return self._is_finished or (self.state.is_stopped() and self.state.is_accepting())
+
+    def finish_mask(self, mask: _Words) -> None:
+        """Changes llguidance's mask: special tokens are banned, except for ends of text.
+
+        Those are allowed exactly where the output may end.
+        """
+        if self.state.is_error():
+            self.error = self._failure()
+            return
+        mask &= self._text
+        if self.state.is_accepting():
+            self._is_finished = not mask.any()
+            mask |= self._ends
+        elif not mask.any():
+            self.error = self._failure()
+
+    def _failure(self) -> StructuredOutputError:
+        problem = _first_line(self.state.get_error()) or "no token can follow"
+        return StructuredOutputError(
+            f"structured_outputs.{self.grammar.form} cannot be followed any further: {problem}"
+        )
+
+
+def next_masks(matchers: Sequence[Matcher], *, pinned: bool = False) -> Tensor:
+    """Which tokens may come next in each output: a bit for each token, [N, words] as int32.
+
+    Several threads compute them, and none holds Python's lock. Sets `error` of matchers for which
+    there is no next token.
+    """
+    words = len(matchers[0].grammar.vocabulary.has_text)
+    masks = torch.empty((len(matchers), words), dtype=torch.int32, pin_memory=pinned)
+    jobs = [(matcher.state, row) for row, matcher in enumerate(matchers)]
+    _executor().unsafe_compute_mask_ptr(jobs, masks.data_ptr(), 4 * words, len(matchers))
+    for matcher, mask in zip(matchers, masks.numpy(), strict=True):
+        matcher.finish_mask(mask)
+    return masks
+
+
+@cache
+def _executor() -> Any:
+    import llguidance
+
+    return llguidance.LLExecutor()
+
+
+@lru_cache(maxsize=4)
+def _vocabulary(tokenizer: Any, vocab_size: int, eos_token_id: int) -> Vocabulary:
+    return Vocabulary(tokenizer, vocab_size, eos_token_id)
+
+
+@lru_cache(maxsize=16)
+def _compiled(vocabulary: Vocabulary, form: str, value: Any) -> Grammar:
+    try:
+        return _in_thread(partial(_compile, vocabulary, form, value))
+    except TimeoutError as error:
+        raise _too_complex(form) from error
+
+
+def _compile(vocabulary: Vocabulary, form: str, value: Any) -> Grammar:
+    import llguidance
+
+    started, matcher = time.thread_time(), llguidance.LLMatcher
+    try:
+        match form:
+            case "json":
+                own = json.loads(value).get("x-guidance")  # llguidance's options in a schema
+                is_set = isinstance(own, dict) and any(name.startswith("white") for name in own)
+                options: Any = None if is_set else {"whitespace_pattern": _WHITE_SPACE}
+                grammar = matcher.grammar_from_json_schema(value, defaults=options)
+            case "regex":
+                grammar = matcher.grammar_from_regex(value)
+            case "choice":
+                grammar = matcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, value))}")
+            case _:
+                grammar = matcher.grammar_from_lark(value)
+    except ValueError as error:
+        raise StructuredOutputError(f"structured_outputs.{form} is not valid: {error}") from error
+    limits = llguidance.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+    start = matcher(vocabulary.wrapped, grammar, log_level=0, limits=limits)
+    if not start.is_error():
+        start.compute_bitmask()  # the slowest: later masks use what it computes
+        if start.get_error().startswith("NoExtension"):
+            raise StructuredOutputError(f"structured_outputs.{form} matches no text at all")
+    if start.is_error():
+        raise StructuredOutputError(_explain(form, start.get_error()))
+    if time.thread_time() - started > _CPU_SECONDS:
+        raise _too_complex(form)
+    return Grammar(vocabulary, form, start)
+
+
+def _too_complex(form: str) -> StructuredOutputError:
+    return StructuredOutputError(
+        f"structured_outputs.{form} is too complex: it takes too long to compile"
+    )
+
+
+def _explain(form: str, problem: str) -> str:
+    """An error of llguidance in words."""
+    name = f"structured_outputs.{form}"
+    if found := re.match(r"Unimplemented keys: \[(.*)\]", problem):
+        return f"{name} has keywords that are not supported: {found[1][:200]}"
+    if found := re.match("Unsatisfiable schema: (.*)", problem):
+        return f"{name} matches no JSON at all: {found[1][:200]}"
+    if re.search("fuel|too (many|large|big|deep)|Unable to determine", problem):
+        return f"{name} is too complex: {_first_line(problem)}"
+    if found := re.search("^error: (.*)", problem, re.MULTILINE):  # after a drawing of the place
+        return f"{name} has an invalid regex: {found[1][:200]}"
+    return f"{name} is not valid: {_first_line(problem)}"
+
+
+def _first_line(problem: str) -> str:
+    return problem.partition("\n")[0][:200]
+
+
+_compiling = threading.BoundedSemaphore(4)  # so that many hostile grammars leave some cores alone
+_starting = threading.Lock()
+
+
+def _in_thread(work: Callable[[], _Result]) -> _Result:
+    """The result of `work` in a thread with a large stack. `TimeoutError` if it takes too long."""
+    future = Future[_Result]()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            _compiling.release()
+
+    if not _compiling.acquire(timeout=_SECONDS):
+        raise TimeoutError
+    with _starting:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="grammar", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+    return future.result(_SECONDS)

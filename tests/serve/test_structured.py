@@ -1,0 +1,243 @@
+"""Structured output over HTTP: OpenAI's field, vLLM's fields, and refusals that say why."""
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import jsonschema_rs
+import openai
+import pytest
+from live_server import LiveServer, error_of, wait_for
+from pydantic import BaseModel, Field
+
+USER = [{"role": "user", "content": "Who?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+WRAPPED = {"name": "person", "description": "A person", "schema": SCHEMA, "strict": True}
+FORMAT = {"type": "json_schema", "json_schema": WRAPPED}
+ROUTES = [("/v1/completions", {"prompt": "Who?"}), ("/v1/chat/completions", {"messages": USER})]
+both_routes = pytest.mark.parametrize(("path", "body"), ROUTES)
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    return choice["message"]["content"] if "message" in choice else choice["text"]
+
+
+@both_routes
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"response_format": FORMAT},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}},
+        {"guided_json": SCHEMA},
+        {"guided_json": json.dumps(SCHEMA)},
+    ],
+)
+def test_json_schemas(live: LiveServer, path: str, body: dict, form: dict) -> None:
+    answer = live.post(path, **body, **form, max_tokens=80, seed=1, n=3)
+    for choice in answer["choices"]:
+        assert choice["finish_reason"] == "stop"
+        assert jsonschema_rs.is_valid(SCHEMA, json.loads(text_of(choice)))
+    want = live.post(path, **body, **form, max_tokens=80, seed=3)["choices"][0]
+    assert text_of(want) == text_of(answer["choices"][2])  # choice n has seed + n
+
+
+@both_routes
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"structured_outputs": {"regex": "[0-9]{3}-x?"}}, "[0-9]{3}-x?"),
+        ({"guided_regex": "[0-9]{3}-x?"}, "[0-9]{3}-x?"),
+        ({"structured_outputs": {"choice": [" yes", " no"]}}, " yes| no"),
+        ({"guided_choice": [" yes", " no"]}, " yes| no"),
+        ({"structured_outputs": {"grammar": 'start: "a" ("," "b")~2'}}, "a,b,b"),
+        ({"guided_grammar": 'start: "a" ("," "b")~2'}, "a,b,b"),
+    ],
+)
+def test_regexes_choices_and_grammars(
+    live: LiveServer, path: str, body: dict, form: dict, pattern: str
+) -> None:
+    choice = live.post(path, **body, **form, max_tokens=20)["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert re.fullmatch(pattern, text_of(choice))
+    chunks = live.stream(path, **body, **form, max_tokens=20)
+    parts = [chunk["choices"][0] for chunk in chunks]
+    text = "".join(part["delta"]["content"] if "delta" in part else part["text"] for part in parts)
+    assert re.fullmatch(pattern, text)
+    assert parts[-1]["finish_reason"] == "stop"
+
+
+def test_json_object(live: LiveServer) -> None:
+    form = {"type": "json_object"}
+    answer = live.post(
+        "/v1/chat/completions", messages=USER, response_format=form, max_tokens=50, n=4, seed=0,
+        logit_bias={str(2 + ord("}")): 5},
+    )  # fmt: skip
+    finished = [one for one in answer["choices"] if one["finish_reason"] == "stop"]
+    assert finished
+    assert all(isinstance(json.loads(text_of(one)), dict) for one in finished)
+    for kind in ("json_object", "text"):
+        live.post("/v1/completions", prompt="a", response_format={"type": kind}, max_tokens=1)
+
+
+def test_with_other_fields(live: LiveServer) -> None:
+    answer = live.post(
+        "/v1/chat/completions",
+        messages=USER,
+        response_format=FORMAT,
+        logprobs=True,
+        top_logprobs=2,
+        presence_penalty=1,
+        logit_bias={str(token): -100 for token in range(320)},
+        min_tokens=60,
+        ignore_eos=True,
+        max_tokens=80,
+    )
+    choice = answer["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert jsonschema_rs.is_valid(SCHEMA, json.loads(text_of(choice)))
+    assert len(choice["logprobs"]["content"]) == answer["usage"]["completion_tokens"]
+    cut = live.post("/v1/completions", prompt="a", guided_regex="a{9}", stop="aaa", max_tokens=20)
+    assert (cut["choices"][0]["text"], cut["choices"][0]["finish_reason"]) == ("", "stop")
+    cut = live.post("/v1/completions", prompt="a", guided_regex="a{9}", max_tokens=4)
+    assert (cut["choices"][0]["text"], cut["choices"][0]["finish_reason"]) == ("aaaa", "length")
+
+
+class Pet(BaseModel):
+    kind: Literal["cat", "dog"]
+    legs: int = Field(ge=0, le=9)
+
+
+def test_the_openai_client_parses(live: LiveServer) -> None:
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none") as client:
+        for _ in range(3):
+            answer = client.chat.completions.parse(
+                model="tiny", messages=USER, response_format=Pet, max_tokens=200
+            )
+            assert isinstance(answer.choices[0].message.parsed, Pet)
+        with client.chat.completions.stream(
+            model="tiny", messages=USER, response_format=Pet, max_tokens=200
+        ) as stream:
+            assert isinstance(stream.get_final_completion().choices[0].message.parsed, Pet)
+        extra = {"structured_outputs": {"choice": ["red", "blue"]}}
+        answer = client.completions.create(model="tiny", prompt="a", extra_body=extra)
+        assert answer.choices[0].text in ("red", "blue")
+
+
+@both_routes
+@pytest.mark.parametrize(
+    ("form", "param", "message"),
+    [
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema.schema",
+            "response_format.json_schema.schema must be a JSON schema: an object",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}},
+            "response_format.json_schema",
+            "response_format.json_schema has an unknown field 'x'",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            "response_format.json_schema.schema",
+            'response_format.json_schema.schema has keywords that are not supported: "not"',
+        ),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "response_format.type: "),
+        (
+            {"guided_json": {"type": "integer", "minimum": 5, "maximum": 2}},
+            "guided_json",
+            "guided_json matches no JSON at all: minimum (5) is greater than maximum (2)",
+        ),
+        ({"guided_json": "{"}, "guided_json", "guided_json is not JSON: Expecting property name"),
+        ({"guided_regex": "("}, "guided_regex", "guided_regex has an invalid regex: unclosed"),
+        ({"guided_choice": []}, "guided_choice", "guided_choice must be a list of strings, none"),
+        (
+            {"guided_grammar": "start: x"},
+            "guided_grammar",
+            'guided_grammar is not valid: at 1(8): unknown name: "x"',
+        ),
+        (
+            {"structured_outputs": {"json": {"type": "integer", "multipleOf": 982451653}}},
+            "structured_outputs.json",
+            "structured_outputs.json is too complex: fuel exhausted",
+        ),
+        (
+            {"structured_outputs": {"regex": "a" * 70000}},
+            "structured_outputs.regex",
+            "structured_outputs.regex must have at most 65536 characters, not 70000",
+        ),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+            "structured_outputs",
+            "structured_outputs must have exactly one of json (a schema)",
+        ),
+        ({"structured_outputs": 5}, "structured_outputs", "structured_outputs: "),
+        (
+            {"guided_regex": "a", "response_format": {"type": "json_object"}},
+            "response_format",
+            "guided_regex and response_format cannot be combined",
+        ),
+    ],
+)
+def test_refusals_name_the_field_and_say_why(
+    live: LiveServer, path: str, body: dict, form: dict, param: str, message: str
+) -> None:
+    answer = live.client.post(path, json={**body, **form})
+    assert answer.status_code == 400, answer.text
+    error = error_of(answer)
+    assert error["param"] == param
+    assert error["message"].startswith(message)
+
+
+def test_a_grammar_that_leads_nowhere(live: LiveServer) -> None:
+    lark = 'start: "ab" rest\nrest: rest "c"'
+    body = {"prompt": "a", "guided_grammar": lark}
+    assert "cannot be followed" in live.refused("/v1/completions", 400, **body)
+    answer = live.client.post("/v1/completions", json={**body, "stream": True})
+    assert 'data: {"error"' in answer.text
+    assert live.is_idle()
+
+
+def test_hostile_grammars_do_not_hold_up_others(live: LiveServer) -> None:
+    hostile = [{"guided_regex": f"(a{{{1000 + n}}}){{1000}}"} for n in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        refused = [
+            threads.submit(live.refused, "/v1/completions", 400, prompt="a", **form)
+            for form in hostile
+        ]
+        assert live.post("/v1/completions", prompt="a", max_tokens=2)["choices"]
+        assert live.client.get("/health").status_code == 200
+        assert all("regex" in future.result() for future in refused)
+
+
+def test_aborted_requests_leave_memory_flat(live: LiveServer) -> None:
+    form = {"response_format": FORMAT | {"json_schema": {**WRAPPED, "schema": {"type": "array"}}}}
+
+    def abort(count: int) -> None:
+        for _ in range(count):
+            body = {"messages": USER, "stream": True, "max_tokens": 5000, **form}
+            with httpx.stream("POST", f"{live.url}/v1/chat/completions", json=body) as answer:
+                next(answer.iter_lines())
+        wait_for(live.is_idle)
+
+    abort(20)
+    before = resident_bytes()
+    abort(40)
+    assert resident_bytes() - before < 16 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
