@@ -373,8 +373,8 @@ def read_config(folder: Path) -> ModelConfig:
     if not path.is_file():
         if (folder / "adapter_config.json").is_file():
             raise ValueError(
-                f"{folder} is an adapter: give the model that it adapts, and this "
-                "folder with --adapter"
+                f"{folder} is an adapter, not a model: give the model that it adapts, and the "
+                "adapter with --adapter; or make one model of both with `xlstm7b merge`"
             )
         if (folder / "checkpoints").is_dir():
             raise ValueError(
