@@ -42,7 +42,8 @@ def main(arguments: list[str] | None = None) -> Trainer:
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     model = optimize(AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype))
     if given.rank:
-        model = get_peft_model(model, LoraConfig(r=given.rank, lora_alpha=2 * given.rank))
+        lora = LoraConfig(r=given.rank, lora_alpha=2 * given.rank, task_type="CAUSAL_LM")
+        model = get_peft_model(model, lora)
 
     def tokenize(row: dict[str, str]) -> BatchEncoding:
         text = row["text"] + tokenizer.eos_token

@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> DPOTrainer:
         ),
         train_dataset=load_dataset("json", data_files=given.pairs, split="train"),
         processing_class=tokenizer,
-        peft_config=LoraConfig(r=given.rank, lora_alpha=2 * given.rank),
+        peft_config=LoraConfig(r=given.rank, lora_alpha=2 * given.rank, task_type="CAUSAL_LM"),
     )
     trainer.train()
     trainer.save_model()

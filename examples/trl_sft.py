@@ -39,6 +39,9 @@ def main(arguments: list[str] | None = None) -> SFTTrainer:
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     tokenizer.chat_template = tokenizer.chat_template or PlainFormat.template
     model = optimize(AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype))
+    lora = None
+    if given.rank:
+        lora = LoraConfig(r=given.rank, lora_alpha=2 * given.rank, task_type="CAUSAL_LM")
     trainer = SFTTrainer(
         model,
         SFTConfig(
@@ -59,7 +62,7 @@ def main(arguments: list[str] | None = None) -> SFTTrainer:
         ),
         train_dataset=load_dataset("json", data_files=given.answers, split="train"),
         processing_class=tokenizer,
-        peft_config=LoraConfig(r=given.rank, lora_alpha=2 * given.rank) if given.rank else None,
+        peft_config=lora,
     )
     trainer.train()
     trainer.save_model()

@@ -383,6 +383,16 @@ def read_config(folder: Path) -> ModelConfig:
         return ModelConfig.from_file(path)
     path = folder / "config.yaml"
     if not path.is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise ValueError(
+                f"{folder} is an adapter, not a model: give the model that it adapts, and the "
+                "adapter with --adapter; or make one model of both with `xlstm7b merge`"
+            )
+        if (folder / "checkpoints").is_dir():
+            raise ValueError(
+                f"{folder} is the folder of a run: give the folder that `xlstm7b "
+                "export` makes of it"
+            )
         raise ValueError(f"{folder} holds neither config.json nor config.yaml: not a checkpoint")
     with path.open("rb") as file:
         try:

@@ -158,6 +158,7 @@ def test_preference_pairs_are_refused(cli: Cli, tmp_path: Path) -> None:
     assert said.startswith(
         f"{tmp_path}/a.jsonl: these are preference pairs (chosen, rejected), for"
     )
+    assert said.endswith("--question-column prompt --answer-column chosen if they are texts")
     assert not (tmp_path / "out").exists()
 
 

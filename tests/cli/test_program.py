@@ -1,6 +1,7 @@
 """The program as a whole: exit codes, stdout and stderr, imports, and options."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -181,3 +182,17 @@ def test_the_docs_list_the_fields_of_sampling_params() -> None:
     rows = table.partition("\n\n")[0].splitlines()[2:]
     params = SamplingParams()
     assert rows == [f"| `{name}` | {getattr(params, name)} | {HELP[name]} |" for name in HELP]
+
+
+def test_help_loses_no_words_in_brackets() -> None:
+    """Typer's help takes [word] for markup and prints nothing for it."""
+
+    def texts(command: Any) -> Iterator[str]:
+        yield command.help or ""
+        for parameter in command.params:
+            yield getattr(parameter, "help", None) or ""
+        for part in getattr(command, "commands", {}).values():
+            yield from texts(part)
+
+    lost = re.compile(r"(?<!\\)\[/?[a-z][a-z ]*\]")
+    assert not [text for text in texts(typer.main.get_command(app)) if lost.search(text)]

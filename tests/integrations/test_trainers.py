@@ -124,6 +124,8 @@ def test_sft_learns_answers(folder, tmp_path, rank):
     assert last < first
     if rank:
         adapter = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+        # PEFT's AutoPeftModelForCausalLM refuses an adapter without a task type.
+        assert adapter["task_type"] == "CAUSAL_LM"
         assert len(adapter["target_modules"]) == 8
     else:
         XLSTM.from_pretrained(tmp_path / "out")

@@ -721,6 +721,12 @@ def test_mistakes_are_one_sentence(ours):
     ids = random_ids(2, 8)
     with pytest.raises(ValueError, match="XLSTMCache, not DynamicCache"):
         ours(ids, past_key_values=transformers.DynamicCache())
+    with pytest.raises(ValueError, match="XLSTMCache, not tuple"):
+        ours.generate(ids, past_key_values=((1, 2),), max_new_tokens=1)
+    cache = XLSTMCache()
+    cache.states = ours(ids).past_key_values.states * 2
+    with pytest.raises(ValueError, match="filled by another model"):
+        ours(ids, past_key_values=cache)
     with pytest.raises(
         ValueError, match=r"attention_mask must be \[2, 8\] or longer, not \[2, 7\]"
     ):

@@ -175,10 +175,22 @@ Q = "base_model.model.backbone.blocks.0.mlstm_layer.q."
         (lambda c, t: c.update(bias="all"), "bias = 'all' is not supported"),
         (lambda c, t: c.update(modules_to_save=["q"]), "modules_to_save = .* is not supported"),
         (lambda c, t: c.update(init_lora_weights="pissa"), "'pissa' changes the base's weights"),
-        (lambda c, t: c.update(lora_alpha="4"), "lora_alpha is '4', not a number"),
+        (lambda c, t: c.update(lora_alpha="4"), "lora_alpha is '4', not a finite number"),
+        (lambda c, t: c.update(lora_alpha=torch.inf), "lora_alpha is inf, not a finite number"),
+        (lambda c, t: c.update(lora_alpha=10**400), "not a finite number"),
+        (lambda c, t: c.update(alpha_pattern={"q": None}), "lora_alpha is None, not a finite"),
+        (lambda c, t: c.update(alpha_pattern=["q"]), r"alpha_pattern is \['q'\], not an object"),
+        (lambda c, t: c.update(alpha_pattern={"(": 1}), r"'\(' in alpha_pattern is no regular exp"),
+        (lambda c, t: c.update(r=99), "the rank of .* is 99, but A and B have"),
+        (lambda c, t: c.update(rank_pattern={"q": 9}), r"the rank of .*\.q is 9, but"),
         (lambda c, t: t.clear(), "holds no adapter"),
         (lambda c, t: t.pop(Q + "lora_B.weight"), r"A and B of .*\.q have the shapes \{'A'"),
         (lambda c, t: t.update({Q + "lora_A.weight": torch.ones(4, 3)}), r"of .*\.q have the shap"),
+        (lambda c, t: t.update({Q + "lora_A.weight": torch.tensor(1.0)}), r"\.q have the shapes"),
+        (
+            lambda c, t: t.update({Q + "lora_A.default.weight": torch.ones(4, 128)}),
+            r"holds lora_A of .*\.q twice",
+        ),
         (lambda c, t: t.update({Q + "lora_C.weight": torch.ones(1)}), "only lora_A and lora_B"),
         (lambda c, t: t.update({"x.lora_A.weight": torch.ones(1)}), "for no matrix of this model"),
         (lambda c, t: t[Q + "lora_A.weight"].fill_(torch.inf), "not finite numbers"),
@@ -190,9 +202,32 @@ def test_adapters_that_do_not_fit(edit, message, adapter, tmp_path):
         load_adapter(tmp_path / "changed", CONFIG)
 
 
+@pytest.mark.parametrize("fingerprint", ["[1]", '"x"', "[" * 100_000, "{"])
+def test_damaged_fingerprints_of_the_base(fingerprint, adapter, tmp_path):
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    save_file(tensors, tmp_path / "adapter_model.safetensors", metadata={"base": fingerprint})
+    (tmp_path / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors is damaged: "):
+        load_adapter(tmp_path, CONFIG)
+
+
+def test_weights_of_8_bits_are_read(adapter, tmp_path):
+    def narrow(_: dict, tensors: dict) -> None:
+        tensors.update({key: part.to(torch.float8_e4m3fn) for key, part in tensors.items()})
+
+    change(adapter, tmp_path / "narrow", narrow)
+    assert load_adapter(tmp_path / "narrow", CONFIG).layers
+
+
 def test_folders_that_are_no_adapters(base, adapter, tmp_path):
     with pytest.raises(ValueError, match=r"holds no adapter_config\.json"):
         load_adapter(base, CONFIG)
+    with pytest.raises(ValueError, match="is an adapter, not a model: give the model that it"):
+        open_checkpoint(adapter)
+    (tmp_path / "checkpoints").mkdir()
+    for read in (open_checkpoint, lambda folder: load_adapter(folder, CONFIG)):
+        with pytest.raises(ValueError, match="give the folder that `xlstm7b export` makes of"):
+            read(tmp_path)
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     with pytest.raises(ValueError, match="is missing"):
         load_adapter(tmp_path, CONFIG)

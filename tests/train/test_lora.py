@@ -139,8 +139,10 @@ def test_a_resume_refuses_another_base_or_adapter(bases, data, tmp_path):
     longer = ["run.steps=6"]
     with pytest.raises(ValueError, match=r"that were in .*float32, and .*int8 holds others: give"):
         run(0, lora_recipe(data, bases / "int8", *longer), tmp_path / "run")
-    with pytest.raises(ValueError, match=r"has \[lora\] .*rank=4.*, not .*rank=3"):
+    with pytest.raises(ValueError, match=r"with lora\.rank 4, not 3: choose another --run$"):
         run(0, lora_recipe(data, bases / "float32", "lora.rank=3", *longer), tmp_path / "run")
+    with pytest.raises(ValueError, match=r"with \[lora\], and this recipe has none: choose"):
+        run(0, recipe(data, f"init_from={bases / 'float32'}", *QUIET, *longer), tmp_path / "run")
     # The same weights in another place and dtype are the same base.
     XLSTM.from_pretrained(bases / "float32").bfloat16().save_pretrained(tmp_path / "copy")
     run(0, lora_recipe(data, tmp_path / "copy", *longer), tmp_path / "run")

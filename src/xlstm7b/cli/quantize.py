@@ -49,7 +49,7 @@ def quantize(
     """Write a checkpoint with quantised weights, one tensor at a time.
 
     Gates, norms and the embedding stay as they are. The folder works with every command; train
-    takes it with [lora] or [state_tuning].
+    takes it only with a lora or state_tuning table in the recipe.
     After a kill, the same command goes on where it stopped.
     """
     to = to_device(device)

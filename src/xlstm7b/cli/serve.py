@@ -262,7 +262,10 @@ def read_adapters(
         loaded = open_adapter(folder, base.folder)
         name = name or name_of(folder).rpartition("/")[2]
         if ":" in name or not name.isprintable():
-            raise ValueError(f"--adapter: {name!r} cannot be the name of an adapter")
+            raise ValueError(
+                f"--adapter: {name!r} cannot be the name of an adapter, because it has a colon or "
+                "a character that is not printable: use NAME=FOLDER"
+            )
         if name in found:
             raise ValueError(f"--adapter: two adapters are called {name!r}: use NAME=FOLDER")
         if loaded.fingerprint in folders:

@@ -124,7 +124,8 @@ class Columns:
             raise ValueError(
                 "these are preference pairs (chosen, rejected), for which xlstm7b has no trainer: "
                 "give the JSONL file itself to TRL's DPOTrainer; or prepare the chosen answers "
-                "alone with --format chat --messages-column chosen"
+                "alone, with --messages-column chosen if they are messages, or with "
+                "--question-column prompt --answer-column chosen if they are texts"
             )
         return [each for each in renamed or usual if given.issuperset(each.names)]
 

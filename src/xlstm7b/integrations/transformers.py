@@ -295,7 +295,7 @@ class xLSTMForCausalLM(_theirs.xLSTMForCausalLM):  # noqa: N801
         given = model_kwargs.pop("cache_params", None)
         if given is not None:
             model_kwargs["past_key_values"] = given
-        cache = model_kwargs.get("past_key_values")
+        cache: Any = _checked_cache(model_kwargs.get("past_key_values"))
         if cache is not None:
             cache._is_user_defined = True
         elif generation_config.use_cache is not False:
@@ -342,6 +342,11 @@ class xLSTMModel(_theirs.xLSTMModel):  # noqa: N801
             x = layers.without_padding(x, padded)
         states: list[MLSTMState | None] = [None] * len(self.blocks)
         if cache is not None and cache.states is not None:
+            if len(cache.states) != len(states):
+                raise ValueError(
+                    f"the cache holds the states of {len(cache.states)} layers, and this model has "
+                    f"{len(states)}: it was filled by another model"
+                )
             states[:] = cache.states
         records = cache is not None and cache.is_recording
         # A long prompt is read in parts, to save memory.

@@ -9,6 +9,7 @@ safetensors file, which PEFT ignores. Weights of an adapter are never unpickled.
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -98,29 +99,33 @@ def load_adapter(folder_or_hub_id: str | Path, config: ModelConfig) -> Adapter:
             if len(shape) != 2 or layer == "backbone.embeddings":
                 raise ValueError(f"{path}: {key!r} is for no matrix of this model")
             tensor = file.get_tensor(key).clone()
-            if not tensor.is_floating_point() or not tensor.isfinite().all():
+            if not tensor.is_floating_point() or not tensor.float().isfinite().all():
                 raise ValueError(f"{path}: {key!r} holds values that are not finite numbers")
-            parts.setdefault(layer, {})[side] = tensor
+            if side in parts.setdefault(layer, {}):
+                raise ValueError(f"{path} holds lora_{side} of {layer} twice")
+            parts[layer][side] = tensor
             digest.update(key.encode() + tensor.float().flatten().view(torch.uint8).numpy().data)
     layers = {}
     for layer, sides in parts.items():
         rows, columns = shapes[f"{layer}.weight"]
         given = {side: tuple(tensor.shape) for side, tensor in sides.items()}
-        rank = given.get("A", (0,))[0]
+        rank = next(iter(given.get("A", ())), 0)
         if given != {"A": (rank, columns), "B": (rows, rank)} or not rank:
             raise ValueError(
                 f"{path}: A and B of {layer} have the shapes {given}, "
                 f"for a matrix of {rows} × {columns}"
             )
-        scale = _scale(settings, layer, rank)
+        scale = _scale(folder / CONFIG, settings, layer, rank)
         layers[layer] = LowRank(sides["A"], sides["B"], scale)
         digest.update(repr(scale).encode())
     if not layers:
         raise ValueError(f"{path} holds no adapter")
     try:
         base = json.loads(metadata.get("base", "{}"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: its metadata are no JSON") from error
+    if not isinstance(base, dict):
+        raise ValueError(f"{path} is damaged: the fingerprint of its base is {base!r}")
     name = str(settings.get("base_model_name_or_path") or "")
     return Adapter(folder, layers, base, name, digest.hexdigest())
 
@@ -128,7 +133,9 @@ def load_adapter(folder_or_hub_id: str | Path, config: ModelConfig) -> Adapter:
 def _read_settings(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
-        raise ValueError(f"{folder} holds no {CONFIG}: not an adapter")
+        hint = ": give the folder that `xlstm7b export` makes of this run"
+        is_run = (folder / "checkpoints").is_dir()
+        raise ValueError(f"{folder} holds no {CONFIG}{hint if is_run else ': not an adapter'}")
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -155,19 +162,38 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _scale(settings: Mapping[str, Any], layer: str, rank: int) -> float:
-    """alpha / rank, or alpha / √rank with `use_rslora`. A pattern may give a layer another alpha.
+def _scale(path: Path, settings: Mapping[str, Any], layer: str, rank: int) -> float:
+    """alpha / rank, or alpha / √rank with `use_rslora`. The rank must be that of the settings."""
+    expected = _of_layer(path, settings, "r", "rank_pattern", layer)
+    if expected != rank:
+        raise ValueError(f"{path}: the rank of {layer} is {expected!r}, but A and B have {rank}")
+    alpha = _of_layer(path, settings, "lora_alpha", "alpha_pattern", layer)
+    try:
+        scale = float(alpha / rank**0.5 if settings.get("use_rslora") else alpha / rank)
+    except (TypeError, OverflowError):
+        scale = math.nan
+    if not math.isfinite(scale):
+        raise ValueError(f"{path}: lora_alpha is {alpha!r}, not a finite number")
+    return scale
+
+
+def _of_layer(path: Path, settings: Mapping[str, Any], name: str, patterns: str, layer: str) -> Any:
+    """A setting of one layer: that of the first pattern that matches it, else that of `name`.
 
     As in PEFT, a pattern matches the end of the layer's path.
     """
-    alpha = settings.get("lora_alpha", 8)
-    for pattern, value in (settings.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", layer):
-            alpha = value
-            break
-    if not isinstance(alpha, int | float):
-        raise ValueError(f"lora_alpha is {alpha!r}, not a number")
-    return float(alpha / rank**0.5 if settings.get("use_rslora") else alpha / rank)
+    given = settings.get(patterns) or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"{path}: {patterns} is {given!r}, not an object of patterns and numbers")
+    for pattern, value in given.items():
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", layer):
+                return value
+        except re.error as error:
+            raise ValueError(
+                f"{path}: {pattern!r} in {patterns} is no regular expression: {error}"
+            ) from error
+    return settings.get(name, 8)  # PEFT's default of both
 
 
 def save_adapter(

@@ -32,7 +32,7 @@ from xlstm7b.train.metrics_log import MetricsLog
 from xlstm7b.train.monitor import gate_statistics, validation_loss
 from xlstm7b.train.optimizer import build_optimizer, clipped_step, gradient_norm, set_learning_rate
 from xlstm7b.train.processes import in_first_process, process_group, run_folder
-from xlstm7b.train.recipe import Recipe, model_of
+from xlstm7b.train.recipe import Lora, Recipe, model_of
 from xlstm7b.train.run_checkpoints import CheckpointManager, read_run, saved_steps
 from xlstm7b.train.run_settings import changed_settings, may_differ, raised_rate
 from xlstm7b.train.sharded_model import (
@@ -199,8 +199,8 @@ class Trainer:
                 )
             if before.lora != self.recipe.lora:
                 raise ValueError(
-                    f"the run in {self.folder} has [lora] {before.lora}, not {self.recipe.lora}: "
-                    "choose another folder"
+                    f"the run in {self.folder} was started with "
+                    f"{_changed_lora(before.lora, self.recipe.lora)}: choose another --run"
                 )
             if _trained_state(before) != _trained_state(self.recipe):
                 raise ValueError(
@@ -512,6 +512,14 @@ def _unpadded(batch: Batch) -> int:
     is_same = (batch.tokens == batch.targets) & ~batch.mask
     same = is_same.flip(1).cumprod(1).sum(1)  # the row's last positions that look like padding
     return batch.tokens.numel() - int(tail[same >= tail].sum())
+
+
+def _changed_lora(before: Lora | None, now: Lora | None) -> str:
+    """The first difference between the [lora] tables of a run and of a recipe, in words."""
+    if before is None or now is None:
+        return "no [lora]" if before is None else "[lora], and this recipe has none"
+    pairs = ((name, value, getattr(now, name)) for name, value in vars(before).items())
+    return next(f"lora.{name} {old!r}, not {new!r}" for name, old, new in pairs if old != new)
 
 
 def _check_tokenizer(init_from: str, fingerprint: str | None) -> None:
