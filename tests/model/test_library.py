@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,10 @@ def test_code_of_the_page_runs(heading, tmp_path, monkeypatch):
         pytest.importorskip(library, reason=f"{library} is not installed")
     monkeypatch.chdir(tmp_path)
     torch.compiler.reset()
+    if "accelerate" in sys.modules:  # it keeps the settings of the process's first Accelerator
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
     exec(compile(code, f"docs/library.md, {heading}", "exec"), {"__name__": "page"})
 
 
