@@ -356,10 +356,15 @@ def gradient_error(model, exact):
 def test_a_gpu_computes_what_the_cpu_computes(variant):
     """Training with compiled blocks, and generation by the engine, both in float32.
 
-    The gradients are compared with float64. How well float32 can do depends on the model: on a CPU
-    the largest error is between 3e-6 and 3e-4. An H200 had 1.1 to 4 times that.
+    The gradients are compared with float64. A learned input gate has the bias -10 of a new model:
+    the cell's denominator is then far from zero, and float32 on a CPU is off by 5e-6 at most. With
+    a gate near 0, |n q| can be close to zero, and the error is up to 100 times larger.
     """
     model = spread_model(embedding_dim=128, **variant)
+    for name, parameter in model.named_parameters():
+        if name.endswith("igate_preact.bias"):
+            torch.nn.init.constant_(parameter, -10.0)
+    gate_at_zero = "igate_bias_init_range" in variant
     exact = XLSTM(model.config).double()
     on_gpu = XLSTM(model.config).cuda()
     for each in (exact, on_gpu):
@@ -370,11 +375,10 @@ def test_a_gpu_computes_what_the_cpu_computes(variant):
     weights = torch.full(tokens.shape, 1 / tokens.numel())
     want = exact.loss(tokens, targets, weights.double())
     want.backward()
-    model.loss(tokens, targets, weights).backward()
     got = on_gpu.loss(tokens.cuda(), targets.cuda(), weights.cuda())
     got.backward()
     assert error(got.cpu(), want) < 1e-5
-    assert gradient_error(on_gpu, exact) < 8 * gradient_error(model, exact)
+    assert gradient_error(on_gpu, exact) < (1e-3 if gate_at_zero else 1e-4)
     answers = []
     for device in ("cpu", "cuda"):
         generator = XLSTM(model.config).to(device)
