@@ -170,9 +170,10 @@ def test_few_rows(batch, k, n, tile, option, dtype):
         (768, 2304, "not live"),
     ],
 )
-def test_products_at_the_sizes_of_real_models(batch, k, n, option):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_at_the_sizes_of_real_models(batch, k, n, option, dtype):
     multiply = one_row.multiply_row if batch == 1 else few_rows.multiply_rows
-    assert_close(*multiply_both(multiply, batch, k, n, option, torch.bfloat16), 1e-2)
+    assert_close(*multiply_both(multiply, batch, k, n, option, dtype), LARGEST[dtype])
 
 
 SCHEMES = [Scheme("int8"), Scheme("fp8"), *(Scheme("int4", size) for size in GROUP_SIZES)]

@@ -5,7 +5,7 @@ The time is still that of reading W. W is the tall operand of the tensor cores, 
 launch of its own here (`pointwise.py`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -49,7 +49,7 @@ def multiply_rows(
     batch, columns = x.shape
     assert batch <= MAX_ROWS
     rows = len(W) // 2 if swiglu else len(W)
-    tile = tile or tile_for(batch, rows)
+    tile = tile or tile_for(batch, rows, W.dtype)
     out = residual
     if out is None:
         out = torch.empty(batch, rows, dtype=out_dtype or x.dtype, device=x.device)
@@ -73,11 +73,16 @@ def multiply_rows(
     return out, out_gates
 
 
-def tile_for(batch: int, rows: int) -> RowsTile:
-    """The fastest tile on an H200, by `xlstm7b bench tune`."""
+def tile_for(batch: int, rows: int, dtype: torch.dtype = torch.bfloat16) -> RowsTile:
+    """The fastest tile on an H200, by `xlstm7b bench tune`.
+
+    float32 has fewer stages: twice the bytes must fit into the same shared memory.
+    """
     if batch > 16:
-        return RowsTile(64, 128, 8, 5) if rows < 8192 else RowsTile(128, 64, 4, 5)
-    return RowsTile(16, 256, 1, 4) if rows < 8192 else RowsTile(32, 128, 2, 4)
+        tile = RowsTile(64, 128, 8, 5) if rows < 8192 else RowsTile(128, 64, 4, 5)
+    else:
+        tile = RowsTile(16, 256, 1, 4) if rows < 8192 else RowsTile(32, 128, 2, 4)
+    return tile if dtype.itemsize == 2 else replace(tile, stages=3)
 
 
 @triton.jit
