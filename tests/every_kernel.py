@@ -188,6 +188,7 @@ def run_quantized(scheme: Scheme, batches: Sequence[int]) -> None:
     for rows in batches:
         x, y = draw(rows, 320, dtype=BFLOAT16), draw(rows, 70, dtype=BFLOAT16)
         gpu.add_product(y, x, weight)
+        gpu.swiglu(x, draw(320, dtype=BFLOAT16), 1e-6, weight)
     dequantize(weight, BFLOAT16)
     if scheme.name == "fp8":
         round_rows(draw(3, 320, dtype=BFLOAT16), weight)

@@ -146,7 +146,7 @@ def test_one_row(k, n, tile, option, dtype):
 
 @pytest.mark.usefixtures("_poison")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("option", [option for option in OPTIONS if option != "norm"])
+@pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize(
     ("batch", "k", "n", "tile"),
     [(5, 37, 22, (16, 16)), (17, 100, 34, (32, 64)), (64, 48, 2, (16, 64))],
@@ -181,7 +181,7 @@ SCHEMES = [Scheme("int8"), Scheme("fp8"), *(Scheme("int4", size) for size in GRO
 
 @pytest.mark.usefixtures("_poison")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("option", [option for option in OPTIONS if option != "norm"])
+@pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("batch", [1, 5, 17, 64])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_quantised_rows(scheme, batch, option, dtype):
@@ -259,6 +259,26 @@ def test_quantised_products_at_the_sizes_of_real_models(scheme, k, n, option, ba
         pytest.skip("10,944 is no multiple of 128")
     product = multiply_both(quantized.multiply_codes, batch, k, n, option, torch.bfloat16, scheme)
     assert_close(*product, 1e-2)
+
+
+@on_gpu
+@pytest.mark.parametrize("batch", [1, 16, 33])
+def test_quantised_operations_at_the_sizes_of_the_7b(batch):
+    """With RMSNorm of vectors that are far from normalised, and the head, the largest matrix."""
+    d, dtype = 4096, torch.bfloat16
+    sizes = 10 ** torch.linspace(-2, 3, batch, device=DEVICE)[:, None]
+    x, norm = draw(batch, d, dtype=dtype) * sizes.to(dtype), 1 + draw(d, dtype=dtype, scale=0.3)
+    wide = x.double(), norm.double(), EPS
+    W = QuantizedWeight.quantize(weights(50304, d, dtype), Scheme("int8"))
+    want = plain.head(*wide, W.dequantize(torch.float64), 30.0)
+    assert_close(gpu.head(x, norm, EPS, prepare(W), 30.0), want, 1e-2)
+    W = QuantizedWeight.quantize(weights(12288, d, dtype), Scheme("int4", 64))
+    gates = weights(16, d, dtype), draw(16, dtype=dtype)
+    got = gpu.project(x, norm, EPS, prepare(W), *gates, CAP, None)
+    wide_gates = [part.double() for part in gates]
+    want = plain.project(*wide, W.dequantize(torch.float64), *wide_gates, CAP, None)
+    for part, want_part in zip(got, want, strict=True):
+        assert_close(part, want_part, 1e-2)
 
 
 @pytest.mark.usefixtures("_poison")

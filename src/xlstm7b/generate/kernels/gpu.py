@@ -49,12 +49,10 @@ def project(
     live: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm(x) Wᵀ, and the gates' pre-activations [R, 2 NH] in float32, soft-capped."""
-    gates = W_gates, bias
-    if len(x) == 1 and isinstance(W, Tensor):
-        return multiply_row(x, W, norm=norm, eps=eps, gates=gates, live=live, cap=cap)
-    x = pointwise.rms_norm(x, norm, eps)
     if len(x) <= MAX_ROWS:
-        return _multiply(x, W, gates=gates, live=live, cap=cap)
+        gates = W_gates, bias
+        return _multiply(x, W, norm=norm, eps=eps, gates=gates, live=live, cap=cap)
+    x = pointwise.rms_norm(x, norm, eps)
     products = product_float32(x, W_gates)
     pointwise.cap_gates(products, bias, cap, live)
     return _product(x, W), products
@@ -84,9 +82,7 @@ def step_cell(
 
 def add_product(x: Tensor, y: Tensor, W: Tensor | QuantizedWeight) -> None:
     """x += y Wᵀ, in place: adds to the residual stream."""
-    if len(x) == 1 and isinstance(W, Tensor):
-        multiply_row(y, W, residual=x)
-    elif len(x) <= (16 if isinstance(W, Tensor) else MAX_ROWS):  # above, cuBLAS is faster
+    if len(x) <= (16 if isinstance(W, Tensor) else MAX_ROWS):  # above, cuBLAS is faster
         _multiply(y, W, residual=x)
     elif isinstance(W, Tensor):
         x.addmm_(y, W.mT)
@@ -96,18 +92,14 @@ def add_product(x: Tensor, y: Tensor, W: Tensor | QuantizedWeight) -> None:
 
 def swiglu(x: Tensor, norm: Tensor, eps: float, W: Tensor | QuantizedWeight) -> Tensor:
     """SiLU(RMSNorm(x) W_gateᵀ) ⊙ RMSNorm(x) W_upᵀ, for W = [W_gate; W_up]."""
-    if len(x) == 1 and isinstance(W, Tensor):
-        return multiply_row(x, W, norm=norm, eps=eps, swiglu=True)[0]
     if len(x) <= MAX_ROWS:
-        return _multiply(pointwise.rms_norm(x, norm, eps), W, swiglu=True)[0]
+        return _multiply(x, W, norm=norm, eps=eps, swiglu=True)[0]
     # Prefill uses most memory here. In one expression, so that the normalised x is freed first.
     return pointwise.silu_and_multiply(_product(pointwise.rms_norm(x, norm, eps), W))
 
 
 def multiply(x: Tensor, W: Tensor | QuantizedWeight) -> Tensor:
     """x Wᵀ."""
-    if len(x) == 1 and isinstance(W, Tensor):
-        return multiply_row(x, W)[0]
     return _multiply(x, W)[0] if len(x) <= MAX_ROWS else _product(x, W)
 
 
@@ -115,21 +107,18 @@ def head(
     x: Tensor, norm: Tensor, eps: float, W: Tensor | QuantizedWeight, cap: float | None
 ) -> Tensor:
     """Logits RMSNorm(x) Wᵀ in float32, soft-capped."""
-    wide = torch.float32
-    if len(x) == 1 and isinstance(W, Tensor):
-        return multiply_row(x, W, norm=norm, eps=eps, cap=cap, out_dtype=wide)[0]
-    x = pointwise.rms_norm(x, norm, eps)
     if len(x) <= MAX_ROWS:
-        return _multiply(x, W, cap=cap, out_dtype=wide)[0]
+        return _multiply(x, W, norm=norm, eps=eps, cap=cap, out_dtype=torch.float32)[0]
+    x = pointwise.rms_norm(x, norm, eps)
     products = product_float32(x, W if isinstance(W, Tensor) else W.dequantize(x.dtype))
     return products if cap is None else products.div_(cap).tanh_().mul_(cap)
 
 
 def _multiply(x: Tensor, W: Tensor | QuantizedWeight, **options: Any) -> tuple[Tensor, Tensor]:
-    """`multiply_rows` or `multiply_codes`."""
+    """`multiply_row`, `multiply_rows` or `multiply_codes`, with their options."""
     if isinstance(W, QuantizedWeight):
         return multiply_codes(x, W, **options)
-    return multiply_rows(x, W, **options)
+    return multiply_row(x, W, **options) if len(x) == 1 else multiply_rows(x, W, **options)
 
 
 def _product(x: Tensor, W: Tensor | QuantizedWeight) -> Tensor:
