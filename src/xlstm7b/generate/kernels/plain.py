@@ -11,6 +11,7 @@ from torch import Tensor
 
 from xlstm7b.mlstm import MLSTMState, headwise_norm, mlstm_step
 from xlstm7b.model.layers import linear, linear_float32, soft_cap
+from xlstm7b.quantize.gpu import Fp8Rows
 from xlstm7b.quantize.weight import QuantizedWeight
 
 
@@ -57,18 +58,38 @@ def step_cell(
     return h
 
 
-def head_norm(h: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
-    """Headwise norm of h [R, NH, d_hv], times σ(gate) for gate [R, NH · d_hv]."""
+def head_norm(
+    h: Tensor,
+    weight: Tensor,
+    eps: float,
+    gate: Tensor,
+    reader: Tensor | QuantizedWeight | None = None,
+) -> Tensor | Fp8Rows:
+    """Headwise norm of h [R, NH, d_hv], times σ(gate) for gate [R, NH · d_hv].
+
+    `reader` is the matrix that multiplies the result next (`add_product`), if only that reads it:
+    `gpu.py` rounds the result for it. Here it changes nothing.
+    """
     return headwise_norm(h, weight, eps).flatten(1) * torch.sigmoid(gate)
 
 
-def add_product(x: Tensor, y: Tensor, W: Tensor | QuantizedWeight) -> None:
+def add_product(x: Tensor, y: Tensor | Fp8Rows, W: Tensor | QuantizedWeight) -> None:
     """x += y Wᵀ, in place: adds to the residual stream."""
+    assert isinstance(y, Tensor)
     x += linear(y, W)
 
 
-def swiglu(x: Tensor, norm: Tensor, eps: float, W: Tensor | QuantizedWeight) -> Tensor:
-    """SiLU(RMSNorm(x) W_gateᵀ) ⊙ RMSNorm(x) W_upᵀ, for W = [W_gate; W_up]."""
+def swiglu(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    W: Tensor | QuantizedWeight,
+    reader: Tensor | QuantizedWeight | None = None,
+) -> Tensor | Fp8Rows:
+    """SiLU(RMSNorm(x) W_gateᵀ) ⊙ RMSNorm(x) W_upᵀ, for W = [W_gate; W_up].
+
+    `reader` is as in `head_norm`.
+    """
     return silu_and_multiply(multiply(rms_norm(x, norm, eps), W))
 
 

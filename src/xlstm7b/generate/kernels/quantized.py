@@ -9,8 +9,7 @@ row and group (int4). The work after the product is that of `few_rows.py`. For u
 is part of the kernel too: W (x · norm) times a factor, whose sum of squares is a second product, of
 x with itself.
 
-For more than 64 rows an fp8 matrix is multiplied as it is, and the rows are rounded to fp8 too.
-Other matrices are dequantised first.
+For more than 64 rows, matrices are dequantised first, but those in fp8: see `fp8.py`.
 """
 
 from dataclasses import dataclass
@@ -111,40 +110,6 @@ def tile_for(batch: int, rows: int) -> CodesTile:
     if batch > 16:
         return CodesTile(64, 4, 3)
     return CodesTile(16, 1, 4, 512) if rows < 8192 else CodesTile(32, 1, 4, 512)
-
-
-def multiply_fp8(x: Tensor, W: QuantizedWeight) -> Tensor:
-    """x Wᵀ [R, N] for a W in fp8, by the tensor cores' fp8 products. x is rounded to fp8."""
-    codes, scale = round_rows(x, W)
-    matrix = W.data.view(torch.float8_e4m3fn)
-    product: Tensor = torch._scaled_mm(
-        codes, matrix.mT, scale_a=scale, scale_b=W.scale, out_dtype=x.dtype
-    )
-    return product
-
-
-def has_fp8_product(x: Tensor, W: QuantizedWeight) -> bool:
-    """Whether `multiply_fp8` takes these."""
-    return (
-        W.scheme.name == "fp8"
-        and len(W) % 16 == 0
-        and x.dtype == torch.bfloat16
-        and x.is_cuda
-        and torch.cuda.get_device_capability(x.device) >= (8, 9)
-    )
-
-
-def round_rows(x: Tensor, W: QuantizedWeight) -> tuple[Tensor, Tensor]:
-    """x [R, K] as fp8 in the order of W's columns, filled up with zeros, and scales [R, 1]."""
-    rows, columns = x.shape
-    width = 2 * W.data.shape[1]
-    codes = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-    round_rows_kernel[(rows,)](
-        x, codes, scale, K=columns, WIDTH=width, WORDS=words_in_block(W.scheme),
-        BLOCK=triton.next_power_of_2(width), num_warps=8,
-    )  # fmt: skip
-    return codes, scale
 
 
 @triton.jit
@@ -256,17 +221,3 @@ def _product(
     if HAS_NORM:
         acc *= rms_factors(squares, eps, K, BATCH)
     return acc
-
-
-@triton.jit
-def round_rows_kernel(
-    x, out, scale, K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One row: x / scale in fp8, for the scale that makes its largest number 448."""
-    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    block, place = at // (2 * WORDS), at % (2 * WORDS)
-    k = block * 2 * WORDS + place % 2 * WORDS + place // 2  # the column at each byte of W
-    x_k = tl.load(x + row * K + k, mask=(k < K) & (at < WIDTH), other=0.0).to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(x_k), 0), 1e-30)
-    tl.store(scale + row, largest / 448)
-    tl.store(out + row * WIDTH + at, (x_k * (448 / largest)).to(tl.float8e4nv), mask=at < WIDTH)
