@@ -86,12 +86,17 @@ def product(x: Tensor, weight: QuantizedWeight) -> Tensor | None:
         y = torch.ops.aten._weight_int4pack_mm_for_cpu(narrow, weight.data, size, weight.scale)
     elif weight.scheme.name == "int8" and _fits_int8pack(weight):
         # The scales come after the operator, which would round them to bfloat16.
-        ones = torch.ones(len(weight), dtype=torch.bfloat16)
-        y = torch._weight_int8pack_mm(x.bfloat16(), weight.data, ones)
-        y = y.float() * weight.scale.float().flatten()
+        y = torch._weight_int8pack_mm(x.bfloat16(), weight.data, _ones(len(weight)))
+        y = y * weight.scale.float().mT
     else:
         return None
     return y
+
+
+@cache
+@torch.inference_mode(False)
+def _ones(count: int) -> Tensor:
+    return torch.ones(count, dtype=torch.bfloat16)
 
 
 def _fits_int8pack(weight: QuantizedWeight) -> bool:

@@ -5,6 +5,9 @@ token of each request, or all tokens of a prefill batch. Weights W [N, K] are st
 `FusedBlock`.
 """
 
+import math
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,10 +36,17 @@ def project(
     x = rms_norm(x, norm, eps)
     gates = soft_cap(linear_float32(x, W_gates, bias), cap)
     if live is not None:
-        i, f = gates.chunk(2, -1)
-        i.masked_fill_(~live[:, None], -torch.inf)
-        f.masked_fill_(~live[:, None], torch.inf)
+        gates = torch.where(live[:, None], gates, _idle_gates(len(bias), gates.dtype, x.device))
     return linear(x, W), gates
+
+
+@cache
+@torch.inference_mode(False)
+def _idle_gates(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The gates [2 NH] of a row that is not live."""
+    return torch.tensor([-torch.inf, torch.inf], dtype=dtype, device=device).repeat_interleave(
+        count // 2
+    )
 
 
 def step_cell(
@@ -51,11 +61,29 @@ def step_cell(
     norm_eps: float,
     eps: float,
 ) -> Tensor:
-    """One token through the cell, headwise norm and gate: h [B, NH, d_hv]. Updates the state."""
-    h, _ = mlstm_step(
-        q, k, v, i, f, state, gate=gate, norm_weight=norm, norm_eps=norm_eps, eps=eps, inplace=True
-    )
-    return h
+    """One token through the cell, headwise norm and gate: h [B, NH, d_hv]. Updates the state.
+
+    These are the equations of `mlstm_step`, with fewer operators: on a CPU, the time of a small
+    model is that of starting them. √d_qk is applied to the denominator, which is smaller than q.
+    """
+    C, n, m = state
+    if not (q.dtype == i.dtype == C.dtype == n.dtype == m.dtype):
+        return mlstm_step(
+            q, k, v, i, f, state, gate=gate, norm_weight=norm, norm_eps=norm_eps, eps=eps,
+            inplace=True,
+        )[0]  # fmt: skip
+    root = math.sqrt(q.shape[-1])
+    decayed = F.logsigmoid(f).add_(m)
+    torch.maximum(decayed, i, out=m)
+    f_act = decayed.sub_(m).exp_().unsqueeze(-1)
+    k_in = k * (i - m).exp_().unsqueeze(-1)
+    n.mul_(f_act).add_(k_in)
+    C.mul_(f_act.unsqueeze(-1)).addcmul_(k_in.unsqueeze(-1), v.unsqueeze(-2))
+    smallest = (math.log(root) - m).exp_()
+    size = torch.maximum((q * n).sum(-1).abs_(), smallest).add_(root * eps)
+    h = (q.unsqueeze(-2) @ C).squeeze(-2).div_(size.unsqueeze(-1))
+    normed = F.group_norm(h.flatten(1), h.shape[1], norm, eps=norm_eps)
+    return normed.view_as(h).mul_(torch.sigmoid(gate))
 
 
 def head_norm(
@@ -101,7 +129,7 @@ def multiply(x: Tensor, W: Tensor | QuantizedWeight) -> Tensor:
 def silu_and_multiply(x: Tensor) -> Tensor:
     """SiLU(x[:, :F]) · x[:, F:] for x [R, 2 F]."""
     gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)
 
 
 def head(
@@ -124,5 +152,15 @@ def scatter_states(batch: MLSTMState, states: MLSTMState, slots: Tensor) -> None
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / √(mean(x²) + ε) in x's dtype, times the weight; computed in float32 or wider."""
-    wide = x if x.dtype.itemsize >= 4 else x.float()
-    return F.rms_norm(wide, x.shape[-1:], eps=eps).to(x.dtype) * weight
+    if x.dtype.itemsize < 4:
+        return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype) * weight
+    # 5 operators; on a CPU, `F.rms_norm` calls 19.
+    size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    mean = torch.addcmul(_constant(eps, x.dtype, x.device), size, size, value=1 / x.shape[-1])
+    return mean.rsqrt_().mul(x).mul_(weight)
+
+
+@cache
+@torch.inference_mode(False)
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device=device)
