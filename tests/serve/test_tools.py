@@ -88,6 +88,7 @@ NOT_USABLE = {
     "no JSON": TAGGED.replace(ARGUMENTS, "{{ call.function.arguments.items() | list }}"),
     "JSON in JSON": TAGGED.replace(ARGUMENTS, "{{ call.function.arguments | tojson | tojson }}"),
     "ids": TAGGED.replace("}\n</call>", ', "id": "{{ call.id }}"}\n</call>'),
+    "nothing between name and arguments": TAGGED.replace('", "arguments": ', ""),
     "nothing before a name": TAGGED.replace('<call>\n{"name": "', ""),
 }  # fmt: skip
 
