@@ -1,0 +1,92 @@
+// Markdown as HTML. The server renders it, so that no library is needed here.
+
+import { copyButton, element } from "./dom.js";
+import { callServer } from "./server.js";
+
+const MAX_CHARACTERS = 1 << 18; // of a request; the server's limit
+const MAX_CACHED = 500;
+const cache = new Map(); // text: HTML
+const sources = new WeakMap(); // a block's element: its HTML as the server sent it
+
+// The only place where HTML is made from text. The server has escaped all that is not Markdown.
+const policy = window.trustedTypes?.createPolicy("markdown", { createHTML: (html) => html })
+  ?? { createHTML: (html) => html };
+
+// The HTML of a text; null if the server cannot render it now.
+export async function render(text) {
+  return (await renderAll([text]))[0];
+}
+
+// All texts in as few requests as possible.
+export async function renderAll(texts) {
+  const missing = [...new Set(texts)].filter((text) => !cache.has(text));
+  for (let start = 0; start < missing.length;) {
+    const batch = [];
+    for (let length = 0; start < missing.length; start++) {
+      length += missing[start].length;
+      if (batch.length && length > MAX_CHARACTERS) break;
+      batch.push(missing[start]);
+    }
+    const html = await callServer("markdown", { body: { texts: batch } })
+      .then((response) => response.json()).then((content) => content.html, () => []);
+    batch.forEach((text, index) => html[index] !== undefined && remember(text, html[index]));
+  }
+  return texts.map((text) => cache.get(text) ?? null);
+}
+
+function remember(text, html) {
+  if (cache.size >= MAX_CACHED) cache.delete(cache.keys().next().value);
+  cache.set(text, html);
+}
+
+// The HTML of a text that was rendered before; null if it is not known.
+export function rendered(text) {
+  return cache.get(text) ?? null;
+}
+
+// Shows HTML of the server in an element. Blocks that have not changed are left alone, so that a
+// long answer costs no more to show than its last paragraph.
+export function showHtml(target, html) {
+  const template = document.createElement("template");
+  template.innerHTML = policy.createHTML(html);
+  const fresh = [...template.content.children], old = [...target.childNodes];
+  let same = 0;
+  while (same < fresh.length && sources.get(old[same]) === fresh[same].outerHTML) same++;
+  for (const one of old.slice(same)) one.remove();
+  for (const one of fresh.slice(same)) {
+    const source = one.outerHTML, block = decorate(one);
+    sources.set(block, source);
+    target.append(block);
+  }
+}
+
+// Code gets a line with its language and a copy button. Wide tables scroll.
+function decorate(block) {
+  if (block.tagName === "PRE") return decorateCode(block);
+  if (block.tagName === "TABLE") {
+    return element("div", "", { className: "table", tabIndex: 0, role: "region", ariaLabel: "Table" }, block);
+  }
+  for (const code of block.querySelectorAll("pre")) {
+    const place = document.createComment("");
+    code.replaceWith(place);
+    place.replaceWith(decorateCode(code));
+  }
+  return block;
+}
+
+function decorateCode(code) {
+  code.tabIndex = 0; // it scrolls, also with the keyboard
+  code.ariaLabel = "Code";
+  const head = element("div", "", { className: "code-head" },
+    element("span", code.dataset.language || "text"),
+    copyButton(() => code.textContent, { aria: { label: "Copy code" } }));
+  return element("figure", "", { className: "code" }, head, code);
+}
+
+// Where text goes that was not rendered yet: the place at which the rendered text ends.
+export function endOf(target) {
+  let place = target;
+  const inner = "p, li, ul, ol, blockquote, h1, h2, h3, h4, h5, h6, pre, code, figure, table, tbody, tr, td, .table";
+  while (place.lastElementChild?.matches(inner)) place = place.lastElementChild;
+  return place;
+}
