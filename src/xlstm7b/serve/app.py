@@ -18,6 +18,7 @@ from xlstm7b.serve.body_errors import to_api_error
 from xlstm7b.serve.handlers import Service, router
 from xlstm7b.serve.middleware import ApiKeys, Gate, RequestLog, refuse
 from xlstm7b.serve.protocol import ApiError, ErrorAnswer
+from xlstm7b.serve.state_routes import router as state_router
 
 _PAGE_FILES = {  # path: (file, media type)
     "/": ("index.html", "text/html"),
@@ -64,6 +65,7 @@ def create_app(
     _add_error_handlers(app)
     app.state.service = service
     app.include_router(router)
+    app.include_router(state_router)
     _add_status_routes(app, service)
     _add_page(app)
     return app
