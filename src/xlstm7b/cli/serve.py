@@ -205,7 +205,7 @@ def serve(
     states = None
     if states_folder is not None:
         store = StateStore(states_folder, opened.config, int(states_gb * 1e9), evict=False)
-        states = SavedStates(store, functools.cache(open_checkpoint(opened.folder).fingerprint))
+        states = SavedStates(store, open_checkpoint(opened.folder).fingerprint())
     shown = name or name_of(model)
     service = Service(thread, chat_format, shown, limits, Metrics(thread, shown), states, adapters)
     accepted = ApiKeys(keys)

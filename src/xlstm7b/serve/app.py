@@ -22,6 +22,7 @@ from xlstm7b.serve.page_routes import router as page_router
 from xlstm7b.serve.protocol import ApiError, ErrorAnswer
 from xlstm7b.serve.responses import StoredResponses
 from xlstm7b.serve.responses import router as responses_router
+from xlstm7b.serve.state_routes import router as state_router
 
 
 def create_app(
@@ -68,6 +69,7 @@ def create_app(
     app.include_router(router)
     app.include_router(responses_router)
     app.include_router(page_router)
+    app.include_router(state_router)
     _add_status_routes(app, service)
     app.routes.extend(page_files())
     return app

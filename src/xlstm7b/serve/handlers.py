@@ -1,4 +1,4 @@
-"""The routes that use the model: completions, chats, tokens and saved states.
+"""The routes that use the model: completions, chats and tokens.
 
 A completion takes three steps. 1. The body becomes engine requests, within all limits. 2. They are
 submitted to the engine thread. 3. Their outputs become the response, whole or as a stream.
@@ -32,12 +32,11 @@ from xlstm7b.serve.prometheus import Metrics
 from xlstm7b.serve.protocol import ApiError, ChatBody, CompletionBody, Json, SamplingBody, TextBody
 from xlstm7b.serve.saved_states import SavedStates
 from xlstm7b.serve.streaming import EventStream, OutputQueue, cancel_on_disconnect
-from xlstm7b.serve.tools import AnswerReader, ToolFormat, check_messages, check_tools, schemas_of
-from xlstm7b.tokenizer import CachingEncoder, Tokenizer, check_tokens
+from xlstm7b.serve.tools import AnswerReader, ToolFormat, check_calls, check_tools, schemas_of
+from xlstm7b.tokenizer import CachingEncoder, Tokenizer, check_tokens, with_first_token
 
 router = APIRouter()
 _SHORT = 4096  # tokens or characters
-_MAX_STATE_HEADER = 1 << 20  # bytes of a state file besides its numbers
 # Grammars that take long to compile do not hold up other work in threads.
 _GRAMMARS = ThreadPoolExecutor(4, thread_name_prefix="prepare")
 _Result = TypeVar("_Result")
@@ -156,7 +155,7 @@ async def generate(
         _check_limits(service, body, prompts, params)
         model = service.find_model(body.model)
         built = _build_requests(body, prompts, params, state, model.adapter)
-        requests = await _prepare(service, built, body)
+        requests = await prepare(service, built, body)
         # 2. They are submitted.
         answer = _Answer(service, body, http, prompts, requests)
         queue = OutputQueue(service.engine, service.metrics)
@@ -194,7 +193,7 @@ async def _read_completion(service: Service, body: CompletionBody) -> _Input:
         raise ApiError(400, "echo with logprobs does not work with a saved state", param="echo")
     state, _ = await _load_state(service, body)
     needs_no_prompt = state is not None and body.prompt is None
-    prompts = [[]] if needs_no_prompt else await _encode(service, body, body.prompt, state)
+    prompts = [[]] if needs_no_prompt else await encode(service, body, body.prompt, state)
     ends = (service.config.eos_token_id,)
     return prompts, body.to_sampling_params(service.limits, eos_token_id=ends), state
 
@@ -203,7 +202,7 @@ async def _read_chat(service: Service, body: ChatBody) -> _Input:
     model = service.find_model(body.model)
     chat_format = model.chat_format
     state, text_after_answer = await _load_state(service, body)
-    _check_messages(service, body.messages)
+    check_messages(service, body.messages)
     check_tools(body)
     continues_last = _continues_last(body)
     if state is None or not state.has_text:
@@ -220,8 +219,7 @@ async def _read_chat(service: Service, body: ChatBody) -> _Input:
         if body.tools:
             error = "tools cannot be combined with a state that has read text"
             raise ApiError(400, error, param="tools")
-        later = _render_later(model, body.messages, continues_last=continues_last)
-        text = without_prefix(later, text_after_answer)
+        text = without_prefix(_render_later(chat_format, body, continues_last), text_after_answer)
     stop_strings, eos_token_id = answer_ends(
         chat_format, service.tokenizer, service.config.eos_token_id
     )
@@ -234,7 +232,7 @@ async def _read_chat(service: Service, body: ChatBody) -> _Input:
         eos_token_id=eos_token_id or (service.config.eos_token_id,),
         grammar=grammar,
     )
-    return await _encode(service, body, text, state), params, state
+    return await encode(service, body, text, state), params, state
 
 
 def _continues_last(body: ChatBody) -> bool:
@@ -264,7 +262,7 @@ async def _load_state(service: Service, body: SamplingBody) -> tuple[SavedState 
     return await asyncio.to_thread(service.saved_states().load, body.state, model.fingerprint)
 
 
-async def _encode(
+async def encode(
     service: Service,
     body: SamplingBody | TextBody,
     prompt: protocol.Prompt | None,
@@ -296,12 +294,23 @@ def _render(
         raise ApiError(400, str(error), param="messages") from error
 
 
-def _check_messages(service: Service, messages: Sequence[protocol.Message]) -> None:
+def _render_later(chat_format: ChatFormat, body: ChatBody, continues_last: bool) -> str:
+    """The messages as they follow an answer that a state has read."""
+    messages = [message.to_template() for message in body.messages]
+    try:
+        return chat_format.after_answer(
+            messages, add_generation_prompt=not continues_last, is_open=continues_last
+        )
+    except ValueError as error:  # the chat template refuses them
+        raise ApiError(400, str(error), param="messages") from error
+
+
+def check_messages(service: Service, messages: Sequence[protocol.Message]) -> None:
     count, allowed = len(messages), service.limits.messages
     if count > allowed:
         message = f"messages must have at most {allowed} entries, not {count}"
         raise ApiError(400, message, param="messages")
-    check_messages(messages)
+    check_calls(messages)
 
 
 def _check_limits(
@@ -361,7 +370,7 @@ def _build_requests(
     ]
 
 
-async def _prepare(
+async def prepare(
     service: Service, requests: list[Request], body: SamplingBody | TextBody
 ) -> list[Request]:
     """Checks requests, hashes their prompts and compiles their grammars."""
@@ -516,7 +525,7 @@ class _Answer:
             saved = await asyncio.to_thread(save, completion.state, text_after_answer, adapter)
         except ApiError as error:
             return {"state_id": None, "state_error": error.message}
-        return {"state_id": saved["id"]}
+        return {"state_id": saved.name}
 
 
 async def _whole(answer: _Answer, queue: OutputQueue) -> Json:
@@ -594,13 +603,16 @@ async def _chunks(
         yield answer.to_json([], answer.usage())
 
 
-# Tokens and saved states
+# Tokens
 
 
 @router.post("/tokenize")
-async def tokenize(body: TextBody, http: HttpRequest) -> dict[str, Any]:
+async def tokenize(body: protocol.TokenizeBody, http: HttpRequest) -> dict[str, Any]:
     """Token ids of a text, or of a conversation up to its next answer."""
-    ids = await _encode_text(http.app.state.service, body)
+    service: Service = http.app.state.service
+    ids = await _encode_text(service, body)
+    if body.add_special_tokens and service.config.force_bos_token_insert:
+        ids = with_first_token(service.config, ids)
     return {"tokens": ids, "count": len(ids)}
 
 
@@ -616,91 +628,12 @@ async def detokenize(body: protocol.TokensBody, http: HttpRequest) -> dict[str, 
     return {"prompt": service.tokenizer.decode(body.tokens)}
 
 
-@router.post("/v1/states")
-async def save_state(body: TextBody, http: HttpRequest) -> dict[str, Any]:
-    """Read a text or a conversation and save the state after it."""
-    service: Service = http.app.state.service
-    states, model = service.saved_states(), service.find_model(body.model)
-    with states.in_memory.count():
-        await asyncio.to_thread(states.check_room, service.state_bytes)
-        ids = await _encode_text(service, body, add_generation_prompt=False)
-        request = Request(ids, keep_state=True, prefill_only=True, adapter=model.adapter)
-        queue = OutputQueue(service.engine, service.metrics)
-        queue.submit(await _prepare(service, [request], body))
-        try:
-            completion = await cancel_on_disconnect(http.receive, _completion(queue))
-        finally:
-            queue.abort()
-        assert completion.state is not None
-        text_after_answer = ""
-        if body.messages is not None:
-            text_after_answer = _start_of_next_turn(model, body.messages)
-        save = partial(states.save, completion.state, text_after_answer, model.fingerprint)
-        return await asyncio.to_thread(save)
-
-
-@router.put(protocol.UPLOAD_PATH)
-async def upload_state(http: HttpRequest) -> dict[str, Any]:
-    """Save a state file, such as one of state tuning. The body is the file."""
-    service: Service = http.app.state.service
-    states, seconds = service.saved_states(), service.limits.upload_seconds
-    most = state_bytes(service.config) + _MAX_STATE_HEADER
-    content = bytearray()
-    with states.in_memory.count():
-        try:
-            async with asyncio.timeout(seconds):
-                async for piece in http.stream():
-                    content += piece
-                    if len(content) > most:
-                        raise ApiError(413, f"a state of this model has at most {most} bytes")
-        except TimeoutError as error:
-            raise ApiError(408, f"the file did not arrive within {seconds:g} s") from error
-        return await asyncio.to_thread(states.upload, bytes(content))
-
-
-@router.get("/v1/states")
-async def list_states(http: HttpRequest) -> dict[str, Any]:
-    """All saved states, newest first."""
-    states = await asyncio.to_thread(http.app.state.service.saved_states().list)
-    return {"object": "list", "data": states}
-
-
-@router.get("/v1/states/{state_id}")
-async def find_state(state_id: str, http: HttpRequest) -> dict[str, Any]:
-    """One saved state."""
-    service: Service = http.app.state.service
-    return await asyncio.to_thread(service.saved_states().find, state_id)
-
-
-@router.delete("/v1/states/{state_id}")
-async def delete_state(state_id: str, http: HttpRequest) -> dict[str, Any]:
-    """Delete a saved state."""
-    await asyncio.to_thread(http.app.state.service.saved_states().delete, state_id)
-    return {"id": state_id, "object": "state", "deleted": True}
-
-
-async def _completion(queue: OutputQueue) -> Completion:
-    outputs = [output async for _, output in queue.outputs()]
-    assert outputs[-1].completion is not None
-    return outputs[-1].completion
-
-
-async def _encode_text(
-    service: Service, body: TextBody, *, add_generation_prompt: bool = True
-) -> list[int]:
+async def _encode_text(service: Service, body: TextBody) -> list[int]:
     model = service.find_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "exactly one of prompt and messages is needed", param="prompt")
     prompt = body.prompt
     if body.messages is not None:
-        _check_messages(service, body.messages)
-        prompt = _render(model, body.messages, add_generation_prompt=add_generation_prompt)
-    return [] if prompt == [] else (await _encode(service, body, prompt))[0]
-
-
-def _start_of_next_turn(model: ServedModel, messages: Sequence[protocol.Message]) -> str:
-    """The end of the rendered conversation, where it equals the start of the next turn."""
-    text = _render(model, messages, add_generation_prompt=False)
-    turn = model.chat_format.next_prompt("")
-    lengths = range(min(len(text), len(turn)), 0, -1)
-    return turn[: next((n for n in lengths if text.endswith(turn[:n])), 0)]
+        check_messages(service, body.messages)
+        prompt = _render(model, body.messages)
+    return [] if prompt == [] else (await encode(service, body, prompt))[0]

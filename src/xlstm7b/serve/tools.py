@@ -303,7 +303,7 @@ def _to_template(message: Message, names: Mapping[str | None, str]) -> Json:
 # What a client sends
 
 
-def check_messages(messages: Sequence[Message]) -> None:
+def check_calls(messages: Sequence[Message]) -> None:
     """Raises an `ApiError` for a call without JSON arguments, or for a result without its call."""
     unanswered = set[str]()
     for number, message in enumerate(messages):
