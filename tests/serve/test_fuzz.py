@@ -106,6 +106,7 @@ ROUTES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**SAMPLING, "logprobs": st.just(True), "top_logprobs": st.integers(0, 20)},
     ),
     "/tokenize": ({"prompt": PROMPT}, {"model": st.just("tiny")}),
+    "/markdown": ({"texts": st.lists(st.text(max_size=9))}, {"texts": st.just([])}),
     "/detokenize": ({"tokens": st.lists(st.integers(0, 319))}, {"model": st.just("tiny")}),
     "/v1/states": ({"messages": TALK}, {"model": st.just("tiny")}),
 }

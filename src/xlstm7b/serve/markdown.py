@@ -67,6 +67,7 @@ def _highlight(code: str, language: str) -> str | None:
     """None if the language is unknown, or if it takes too long."""
     try:
         lexer = get_lexer_by_name(language, stripnl=False, ensurenl=False)
+        signal.signal(signal.SIGVTALRM, _stop_highlighting)
         signal.setitimer(signal.ITIMER_VIRTUAL, _HIGHLIGHT_SECONDS)
         return str(highlight(code, lexer, _FORMATTER))
     except (ClassNotFound, TimeoutError):
@@ -84,14 +85,13 @@ _MARKDOWN.enable(["table", "strikethrough"])
 
 
 def to_html(text: str) -> str:
-    """The text as HTML. HTML in the text is escaped."""
+    """The text as HTML. HTML in the text is escaped. Only for the main thread: it sets a timer."""
     return str(_MARKDOWN.render(text))
 
 
 def main() -> None:
     """Reads lines with a JSON list of texts each, and writes lines with their HTML."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its input, when the server does
-    signal.signal(signal.SIGVTALRM, _stop_highlighting)
     os.nice(10)  # after the model, where both use the CPU
     for line in sys.stdin:
         print(json.dumps([to_html(text) for text in json.loads(line)]), flush=True)
