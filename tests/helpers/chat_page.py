@@ -9,6 +9,7 @@ from typing import Any
 
 from live_server import wait_for
 from selenium import webdriver
+from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
@@ -63,7 +64,11 @@ class Page:
         return self.driver.find_element(By.CSS_SELECTOR, selector)
 
     def is_shown(self, selector: str) -> bool:
-        return self.element(selector).is_displayed()
+        """False also if it is replaced at this moment."""
+        try:
+            return self.element(selector).is_displayed()
+        except (NoSuchElementException, StaleElementReferenceException):
+            return False
 
     def texts(self) -> list[tuple[str, str]]:
         """(role, text) of each message."""
@@ -124,6 +129,8 @@ class Page:
             field.clear()
             field.send_keys(text)
         self.element("#question-action").click()
+        wait_for(lambda: not self.is_shown("#question"))
+        self.driver.execute_async_script("setTimeout(arguments[0], 0)")  # until it is carried out
 
     def error(self) -> str:
         return self.element("#error-text").text if self.is_shown("#error") else ""
@@ -162,7 +169,11 @@ def browser(downloads: Path) -> Iterator[webdriver.Chrome]:
     for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
         options.add_argument(argument)
     options.add_argument("--window-size=1000,800")
-    options.add_experimental_option("prefs", {"download.default_directory": str(downloads)})
+    settings = {
+        "download.default_directory": str(downloads),
+        "credentials_enable_service": False,  # it would ask whether to save the key
+    }
+    options.add_experimental_option("prefs", settings)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
     try:

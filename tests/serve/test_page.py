@@ -132,7 +132,7 @@ def test_a_conversation(
     assert status.startswith("40 tokens · ")
     assert "tok/s" in status
     assert f"memory {live.service.state_bytes / 1e3:.0f} kB" in status
-    assert "0 of 11 prompt tokens cached" in status
+    assert "0 of 12 prompt tokens cached" in status
     assert page.conversations() == ["Hello"]
 
     # It was cut, and goes on where it ended.
@@ -246,7 +246,7 @@ def test_conversations(page: Page, downloads: Path, tmp_path: Path) -> None:
         page.answer_question()
     assert page.texts() == []
     page.element("#import-file").send_keys(str(downloads / "xlstm7b-conversations.json"))
-    wait_for(lambda: len(page.conversations()) == 3)
+    wait_for(lambda: len(page.conversations()) == 2)
     page.open("<b>Greetings</b>")
     assert page.texts() == first
     page.open("Hello (fork)")
@@ -336,6 +336,7 @@ def test_failures_of_the_server_are_explained(page: Page) -> None:
     page.press("Regenerate")
     page.wait()
     assert branch(page) == "‹2/2›"
+    page.errors_logged()  # the browser looks for the icon at the proxy's path
 
 
 def test_a_wrong_key_is_asked_for_again(page: Page, live: LiveServer) -> None:
@@ -519,7 +520,7 @@ def test_memories(
     assert page.texts()[-1] == ("assistant", longer)
 
     # A document becomes a memory that several conversations ask at the same time.
-    text = "The sea was calm. " * 2000
+    text = "The sea was calm. " * 500
     document = tmp_path / "sea.txt"
     document.write_text(text)
     page.press("Memories")
@@ -534,7 +535,7 @@ def test_memories(
     assert tokens > len(text)
     sending, *progress = page.run("return window.seen")
     assert sending == "Sending sea.txt …"
-    assert progress[0].startswith("Reading sea.txt: 0 of 36,")
+    assert progress[0].startswith("Reading sea.txt: 0 of 9,")
     assert page.element("#origin").text.endswith(f"“sea.txt” ({tokens:,} tokens)")
     page.set("max_tokens", 60000)
     page.say("Who was calm?")
@@ -775,12 +776,12 @@ def test_trees(page: Page) -> None:
           const c = tree.createConversation();
           for (let step = 0; step < 2000; step++) {
             const all = Object.values(c.messages), one = all[random(all.length || 1)];
-            const kind = random(5);
-            if (kind < 3 || !one) {
+            const kind = random(12) % 9;
+            if (kind < 7 || !one) {
               const role = one?.role === 'user' ? 'assistant' : 'user';
               const added = tree.add(c, one?.id ?? null, role, `text ${step}`);
               if (!tree.branches(c, added).includes(added)) return done('no branch');
-            } else if (kind === 3) {
+            } else if (kind === 7) {
               tree.show(c, one);
             } else {
               const count = tree.countFrom(c, one), before = all.length;

@@ -56,7 +56,7 @@ async function run(conversation, message, request, model, changed) {
   const controller = new AbortController();
   const growing = new GrowingMessage(message);
   const own = { controller, message, status: "Reading …" };
-  const earlier = message.tokens ?? 0, meter = startMeter(model.state_bytes);
+  const earlier = message.tokens, meter = startMeter(model.state_bytes);
   let failure = null;
   running.set(conversation.id, own);
   changed(true);

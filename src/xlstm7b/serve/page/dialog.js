@@ -20,6 +20,9 @@ export function ask({ title, text = "", action, value = null, secret = false, is
   else field.select();
   return new Promise((resolve) => {
     dialog.onclose = () => {
+      const focused = document.activeElement; // Chromium gives it the focus, but no caret
+      focused.blur();
+      focused.focus();
       const answer = value === null ? true : field.value.trim();
       resolve(dialog.returnValue === "yes" ? answer : null);
     };

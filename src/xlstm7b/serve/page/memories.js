@@ -15,7 +15,8 @@ export function onStart(callback) {
 }
 
 export async function openMemories() {
-  fault.textContent = "";
+  list.replaceChildren();
+  find("no-memories").hidden = true;
   dialog.showModal();
   await attempt(showList);
 }

@@ -4,7 +4,7 @@
 //   {id, title, updated, draft, state, shown, messages: {id: {id, parent, role, content, shown, …}}}
 //
 // `state` is the memory that the conversation starts from, or null. `finish` of an answer is "stop",
-// or why it is incomplete: "length", "abort" (stopped by the reader) or "error".
+// or why it is incomplete: "length", "abort" (stopped by the reader) or "error". `tokens` is its length.
 
 export function createConversation(state = null) {
   const id = `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 8)}`;
@@ -40,7 +40,7 @@ function holder(conversation, parent) {
 export function add(conversation, parent, role, content, finish = "stop") {
   const numbers = Object.keys(conversation.messages).map((id) => Number(id.slice(1)));
   const id = `m${Math.max(0, ...numbers) + 1}`;
-  const message = { id, parent, role, content, finish, shown: null };
+  const message = { id, parent, role, content, finish, tokens: 0, shown: null };
   conversation.messages[id] = message;
   conversation.updated = Date.now();
   if (!conversation.title && role === "user") conversation.title = toTitle(content);
@@ -79,7 +79,7 @@ export function countFrom(conversation, message) {
 export function fork(conversation, message) {
   const copy = createConversation(conversation.state);
   for (const one of path(conversation)) {
-    add(copy, path(copy).at(-1)?.id ?? null, one.role, one.content, one.finish);
+    addParsed(copy, path(copy).at(-1)?.id ?? null, one);
     if (one === message) break;
   }
   copy.title = `${conversation.title} (fork)`;
@@ -96,13 +96,12 @@ export function matches(conversation, words) {
 export function parse(value, keepId = false) {
   const result = createConversation(parseState(value?.state));
   if (keepId && typeof value?.id === "string") result.id = value.id;
-  if (typeof value?.updated === "number") result.updated = value.updated;
   if (typeof value?.draft === "string") result.draft = value.draft;
   const given = Array.isArray(value) ? value : value?.messages;
   if (Array.isArray(given)) {
     for (const one of given) {
       if (one?.role === "system") continue;
-      add(result, path(result).at(-1)?.id ?? null, ...parseMessage(one));
+      addParsed(result, path(result).at(-1)?.id ?? null, one);
     }
   } else if (given && typeof given === "object") {
     parseTree(given, value.shown, result);
@@ -110,22 +109,25 @@ export function parse(value, keepId = false) {
     throw new Error("it holds no conversation");
   }
   if (typeof value?.title === "string" && value.title) result.title = value.title;
+  if (typeof value?.updated === "number") result.updated = value.updated;
   return result;
 }
 
-function parseMessage(one) {
+function addParsed(result, parent, one) {
   const roles = ["user", "assistant"];
   if (!roles.includes(one?.role) || typeof one.content !== "string") {
     throw new Error("a message must have the role user or assistant, and a text");
   }
-  return [one.role, one.content, one.finish ?? "stop"];
+  const message = add(result, parent, one.role, one.content, one.finish ?? "stop");
+  message.tokens = Number(one.tokens ?? 0);
+  return message;
 }
 
 function parseTree(given, shown, result) {
   const ids = new Map([[null, null]]); // ids in the file to new ones
   for (const [id, one] of Object.entries(given)) {
     if (!ids.has(one?.parent)) throw new Error(`the message ${id} comes before its parent`);
-    ids.set(id, add(result, ids.get(one.parent), ...parseMessage(one)).id);
+    ids.set(id, addParsed(result, ids.get(one.parent), one).id);
   }
   for (const [id, one] of [[null, { shown }], ...Object.entries(given)]) {
     const child = result.messages[ids.get(one.shown ?? null)];
