@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from html import escape
-from typing import Any
+from typing import Any, TypedDict
 
 from markdown_it import MarkdownIt
 from markdown_it.renderer import RendererHTML
@@ -84,17 +84,37 @@ _MARKDOWN = _Markdown("commonmark", {"html": False, "breaks": True}, renderer_cl
 _MARKDOWN.enable(["table", "strikethrough"])
 
 
-def to_html(text: str) -> str:
-    """The text as HTML. HTML in the text is escaped. Only for the main thread: it sets a timer."""
-    return str(_MARKDOWN.render(text))
+class Block(TypedDict):
+    """A paragraph, a list, a code block or another part of a text."""
+
+    line: int  # where it begins, from 0
+    html: str
+
+
+def to_blocks(text: str) -> list[Block]:
+    """The text as HTML, block by block. HTML in the text is escaped.
+
+    Only for the main thread: it sets a timer.
+    """
+    environment: dict[str, Any] = {}
+    blocks, tokens, depth = list[Block](), list[Token](), 0
+    for token in _MARKDOWN.parse(text, environment):
+        tokens.append(token)
+        depth += token.nesting
+        if depth == 0:
+            html = str(_MARKDOWN.renderer.render(tokens, _MARKDOWN.options, environment))
+            assert tokens[0].map is not None
+            blocks.append({"line": tokens[0].map[0], "html": html})
+            tokens = []
+    return blocks
 
 
 def main() -> None:
-    """Reads lines with a JSON list of texts each, and writes lines with their HTML."""
+    """Reads lines with a JSON list of texts each, and writes lines with the blocks of each."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its input, when the server does
     os.nice(10)  # after the model, where both use the CPU
     for line in sys.stdin:
-        print(json.dumps([to_html(text) for text in json.loads(line)]), flush=True)
+        print(json.dumps([to_blocks(text) for text in json.loads(line)]), flush=True)
 
 
 if __name__ == "__main__":

@@ -60,12 +60,12 @@ class MarkdownBody(Body):
 
 @router.post(MARKDOWN_PATH)
 async def render_markdown(body: MarkdownBody, http: HttpRequest) -> Json:
-    """Markdown texts as HTML, for the chat page."""
+    """Markdown texts as HTML, for the chat page: for each text its blocks and their first lines."""
     length = sum(map(len, body.texts))
     if length > MAX_MARKDOWN:
         message = f"the texts have {length} characters together; at most {MAX_MARKDOWN} are allowed"
         raise ApiError(400, message, param="texts")
-    return {"html": await http.app.state.markdown.render(body.texts)}
+    return {"texts": await http.app.state.markdown.render(body.texts)}
 
 
 class MarkdownProcess:
@@ -76,7 +76,8 @@ class MarkdownProcess:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="markdown")
         self._waiting = Limiter(64, "texts to render")
 
-    async def render(self, texts: list[str]) -> list[str]:
+    async def render(self, texts: list[str]) -> list[list[Json]]:
+        """The blocks of each text, as `markdown.to_blocks` makes them."""
         with self._waiting.count():
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._thread, self._render, texts)
@@ -85,7 +86,7 @@ class MarkdownProcess:
         self._thread.shutdown()
         self._end()
 
-    def _render(self, texts: list[str]) -> list[str]:
+    def _render(self, texts: list[str]) -> list[list[Json]]:
         if self._process is None:
             script = str(Path(__file__).with_name("markdown.py"))
             # -P: a module in the current folder must not take the place of one of Python's.

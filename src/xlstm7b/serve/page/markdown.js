@@ -1,18 +1,18 @@
 // Markdown as HTML. The server renders it, so that no library is needed here.
 
 import { copyButton, element } from "./dom.js";
-import { callServer } from "./server.js";
+import { getJson } from "./server.js";
 
 const MAX_CHARACTERS = 1 << 18; // of a request; the server's limit
 const MAX_CACHED = 500;
-const cache = new Map(); // text: HTML
+const cache = new Map(); // text: its blocks, each {line, html}
 const sources = new WeakMap(); // a block's element: its HTML as the server sent it
 
 // The only place where HTML is made from text. The server has escaped all that is not Markdown.
 const policy = window.trustedTypes?.createPolicy("markdown", { createHTML: (html) => html })
   ?? { createHTML: (html) => html };
 
-// The HTML of a text; null if the server cannot render it now.
+// The blocks of a text; null if the server cannot render it now.
 export async function render(text) {
   return (await renderAll([text]))[0];
 }
@@ -27,35 +27,34 @@ export async function renderAll(texts) {
       if (batch.length && length > MAX_CHARACTERS) break;
       batch.push(missing[start]);
     }
-    const html = await callServer("markdown", { body: { texts: batch } })
-      .then((response) => response.json()).then((content) => content.html, () => []);
-    batch.forEach((text, index) => html[index] !== undefined && remember(text, html[index]));
+    const all = await getJson("markdown", { body: { texts: batch } }).then(({ texts }) => texts, () => []);
+    all.forEach((blocks, index) => remember(batch[index], blocks));
   }
   return texts.map((text) => cache.get(text) ?? null);
 }
 
-function remember(text, html) {
+function remember(text, blocks) {
   if (cache.size >= MAX_CACHED) cache.delete(cache.keys().next().value);
-  cache.set(text, html);
+  cache.set(text, blocks);
 }
 
-// The HTML of a text that was rendered before; null if it is not known.
+// The blocks of a text that was rendered before; null if they are not known.
 export function rendered(text) {
   return cache.get(text) ?? null;
 }
 
-// Shows HTML of the server in an element. Blocks that have not changed are left alone, so that a
-// long answer costs no more to show than its last paragraph.
-export function showHtml(target, html) {
-  const template = document.createElement("template");
-  template.innerHTML = policy.createHTML(html);
-  const fresh = [...template.content.children], old = [...target.childNodes];
+// Shows blocks in an element, after its first `kept` ones. Those that have not changed are left alone,
+// so that a long answer costs no more to show than its last paragraph.
+export function showBlocks(target, blocks, kept = 0) {
+  const old = [...target.childNodes].slice(kept);
   let same = 0;
-  while (same < fresh.length && sources.get(old[same]) === fresh[same].outerHTML) same++;
+  while (same < blocks.length && sources.get(old[same]) === blocks[same].html) same++;
   for (const one of old.slice(same)) one.remove();
-  for (const one of fresh.slice(same)) {
-    const source = one.outerHTML, block = decorate(one);
-    sources.set(block, source);
+  for (const { html } of blocks.slice(same)) {
+    const template = document.createElement("template");
+    template.innerHTML = policy.createHTML(html);
+    const block = decorate(template.content.firstElementChild);
+    sources.set(block, html);
     target.append(block);
   }
 }

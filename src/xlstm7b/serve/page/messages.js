@@ -1,7 +1,7 @@
 // The list of messages: their texts and buttons, an answer that grows, and scrolling.
 
 import { button, copyButton, element, find } from "./dom.js";
-import { endOf, render, renderAll, rendered, showHtml } from "./markdown.js";
+import { endOf, render, renderAll, rendered, showBlocks } from "./markdown.js";
 import { branches, path, show as showBranch } from "./tree.js";
 
 const RENDER_EVERY = 250; // ms between two renderings of a growing answer, at least
@@ -38,26 +38,26 @@ function bodyOf(message) {
 }
 
 async function showRendered(messages) {
-  const html = await renderAll(messages.map((one) => one.content));
+  const all = await renderAll(messages.map((one) => one.content));
   messages.forEach((message, index) => {
     const body = bodyOf(message);
-    if (body && html[index] !== null) showAsHtml(body, html[index]);
+    if (body && all[index] !== null) showAsHtml(body, all[index]);
   });
   if (isFollowing) scrollToEnd();
 }
 
-function showAsHtml(body, html) {
+function showAsHtml(body, blocks, kept) {
   if (body.classList.contains("plain")) body.replaceChildren();
   body.classList.remove("plain");
-  showHtml(body, html);
+  showBlocks(body, blocks, kept);
 }
 
 function toArticle(conversation, message, isLast, isGrowing) {
   const isAnswer = message.role === "assistant";
   const name = isAnswer ? "Model" : "You";
   const body = element("div", message.content, { className: "body plain" });
-  const html = isAnswer && !isGrowing ? rendered(message.content) : null;
-  if (html !== null) showAsHtml(body, html);
+  const blocks = isAnswer && !isGrowing ? rendered(message.content) : null;
+  if (blocks !== null) showAsHtml(body, blocks);
   const row = element("div", "", { className: "actions", role: "group", ariaLabel: `${name}: actions` });
   const all = branches(conversation, message);
   if (all.length > 1) row.append(toBranches(conversation, message, all));
@@ -143,14 +143,20 @@ export function edit(message, action, done) {
   field.focus();
 }
 
-// Shows a growing answer: new text in the next frame, as HTML a few times a second.
+// Shows a growing answer: new text in the next frame, as HTML a few times a second. Only its last two
+// blocks are rendered again: new text does not change earlier ones.
 export class GrowingMessage {
   constructor(message) {
     this.message = message;
     this.frame = 0;
-    this.rendered = 0; // characters that are shown as HTML
     this.nextRender = 0; // time
-    this.isRendering = false;
+    this.isRendering = this.isDone = false;
+    this.reset();
+  }
+
+  reset() {
+    this.rendered = 0; // characters that are shown as HTML
+    this.settled = { characters: 0, blocks: 0 }; // at the start, not rendered again
   }
 
   update() {
@@ -165,33 +171,40 @@ export class GrowingMessage {
     let tail = body.querySelector(".tail");
     if (!tail) {
       tail = element("span", "", { className: "tail" });
+      tail.append(document.createTextNode(""));
       if (body.classList.contains("plain")) {
-        this.rendered = 0;
+        this.reset();
         body.replaceChildren(tail);
       } else {
         endOf(body).append(tail);
       }
-      tail.append(document.createTextNode(""));
     }
     const shown = tail.firstChild, length = shown.length + this.rendered;
     if (length < text.length) shown.appendData(text.slice(length));
     if (isFollowing) list.scrollTop = list.scrollHeight;
-    if (!this.isRendering && performance.now() >= this.nextRender) this.render(text);
+    if (!this.isRendering && performance.now() >= this.nextRender) this.render(text, this.settled);
   }
 
-  async render(text) {
+  async render(text, settled) {
     this.isRendering = true;
     const began = performance.now();
-    const html = await render(text);
+    const rest = text.slice(settled.characters), blocks = await render(rest);
     // A slow server is asked less often.
     const now = performance.now();
     this.nextRender = now + Math.max(RENDER_EVERY, 3 * (now - began));
     this.isRendering = false;
     const body = bodyOf(this.message);
-    if (this.isDone || html === null || !body) return;
+    if (this.isDone || blocks === null || !body || settled !== this.settled) return;
     body.querySelector(".tail")?.remove();
-    showAsHtml(body, html);
+    showAsHtml(body, blocks, settled.blocks);
     this.rendered = text.length;
+    if (blocks.length > 2) {
+      const lines = rest.split("\n").slice(0, blocks.at(-2).line);
+      this.settled = {
+        characters: settled.characters + lines.reduce((sum, line) => sum + line.length + 1, 0),
+        blocks: settled.blocks + blocks.length - 2,
+      };
+    }
     this.update();
   }
 
