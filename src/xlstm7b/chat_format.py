@@ -192,9 +192,6 @@ class ChatFormat(Protocol):
     def next_prompt(self, text: str) -> str:
         """The text after an answer, up to the next one: end of turn, user's message, new turn."""
 
-    def after_answer(self, messages: Messages) -> str:
-        """The text of messages that follow an answer, from its end of turn on."""
-
     def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
         """A whole conversation. With `add_generation_prompt`, the start of an answer is added."""
 
@@ -229,10 +226,6 @@ class TemplateFormat(ChatFormat):
         answer = _message("assistant", _ANSWER)
         whole = self.render([_message("user", "Hello"), answer, _message("user", text)])
         return whole.partition(_ANSWER)[2]  # the first one: the user's text may contain it too
-
-    def after_answer(self, messages: Messages) -> str:
-        talk = [_message("user", "Hello"), _message("assistant", _ANSWER), *messages]
-        return self.render(talk, add_generation_prompt=False).partition(_ANSWER)[2]
 
     def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
         return self._template.render(messages, add_generation_prompt=add_generation_prompt)

@@ -34,6 +34,7 @@ from xlstm7b.tokenizer import CachingEncoder, Tokenizer, check_tokens, with_firs
 
 router = APIRouter()
 _SHORT = 4096  # tokens or characters
+_ANSWER = "\N{WHITE SQUARE}an answer\N{WHITE SQUARE}"  # a placeholder for an answer
 # Grammars that take long to compile do not hold up other work in threads.
 _GRAMMARS = ThreadPoolExecutor(4, thread_name_prefix="prepare")
 _Result = TypeVar("_Result")
@@ -135,7 +136,7 @@ async def _generate(
         _check_limits(service, body, prompts, params)
         model = service.find_model(body.model)
         built = _build_requests(body, prompts, params, state, model.adapter)
-        requests = await prepare(service, built, body)
+        requests = await _prepare(service, built, body)
         # 2. They are submitted.
         answer = _Answer(service, body, http, prompts, requests)
         queue = OutputQueue(service.engine, service.metrics)
@@ -168,14 +169,14 @@ async def _read_completion(service: Service, body: CompletionBody) -> _Input:
         raise ApiError(400, "echo with logprobs does not work with a saved state", param="echo")
     state, _ = await _load_state(service, body)
     needs_no_prompt = state is not None and body.prompt is None
-    prompts = [[]] if needs_no_prompt else await encode(service, body, body.prompt, state)
+    prompts = [[]] if needs_no_prompt else await _encode(service, body, body.prompt, state)
     return prompts, body.to_sampling_params(service.limits), state
 
 
 async def _read_chat(service: Service, body: ChatBody) -> _Input:
     chat_format = service.find_model(body.model).chat_format
     state, text_after_answer = await _load_state(service, body)
-    check_messages(service, body.messages)
+    _check_messages(service, body.messages)
     if state is None or not state.has_text:
         text = _render(chat_format, body.messages)
     else:
@@ -193,7 +194,7 @@ async def _read_chat(service: Service, body: ChatBody) -> _Input:
     params = body.to_sampling_params(
         service.limits, stop_strings=stop_strings, eos_token_id=eos_token_id
     )
-    return await encode(service, body, text, state), params, state
+    return await _encode(service, body, text, state), params, state
 
 
 async def _load_state(service: Service, body: SamplingBody) -> tuple[SavedState | None, str]:
@@ -206,7 +207,7 @@ async def _load_state(service: Service, body: SamplingBody) -> tuple[SavedState 
     return await asyncio.to_thread(service.saved_states().load, body.state, model.fingerprint)
 
 
-async def encode(
+async def _encode(
     service: Service,
     body: SamplingBody | TextBody,
     prompt: protocol.Prompt | None,
@@ -226,14 +227,22 @@ async def encode(
     return token_ids
 
 
-def _render(chat_format: ChatFormat, messages: Sequence[protocol.Message]) -> str:
+def _render(
+    chat_format: ChatFormat,
+    messages: Sequence[protocol.Message],
+    *,
+    add_generation_prompt: bool = True,
+) -> str:
     try:
-        return chat_format.render([message.to_template() for message in messages])
+        return chat_format.render(
+            [message.to_template() for message in messages],
+            add_generation_prompt=add_generation_prompt,
+        )
     except ValueError as error:  # the chat template refuses them
         raise ApiError(400, str(error), param="messages") from error
 
 
-def check_messages(service: Service, messages: Sequence[protocol.Message]) -> None:
+def _check_messages(service: Service, messages: Sequence[protocol.Message]) -> None:
     count, allowed = len(messages), service.limits.messages
     if count > allowed:
         message = f"messages must have at most {allowed} entries, not {count}"
@@ -297,7 +306,7 @@ def _build_requests(
     ]
 
 
-async def prepare(
+async def _prepare(
     service: Service, requests: list[Request], body: SamplingBody | TextBody
 ) -> list[Request]:
     """Checks requests, hashes their prompts and compiles their grammars."""
@@ -514,10 +523,51 @@ async def detokenize(body: protocol.TokensBody, http: HttpRequest) -> dict[str, 
 
 async def _encode_text(service: Service, body: TextBody) -> list[int]:
     model = service.find_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "exactly one of prompt and messages is needed", param="prompt")
+    _check_one_text(body)
     prompt = body.prompt
     if body.messages is not None:
-        check_messages(service, body.messages)
+        _check_messages(service, body.messages)
         prompt = _render(model.chat_format, body.messages)
-    return [] if prompt == [] else (await encode(service, body, prompt))[0]
+    return [] if prompt == [] else (await _encode(service, body, prompt))[0]
+
+
+def _check_one_text(body: TextBody) -> None:
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "exactly one of prompt and messages is needed", param="prompt")
+
+
+async def reading_request(
+    service: Service, body: protocol.StateBody, state: SavedState | None, text_after_answer: str
+) -> tuple[Request, str]:
+    """A request that reads a text after a state, without generating.
+
+    `text_after_answer` is what the state has read after an answer. The second result is that of the
+    state after this text.
+    """
+    model = service.find_model(body.model)
+    _check_one_text(body)
+    prompt, after = body.prompt, ""
+    if body.messages is not None:
+        _check_messages(service, body.messages)
+        messages: list[protocol.Message] = body.messages
+        if state is not None and state.has_text:
+            messages = [
+                protocol.Message(role="user", content="Hello"),
+                protocol.Message(role="assistant", content=_ANSWER),
+                *messages,
+            ]
+        prompt = _render(model.chat_format, messages, add_generation_prompt=False)
+        if messages is not body.messages:
+            prompt = without_prefix(prompt.partition(_ANSWER)[2], text_after_answer)
+        after = _start_of_next_turn(model.chat_format, prompt)
+    ids = [] if prompt == [] else (await _encode(service, body, prompt, state))[0]
+    request = Request(ids, state=state, keep_state=True, prefill_only=True, adapter=model.adapter)
+    await _prepare(service, [request], body)
+    return request, after
+
+
+def _start_of_next_turn(chat_format: ChatFormat, text: str) -> str:
+    """The end of a conversation's text, where it equals the start of the next turn."""
+    turn = chat_format.next_prompt("")
+    lengths = range(min(len(text), len(turn)), 0, -1)
+    return turn[: next((n for n in lengths if text.endswith(turn[:n])), 0)]
