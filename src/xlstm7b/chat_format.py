@@ -230,18 +230,6 @@ class ChatFormat(Protocol):
             raise ValueError("the chat template does not write the last message")
         return before + str(last["content"])
 
-    def after_answer(
-        self, messages: Messages, *, add_generation_prompt: bool = False, is_open: bool = False
-    ) -> str:
-        """The text of messages that follow an answer, from its end of turn on.
-
-        `is_open`: the last message goes on.
-        """
-        talk = [_message("user", "Hello"), _message("assistant", _ANSWER), *messages]
-        if is_open:
-            return self.render_open(talk).partition(_ANSWER)[2]
-        return self.render(talk, add_generation_prompt=add_generation_prompt).partition(_ANSWER)[2]
-
 
 class TemplateFormat(ChatFormat):
     """The format of a chat template, one turn at a time.

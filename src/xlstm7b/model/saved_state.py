@@ -17,7 +17,8 @@ from xlstm7b.model.model_state import ModelState
 _FORMAT = "xlstm7b-state-1"
 _OWN_NOTES = ("format", "config", "tokens_seen")
 _NO_CONFIG = (KeyError, ValueError, TypeError, AttributeError, RecursionError)
-WEIGHTS_NOTE = "weights"  # fingerprint of the weights that a state was trained for, as JSON
+WEIGHTS_NOTE = "weights"  # fingerprint of the weights that a state belongs to, as JSON
+ADAPTER_NOTE = "adapter"  # fingerprint of the adapter that has read the text; empty without one
 
 
 @dataclass(frozen=True)
@@ -159,15 +160,16 @@ class SavedState:
 
 
 def check_state_weights(path: str | Path, base: Checkpoint) -> None:
-    """`ValueError` if a state file was trained for other weights than these (state tuning).
+    """`ValueError` if a state file belongs to other weights than these.
 
-    States of texts do not know their weights; `SavedState.load` compares the configs.
+    A file knows its weights if state tuning, a command or a server wrote it. What Python code saved
+    may not; `SavedState.load` compares the configs of all.
     """
     note = SavedState.read_notes(path).get(WEIGHTS_NOTE)
     if note is not None and not fits_weights(note, base.fingerprint()):
         raise ValueError(
-            f"{path} was trained for other weights than those in {base.folder}: give the model "
-            "that it was trained with"
+            f"{path} belongs to other weights than those in {base.folder}: give the model that it "
+            "was saved with"
         )
 
 

@@ -32,11 +32,12 @@ from xlstm7b.serve.prometheus import Metrics
 from xlstm7b.serve.protocol import ApiError, ChatBody, CompletionBody, Json, SamplingBody, TextBody
 from xlstm7b.serve.saved_states import SavedStates
 from xlstm7b.serve.streaming import EventStream, OutputQueue, cancel_on_disconnect
-from xlstm7b.serve.tools import AnswerReader, ToolFormat, check_calls, check_tools, schemas_of
+from xlstm7b.serve.tools import AnswerReader, ToolFormat, check_messages, check_tools, schemas_of
 from xlstm7b.tokenizer import CachingEncoder, Tokenizer, check_tokens, with_first_token
 
 router = APIRouter()
 _SHORT = 4096  # tokens or characters
+_ANSWER = "\N{WHITE SQUARE}an answer\N{WHITE SQUARE}"  # a placeholder for an answer
 # Grammars that take long to compile do not hold up other work in threads.
 _GRAMMARS = ThreadPoolExecutor(4, thread_name_prefix="prepare")
 _Result = TypeVar("_Result")
@@ -155,7 +156,7 @@ async def generate(
         _check_limits(service, body, prompts, params)
         model = service.find_model(body.model)
         built = _build_requests(body, prompts, params, state, model.adapter)
-        requests = await prepare(service, built, body)
+        requests = await _prepare(service, built, body)
         # 2. They are submitted.
         answer = _Answer(service, body, http, prompts, requests)
         queue = OutputQueue(service.engine, service.metrics)
@@ -193,7 +194,7 @@ async def _read_completion(service: Service, body: CompletionBody) -> _Input:
         raise ApiError(400, "echo with logprobs does not work with a saved state", param="echo")
     state, _ = await _load_state(service, body)
     needs_no_prompt = state is not None and body.prompt is None
-    prompts = [[]] if needs_no_prompt else await encode(service, body, body.prompt, state)
+    prompts = [[]] if needs_no_prompt else await _encode(service, body, body.prompt, state)
     ends = (service.config.eos_token_id,)
     return prompts, body.to_sampling_params(service.limits, eos_token_id=ends), state
 
@@ -202,7 +203,7 @@ async def _read_chat(service: Service, body: ChatBody) -> _Input:
     model = service.find_model(body.model)
     chat_format = model.chat_format
     state, text_after_answer = await _load_state(service, body)
-    check_messages(service, body.messages)
+    _check_messages(service, body.messages)
     check_tools(body)
     continues_last = _continues_last(body)
     if state is None or not state.has_text:
@@ -219,7 +220,8 @@ async def _read_chat(service: Service, body: ChatBody) -> _Input:
         if body.tools:
             error = "tools cannot be combined with a state that has read text"
             raise ApiError(400, error, param="tools")
-        text = without_prefix(_render_later(chat_format, body, continues_last), text_after_answer)
+        later = _render_later(model, body.messages, continues_last=continues_last)
+        text = without_prefix(later, text_after_answer)
     stop_strings, eos_token_id = answer_ends(
         chat_format, service.tokenizer, service.config.eos_token_id
     )
@@ -232,7 +234,7 @@ async def _read_chat(service: Service, body: ChatBody) -> _Input:
         eos_token_id=eos_token_id or (service.config.eos_token_id,),
         grammar=grammar,
     )
-    return await encode(service, body, text, state), params, state
+    return await _encode(service, body, text, state), params, state
 
 
 def _continues_last(body: ChatBody) -> bool:
@@ -262,7 +264,7 @@ async def _load_state(service: Service, body: SamplingBody) -> tuple[SavedState 
     return await asyncio.to_thread(service.saved_states().load, body.state, model.fingerprint)
 
 
-async def encode(
+async def _encode(
     service: Service,
     body: SamplingBody | TextBody,
     prompt: protocol.Prompt | None,
@@ -294,23 +296,22 @@ def _render(
         raise ApiError(400, str(error), param="messages") from error
 
 
-def _render_later(chat_format: ChatFormat, body: ChatBody, continues_last: bool) -> str:
-    """The messages as they follow an answer that a state has read."""
-    messages = [message.to_template() for message in body.messages]
-    try:
-        return chat_format.after_answer(
-            messages, add_generation_prompt=not continues_last, is_open=continues_last
-        )
-    except ValueError as error:  # the chat template refuses them
-        raise ApiError(400, str(error), param="messages") from error
+def _render_later(model: ServedModel, messages: Sequence[protocol.Message], **options: bool) -> str:
+    """The text of messages that follow an answer, from the end of its turn on."""
+    talk = [
+        protocol.Message(role="user", content="Hello"),
+        protocol.Message(role="assistant", content=_ANSWER),
+        *messages,
+    ]
+    return _render(model, talk, (), **options).partition(_ANSWER)[2]
 
 
-def check_messages(service: Service, messages: Sequence[protocol.Message]) -> None:
+def _check_messages(service: Service, messages: Sequence[protocol.Message]) -> None:
     count, allowed = len(messages), service.limits.messages
     if count > allowed:
         message = f"messages must have at most {allowed} entries, not {count}"
         raise ApiError(400, message, param="messages")
-    check_calls(messages)
+    check_messages(messages)
 
 
 def _check_limits(
@@ -370,7 +371,7 @@ def _build_requests(
     ]
 
 
-async def prepare(
+async def _prepare(
     service: Service, requests: list[Request], body: SamplingBody | TextBody
 ) -> list[Request]:
     """Checks requests, hashes their prompts and compiles their grammars."""
@@ -630,10 +631,46 @@ async def detokenize(body: protocol.TokensBody, http: HttpRequest) -> dict[str, 
 
 async def _encode_text(service: Service, body: TextBody) -> list[int]:
     model = service.find_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "exactly one of prompt and messages is needed", param="prompt")
+    _check_one_text(body)
     prompt = body.prompt
     if body.messages is not None:
-        check_messages(service, body.messages)
+        _check_messages(service, body.messages)
         prompt = _render(model, body.messages)
-    return [] if prompt == [] else (await encode(service, body, prompt))[0]
+    return [] if prompt == [] else (await _encode(service, body, prompt))[0]
+
+
+def _check_one_text(body: TextBody) -> None:
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "exactly one of prompt and messages is needed", param="prompt")
+
+
+async def reading_request(
+    service: Service, body: protocol.StateBody, state: SavedState | None, text_after_answer: str
+) -> tuple[Request, str]:
+    """A request that reads a text after a state, without generating.
+
+    `text_after_answer` is what the state has read after an answer. The second result is that of the
+    state after this text.
+    """
+    model = service.find_model(body.model)
+    _check_one_text(body)
+    prompt, after = body.prompt, ""
+    if body.messages is not None:
+        _check_messages(service, body.messages)
+        if state is not None and state.has_text:
+            later = _render_later(model, body.messages, add_generation_prompt=False)
+            prompt = without_prefix(later, text_after_answer)
+        else:
+            prompt = _render(model, body.messages, add_generation_prompt=False)
+        after = _start_of_next_turn(model.chat_format, prompt)
+    ids = [] if prompt == [] else (await _encode(service, body, prompt, state))[0]
+    request = Request(ids, state=state, keep_state=True, prefill_only=True, adapter=model.adapter)
+    await _prepare(service, [request], body)
+    return request, after
+
+
+def _start_of_next_turn(chat_format: ChatFormat, text: str) -> str:
+    """The end of a conversation's text, where it equals the start of the next turn."""
+    turn = chat_format.next_prompt("")
+    lengths = range(min(len(text), len(turn)), 0, -1)
+    return turn[: next((n for n in lengths if text.endswith(turn[:n])), 0)]

@@ -18,15 +18,14 @@ from xlstm7b.generate.state import (
     StoredState,
     StoreFull,
 )
-from xlstm7b.model.saved_state import WEIGHTS_NOTE, fits_weights
+from xlstm7b.model.saved_state import ADAPTER_NOTE, WEIGHTS_NOTE, fits_weights
 from xlstm7b.serve.protocol import ApiError, Json, Limiter
 
 MAX_IN_MEMORY = 16  # requests with a saved state at the same time: each holds 134 MB for the 7B
 _LOG = logging.getLogger("xlstm7b.serve")
 _ID = re.compile(r"state-[0-9a-f]{24}")  # files have no other names
-_ADAPTER = "adapter"  # the fingerprint of the adapter that has read the text; empty without one
 _NOTE = "note"  # in the file; `xlstm7b chat` uses the same name
-_KEPT = (_NOTE, "exchanges", _ADAPTER, WEIGHTS_NOTE)  # notes of an uploaded file
+_KEPT = (_NOTE, "exchanges", ADAPTER_NOTE, WEIGHTS_NOTE)  # notes of an uploaded file
 
 
 class SavedStates:
@@ -54,7 +53,7 @@ class SavedStates:
         `text_after_answer`: what the state has read after the end of the answer, such as a stop
         string. The next prompt must not repeat it.
         """
-        notes = {_NOTE: text_after_answer, _ADAPTER: adapter}
+        notes = {_NOTE: text_after_answer, ADAPTER_NOTE: adapter}
         if self._weights is not None:
             notes[WEIGHTS_NOTE] = json.dumps(self._weights)
         with _http_errors():
@@ -112,7 +111,7 @@ class SavedStates:
     def load(self, state_id: str, adapter: str = "") -> tuple[SavedState, str]:
         """The state, on the CPU, and the text that it has read after the end of the answer."""
         notes = self.find(state_id).notes
-        if notes.get(_ADAPTER, "") != adapter:
+        if notes.get(ADAPTER_NOTE, "") != adapter:
             raise ApiError(
                 409,
                 f"the state {state_id} was saved with another adapter, or without one: name "
@@ -143,7 +142,7 @@ class SavedStates:
 
     def describe(self, stored: StoredState, models: Mapping[str, str]) -> Json:
         """A state for clients. `models` are the ids of the served models by adapter."""
-        status, model = stored.status, models.get(stored.notes.get(_ADAPTER, ""))
+        status, model = stored.status, models.get(stored.notes.get(ADAPTER_NOTE, ""))
         if status == "ok" and (model is None or not self._fits_weights(stored.notes)):
             status = "other_model"
         return {

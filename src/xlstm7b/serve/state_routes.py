@@ -12,11 +12,10 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from xlstm7b.chat_format import ChatFormat, without_prefix
-from xlstm7b.generate import Completion, Request, SavedState
+from xlstm7b.generate import Completion, Request
 from xlstm7b.generate.state import StateLabel, StoredState, state_bytes
 from xlstm7b.serve import protocol
-from xlstm7b.serve.handlers import ServedModel, Service, check_messages, encode, prepare
+from xlstm7b.serve.handlers import ServedModel, Service, reading_request
 from xlstm7b.serve.middleware import add_to_log
 from xlstm7b.serve.protocol import ApiError, Json, StateBody, UploadQuery
 from xlstm7b.serve.streaming import EventStream, OutputQueue, cancel_on_disconnect
@@ -119,14 +118,7 @@ async def _read_and_save(service: Service, body: StateBody, http: HttpRequest) -
         if body.state is not None:
             load = partial(states.load, body.state, model.fingerprint)
             state, already_read = await asyncio.to_thread(load)
-        text = _text(service, model, body, state, already_read)
-        prompt = body.prompt if text is None else text
-        ids = [] if prompt == [] else (await encode(service, body, prompt, state))[0]
-        request = Request(
-            ids, state=state, keep_state=True, prefill_only=True, adapter=model.adapter
-        )
-        await prepare(service, [request], body)
-        after = "" if text is None else _start_of_next_turn(model.chat_format, text)
+        request, after = await reading_request(service, body, state, already_read)
         reading = _Reading(service, request, after, model, _label(body))
         cleanup.callback(reading.abort)
         cleanup.callback(lambda: add_to_log(http, **reading.usage()))
@@ -136,28 +128,6 @@ async def _read_and_save(service: Service, body: StateBody, http: HttpRequest) -
             stream.cleanup = cleanup.pop_all()  # the stream outlives this function
             return stream
         return JSONResponse(await cancel_on_disconnect(http.receive, reading.saved()))
-
-
-def _text(
-    service: Service,
-    model: ServedModel,
-    body: StateBody,
-    state: SavedState | None,
-    already_read: str,
-) -> str | None:
-    """The text of the body's messages; None if it has a prompt instead."""
-    if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "exactly one of prompt and messages is needed", param="prompt")
-    if body.messages is None:
-        return None
-    check_messages(service, body.messages)
-    messages = [message.to_template() for message in body.messages]
-    try:
-        if state is None or not state.has_text:
-            return model.chat_format.render(messages, add_generation_prompt=False)
-        return without_prefix(model.chat_format.after_answer(messages), already_read)
-    except ValueError as error:  # the chat template refuses them
-        raise ApiError(400, str(error), param="messages") from error
 
 
 class _Reading:
@@ -256,10 +226,3 @@ def _pieces(file: BinaryIO) -> Iterator[bytes]:
     with file:
         while piece := file.read(_PIECE):
             yield piece
-
-
-def _start_of_next_turn(chat_format: ChatFormat, text: str) -> str:
-    """The end of a conversation's text, where it equals the start of the next turn."""
-    turn = chat_format.next_prompt("")
-    lengths = range(min(len(text), len(turn)), 0, -1)
-    return turn[: next((n for n in lengths if text.endswith(turn[:n])), 0)]

@@ -94,7 +94,7 @@ class ToolFormat:
         """Messages without tools: functions are described in the system message, an answer holds
         its calls as text, and results are a user's message.
         """
-        plain = list[Json]()
+        plain, is_after_result = list[Json](), False
         for message in messages:
             turn: Json = message.to_template()
             if message.tool_calls:
@@ -102,11 +102,12 @@ class ToolFormat:
                 turn["content"] += "\n" * bool(turn["content"]) + self.calls.write(calls)
             elif message.role == "tool":
                 result = f"<tool_response>\n{turn['content']}\n</tool_response>"
-                if plain and plain[-1].get("is_result"):  # templates may want turns to alternate
+                if is_after_result:  # one message: templates may want turns to alternate
                     plain[-1]["content"] += f"\n{result}"
                     continue
-                turn = {"role": "user", "content": result, "is_result": True}
+                turn = {"role": "user", "content": result}
             plain.append(turn)
+            is_after_result = message.role == "tool"
         if tools:
             functions = [tool.function.model_dump(exclude_none=True) for tool in tools]
             introduction = _INTRODUCTION.format(
@@ -126,8 +127,8 @@ class ToolFormat:
         The end of text, or the format's stop string, may follow these.
         """
         form, calls = body.form(), self.calls
-        trigger, must_call = _quoted(calls.trigger), is_forced(body)
-        if must_call:
+        trigger = _quoted(calls.trigger)
+        if is_forced(body):
             rules = [f"start: {trigger} calls"]
         elif form is None:
             rules = [
@@ -137,6 +138,9 @@ class ToolFormat:
             ]
         else:
             schema = _schema_of(form)
+            if calls.trigger.startswith("{"):
+                message = f"{form[0]} cannot be combined with tools: calls start like JSON, too"
+                raise ApiError(400, message, param=form[0])
             rules = [f"start: answer | {trigger} calls", f"answer: {_json_rule(schema)}"]
         opening, again, closing = calls.opening[len(calls.trigger) :], "", _quoted(calls.closing)
         if calls.separator and _may_repeat(body):
@@ -303,7 +307,7 @@ def _to_template(message: Message, names: Mapping[str | None, str]) -> Json:
 # What a client sends
 
 
-def check_calls(messages: Sequence[Message]) -> None:
+def check_messages(messages: Sequence[Message]) -> None:
     """Raises an `ApiError` for a call without JSON arguments, or for a result without its call."""
     unanswered = set[str]()
     for number, message in enumerate(messages):
