@@ -32,7 +32,14 @@ from xlstm7b.serve.prometheus import Metrics
 from xlstm7b.serve.protocol import ApiError, ChatBody, CompletionBody, Json, SamplingBody, TextBody
 from xlstm7b.serve.saved_states import SavedStates
 from xlstm7b.serve.streaming import EventStream, OutputQueue, cancel_on_disconnect
-from xlstm7b.serve.tools import AnswerReader, ToolFormat, check_messages, check_tools, schemas_of
+from xlstm7b.serve.tools import (
+    AnswerReader,
+    ToolFormat,
+    check_messages,
+    check_tools,
+    is_forced,
+    schemas_of,
+)
 from xlstm7b.tokenizer import CachingEncoder, Tokenizer, check_tokens, with_first_token
 
 router = APIRouter()
@@ -226,7 +233,7 @@ async def _read_chat(service: Service, body: ChatBody) -> _Input:
         chat_format, service.tokenizer, service.config.eos_token_id
     )
     grammar = model.tool_format.grammar(body) if body.offered_tools else None
-    if grammar is None and body.form() is not None:
+    if body.form() is not None or is_forced(body):
         stop_strings = ()  # the grammar ends the answer
     params = body.to_sampling_params(
         service.limits,

@@ -439,6 +439,7 @@ class ChosenTool(Body):
 class _CalledFunction(Body):
     name: FunctionName
     arguments: Text
+    parsed_arguments: Any = None  # added by OpenAI's client: without effect
 
 
 class ToolCall(Body):
@@ -447,6 +448,7 @@ class ToolCall(Body):
     id: Text
     type: Literal["function"] = "function"
     function: _CalledFunction
+    index: int | None = None  # of a call that was streamed: without effect
 
 
 class Message(Body):
@@ -456,6 +458,8 @@ class Message(Body):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=128)] | None = None
     tool_call_id: Text | None = None  # of the call whose result a message with role "tool" is
     reasoning_content: Text | None = None  # of past turns: without effect
+    parsed: Any = None  # added by OpenAI's client: without effect
+    provider_specific_fields: Any = None  # added by litellm: without effect
     refusal: None = None
     annotations: EmptyList | None = None
 

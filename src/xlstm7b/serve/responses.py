@@ -339,8 +339,9 @@ _RENAMED = (  # fields of a chat, and those of a response that they come from
 
 def _renamed(text: str, sources: list[str]) -> str:
     """An error message or its field with the names of this route. `sources` of the messages."""
-    in_message = r"\bmessages\.(\d+)(\.tool_calls\.\d+)?(\.function)?"
-    text = re.sub(in_message, lambda found: sources[int(found[1])], text)
+    in_message = r"\bmessages\.(\d{1,9})(\.tool_calls\.\d+)?(\.function)?"
+    sources = [*sources, "input"]  # for a number that a client wrote
+    text = re.sub(in_message, lambda found: sources[min(int(found[1]), len(sources) - 1)], text)
     for chat_name, own_name in _RENAMED:
         text = re.sub(chat_name, own_name, text)
     return text
