@@ -480,6 +480,33 @@ def test_a_fast_stream_is_cheap_to_show(page: Page) -> None:
     page.wait()
 
 
+def test_conversations_do_not_disturb_each_other(page: Page) -> None:
+    page.recite("Hi")
+    page.say("First")
+    page.wait()
+    page.press("New conversation")
+    page.recite("word " * 60, per_second=50)
+    page.say("Second")
+    page.open("First")
+    assert not page.is_answering()
+    page.press("Edit", 0)
+    page.element(".edit textarea").send_keys(" more")
+    assert page.element(".dot").text == "answering"
+    wait_for(lambda: page.run("return document.querySelector('.dot') === null"))
+    assert page.run("return document.querySelector('.edit textarea').value") == "First more"
+    page.press("Cancel", within=".edit")
+    page.open("Second")
+    assert page.texts()[1] == ("assistant", ("word " * 60).strip())
+    # One that is deleted while it is answered does not come back.
+    page.press("Regenerate")
+    page.choose("Second", "Delete")
+    page.answer_question()
+    wait_for(lambda: page.conversations() == ["First"])
+    page.driver.refresh()
+    wait_for(lambda: page.element("#model").text == "tiny")
+    assert page.conversations() == ["First"]
+
+
 def test_memories(
     page: Page,
     live: LiveServer,

@@ -62,10 +62,14 @@ function open(conversation) {
   if (!touch.matches) input.focus();
 }
 
+function showSidebar() {
+  showConversations(conversations, current, conversationsUnderWay());
+}
+
 // Shows everything that depends on the current conversation.
 function show() {
   const own = answerUnderWay(current);
-  showConversations(conversations, current, conversationsUnderWay());
+  showSidebar();
   showMessages(current, own?.message);
   const isEmpty = current.shown === null;
   const isBusy = own !== null;
@@ -107,8 +111,9 @@ async function generate(conversation, work) {
       showStatus(statuses.get(conversation));
     }
   });
-  saveConversation(conversation);
-  show();
+  if (conversations.includes(conversation)) saveConversation(conversation); // else it was deleted
+  if (conversation === current) show();
+  else showSidebar();
   if (error) showFailure(error);
   else if (conversation === current && !touch.matches && isNothingFocused()) input.focus();
 }
@@ -214,11 +219,12 @@ find("import-file").addEventListener("change", async (event) => {
 });
 
 onStart((state) => open(createConversation(state)));
-find("open-memories").addEventListener("click", () => {
-  closeDrawer();
-  openMemories();
-});
-find("welcome-documents").addEventListener("click", openMemories);
+for (const id of ["open-memories", "welcome-documents"]) {
+  find(id).addEventListener("click", () => {
+    closeDrawer();
+    openMemories(model.id);
+  });
+}
 find("save-memory").addEventListener("click", async () => {
   const name = await ask({
     title: "Save memory",
@@ -340,10 +346,15 @@ onFull(showError);
 onOtherTab(() => {
   const own = conversations.filter((one) => one === current || answerUnderWay(one));
   const others = load().filter((one) => !own.some((mine) => mine.id === one.id));
-  const changed = readConversations().find((one) => one.id === current.id);
-  if (changed && !answerUnderWay(current)) Object.assign(current, changed, { draft: current.draft });
   conversations = [...own, ...others];
-  show();
+  const stored = readConversations().find((one) => one.id === current.id);
+  const hasChanged = stored && JSON.stringify(stored.messages) !== JSON.stringify(current.messages);
+  if (hasChanged && !answerUnderWay(current)) {
+    Object.assign(current, stored, { draft: current.draft });
+    show();
+  } else {
+    showSidebar();
+  }
 });
 
 useKey(readForTab("key"));

@@ -82,10 +82,14 @@ function decorateCode(code) {
   return element("figure", "", { className: "code" }, head, code);
 }
 
-// Where text goes that was not rendered yet: the place at which the rendered text ends.
-export function endOf(target) {
+// Where text goes that was not rendered yet: the place at which the rendered text ends. Code always
+// ends with a new line there; it is taken off unless the text has it.
+export function openEnd(target, hasNewLine) {
+  const inner = "p, li, ul, ol, blockquote, h1, h2, h3, h4, h5, h6, pre, pre > code, figure, table, tbody, tr, td, .table";
   let place = target;
-  const inner = "p, li, ul, ol, blockquote, h1, h2, h3, h4, h5, h6, pre, code, figure, table, tbody, tr, td, .table";
   while (place.lastElementChild?.matches(inner)) place = place.lastElementChild;
+  let last = place.lastChild;
+  while (last?.lastChild) last = last.lastChild;
+  if (!hasNewLine && place.matches("pre code") && last) last.data = last.data.replace(/\n$/, "");
   return place;
 }

@@ -7,6 +7,7 @@ import { callServer, getJson, stream } from "./server.js";
 import { systemMessage } from "./settings.js";
 
 const dialog = find("memories"), list = find("memory-list"), fault = find("memory-error");
+let model = null; // its id
 let start = () => {}; // begins a conversation from a memory
 let reading = null; // an AbortController while a document is read
 
@@ -14,7 +15,9 @@ export function onStart(callback) {
   start = callback;
 }
 
-export async function openMemories() {
+// `id` is the model that reads documents.
+export async function openMemories(id) {
+  model = id;
   list.replaceChildren();
   find("no-memories").hidden = true;
   dialog.showModal();
@@ -112,7 +115,8 @@ async function readDocument(file) {
     };
     const content = [systemMessage(), text].filter(Boolean).join("\n\n");
     const read = (role) => stream("v1/states",
-      { name: file.name.slice(0, 200), messages: [{ role, content }] }, reading.signal, receive);
+      { model, name: file.name.slice(0, 200), messages: [{ role, content }] },
+      reading.signal, receive);
     await read("system").catch((error) => {
       if (error.param !== "messages") throw error;
       return read("user"); // this chat template has no system message

@@ -1,7 +1,7 @@
 // The list of messages: their texts and buttons, an answer that grows, and scrolling.
 
 import { button, copyButton, element, find } from "./dom.js";
-import { endOf, render, renderAll, rendered, showBlocks } from "./markdown.js";
+import { openEnd, render, renderAll, rendered, showBlocks } from "./markdown.js";
 import { branches, path, show as showBranch } from "./tree.js";
 
 const RENDER_EVERY = 250; // ms between two renderings of a growing answer, at least
@@ -27,7 +27,7 @@ export function showMessages(conversation, growing = null) {
 }
 
 export function scrollToEnd() {
-  isFollowing = true;
+  isFollowing = find("jump").hidden = true;
   list.scrollTop = list.scrollHeight;
 }
 
@@ -176,7 +176,7 @@ export class GrowingMessage {
         this.reset();
         body.replaceChildren(tail);
       } else {
-        endOf(body).append(tail);
+        openEnd(body, text[this.rendered - 1] === "\n").append(tail);
       }
     }
     const shown = tail.firstChild, length = shown.length + this.rendered;
