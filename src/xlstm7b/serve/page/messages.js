@@ -214,10 +214,16 @@ export class GrowingMessage {
   }
 }
 
-list.addEventListener("scroll", () => {
+function watchEnd() {
   isFollowing = list.scrollHeight - list.scrollTop - list.clientHeight < NEAR_END;
   find("jump").hidden = isFollowing;
-}, { passive: true });
+}
+
+list.addEventListener("scroll", watchEnd, { passive: true });
+new ResizeObserver(() => { // a phone's keyboard, or a longer draft
+  if (isFollowing) scrollToEnd();
+  else watchEnd();
+}).observe(list);
 find("jump").addEventListener("click", () => {
   scrollToEnd();
   find("input").focus();
