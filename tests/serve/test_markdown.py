@@ -50,7 +50,8 @@ def test_texts_make_no_tags_of_their_own(text: str) -> None:
 
 
 def test_blocks_begin_at_their_lines() -> None:
-    text = "# A\n\nb\nc\n\n- d\n\n  e\n- f\n\n\n```\ng\n\n```\n> h\n\n***\n| i |\n|-|\n\n[j]: https://k\n"
+    text = "# A\n\nb\nc\n\n- d\n\n  e\n- f\n\n\n```\ng\n\n```\n> h\n\n***\n| i |\n|-|\n"
+    text += "\n[j]: https://k\n"
     blocks = to_blocks(text)
     assert [block["line"] for block in blocks] == [0, 2, 5, 11, 15, 17, 18]
     assert to_html(text) == _MARKDOWN.render(text)

@@ -1,5 +1,5 @@
-// Answers: the request for one, its stream, and how fast it comes. Several conversations can have an
-// answer under way at the same time.
+// Answers: the request for one, its stream, and how fast it comes. Several conversations can have
+// an answer under way at the same time.
 
 import { announce, find, toSize } from "./dom.js";
 import { render } from "./markdown.js";
@@ -50,8 +50,8 @@ export async function continueAnswer(conversation, message, model, changed) {
   return run(conversation, message, request, model, changed);
 }
 
-// Streams into a message. Returns the failure, or null. `changed` is called at the start and whenever
-// the status has changed.
+// Streams into a message. Returns the failure, or null. `changed` is called at the start, with
+// true, and whenever the status has changed.
 async function run(conversation, message, request, model, changed) {
   const controller = new AbortController();
   const growing = new GrowingMessage(message);

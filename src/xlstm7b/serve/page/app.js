@@ -9,7 +9,7 @@ import { ask } from "./dialog.js";
 import { announce, download, element, find, toFileName, toSize } from "./dom.js";
 import { onStart, openMemories, saveMemory } from "./memories.js";
 import { edit, onAction, scrollToEnd, showMessages } from "./messages.js";
-import { getJson, useKey } from "./server.js";
+import { callServer, getJson, useKey } from "./server.js";
 import { closeDrawer, nameOf, onSidebar, showConversations } from "./sidebar.js";
 import {
   exportConversations, importConversations, onFull, onOtherTab, readConversations, readForTab,
@@ -52,7 +52,8 @@ function open(conversation) {
   save(); // the draft
   current = conversation;
   if (!conversations.includes(current)) conversations.push(current);
-  conversations = conversations.filter((one) => one === current || one.shown || one.draft || one.state);
+  const isKept = (one) => one === current || one.shown || one.draft || one.state;
+  conversations = conversations.filter(isKept);
   save();
   hideError();
   show();
@@ -80,7 +81,8 @@ function show() {
   find("origin").hidden = !current.state;
   if (current.state) {
     const tokens = Number(current.state.tokens).toLocaleString();
-    find("origin").textContent = `Starts from the memory “${current.state.name}” (${tokens} tokens)`;
+    const origin = `Starts from the memory “${current.state.name}” (${tokens} tokens)`;
+    find("origin").textContent = origin;
   }
   document.body.classList.toggle("busy", isBusy);
   find("messages").ariaBusy = isBusy;
@@ -159,8 +161,10 @@ onAction({
   Fork: (message) => open(fork(current, message)),
   async Delete(message) {
     const later = countFrom(current, message) - 1;
-    const text = later ? `${later} later ${later > 1 ? "messages go" : "message goes"} with it.` : "";
-    if (!await ask({ title: "Delete this message?", text, action: "Delete", isDanger: true })) return;
+    const what = later > 1 ? "later messages go" : "later message goes";
+    const text = later ? `${later} ${what} with it.` : "";
+    const title = "Delete this message?";
+    if (!await ask({ title, text, action: "Delete", isDanger: true })) return;
     remove(current, message);
     save();
     show();
@@ -171,7 +175,8 @@ onAction({
 onSidebar({
   open,
   async Rename(conversation) {
-    const title = await ask({ title: "Rename the conversation", action: "Rename", value: nameOf(conversation) });
+    const value = nameOf(conversation);
+    const title = await ask({ title: "Rename the conversation", action: "Rename", value });
     if (!title) return;
     conversation.title = title;
     saveConversation(conversation);
@@ -181,8 +186,8 @@ onSidebar({
     exportFile(toFileName(nameOf(conversation), ".json"), [conversation]);
   },
   async Delete(conversation) {
-    const title = `Delete “${nameOf(conversation)}”?`;
-    if (!await ask({ title, text: "This cannot be undone.", action: "Delete", isDanger: true })) return;
+    const title = `Delete “${nameOf(conversation)}”?`, text = "This cannot be undone.";
+    if (!await ask({ title, text, action: "Delete", isDanger: true })) return;
     stop(conversation);
     removeConversation(conversation);
     conversations = conversations.filter((one) => one !== conversation);
@@ -272,9 +277,9 @@ let isWaiting = false;
 async function waitForServer() {
   if (isWaiting) return;
   isWaiting = true;
-  for (;;) {
+  for (let isBack = false; !isBack;) {
     await new Promise((resolve) => { setTimeout(resolve, 2000); });
-    if (await fetch(new URL("health", location.origin + location.pathname)).then((r) => r.ok, () => false)) break;
+    isBack = await callServer("health").then(() => true, () => false);
   }
   isWaiting = false;
   await showModel();
@@ -329,7 +334,8 @@ function fitInput() {
 }
 
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !document.querySelector("dialog[open], :popover-open")) stop(current);
+  const isOpen = document.querySelector("dialog[open], :popover-open");
+  if (event.key === "Escape" && !isOpen) stop(current);
 });
 find("stop").addEventListener("click", () => stop(current));
 for (const id of ["new", "new-short"]) {

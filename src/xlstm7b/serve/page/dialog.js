@@ -4,7 +4,7 @@ import { find } from "./dom.js";
 
 const dialog = find("question"), field = find("question-field");
 
-// The typed text, or true; null if the reader cancels. `value` shows a field, `secret` hides its text.
+// The typed text, or true; null if the reader cancels. `value` is the field's text; null: no field.
 export function ask({ title, text = "", action, value = null, secret = false, isDanger = false }) {
   find("question-title").textContent = title;
   find("question-text").textContent = text;

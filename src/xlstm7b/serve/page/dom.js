@@ -30,7 +30,8 @@ export function download(name, blob) {
 }
 
 export function toFileName(title, ending) {
-  return `${title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 60) || "chat"}${ending}`;
+  const words = title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "");
+  return `${words.slice(0, 60) || "chat"}${ending}`;
 }
 
 // Browsers have a clipboard only on HTTPS and localhost; the old way works everywhere.

@@ -27,7 +27,8 @@ export async function renderAll(texts) {
       if (batch.length && length > MAX_CHARACTERS) break;
       batch.push(missing[start]);
     }
-    const all = await getJson("markdown", { body: { texts: batch } }).then(({ texts }) => texts, () => []);
+    const all = await getJson("markdown", { body: { texts: batch } })
+      .then((content) => content.texts, () => []);
     all.forEach((blocks, index) => remember(batch[index], blocks));
   }
   return texts.map((text) => cache.get(text) ?? null);
@@ -43,8 +44,8 @@ export function rendered(text) {
   return cache.get(text) ?? null;
 }
 
-// Shows blocks in an element, after its first `kept` ones. Those that have not changed are left alone,
-// so that a long answer costs no more to show than its last paragraph.
+// Shows blocks in an element, after its first `kept` ones. Those that have not changed are left
+// alone, so that a long answer costs no more to show than its last paragraph.
 export function showBlocks(target, blocks, kept = 0) {
   const old = [...target.childNodes].slice(kept);
   let same = 0;
@@ -63,7 +64,8 @@ export function showBlocks(target, blocks, kept = 0) {
 function decorate(block) {
   if (block.tagName === "PRE") return decorateCode(block);
   if (block.tagName === "TABLE") {
-    return element("div", "", { className: "table", tabIndex: 0, role: "region", ariaLabel: "Table" }, block);
+    const properties = { className: "table", tabIndex: 0, role: "region", ariaLabel: "Table" };
+    return element("div", "", properties, block);
   }
   for (const code of block.querySelectorAll("pre")) {
     const place = document.createComment("");
@@ -85,7 +87,8 @@ function decorateCode(code) {
 // Where text goes that was not rendered yet: the place at which the rendered text ends. Code always
 // ends with a new line there; it is taken off unless the text has it.
 export function openEnd(target, hasNewLine) {
-  const inner = "p, li, ul, ol, blockquote, h1, h2, h3, h4, h5, h6, pre, pre > code, figure, table, tbody, tr, td, .table";
+  const inner = "p, li, ul, ol, blockquote, h1, h2, h3, h4, h5, h6, figure, pre, pre > code, "
+    + ".table, table, tbody, tr, td";
   let place = target;
   while (place.lastElementChild?.matches(inner)) place = place.lastElementChild;
   let last = place.lastChild;

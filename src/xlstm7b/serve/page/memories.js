@@ -48,10 +48,11 @@ async function showList() {
 
 function toItem(state) {
   const name = nameOf(state);
-  const when = new Date(state.created * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
-  const facts = state.status === "ok"
-    ? `${state.tokens.toLocaleString()} tokens · ${toSize(state.bytes)} · ${when}`
-    : `${state.status === "damaged" ? "damaged" : "of another model"} · ${toSize(state.bytes)} · ${when}`;
+  const when = new Date(state.created * 1000)
+    .toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
+  const faults = { damaged: "damaged", other_model: "of another model" };
+  const length = faults[state.status] ?? `${state.tokens.toLocaleString()} tokens`;
+  const facts = `${length} · ${toSize(state.bytes)} · ${when}`;
   const act = (label, work, properties) =>
     button(label, () => attempt(work), { ariaLabel: `${label}: ${name}`, ...properties });
   const actions = [
@@ -136,7 +137,8 @@ function decode(file, content) {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(content);
     if (text.trim() && !text.includes("\0")) return text;
   } catch { /* not UTF-8 */ }
-  throw new Error(`“${file.name}” is not a text file, or it is empty. Convert PDF and Word files to text first.`);
+  throw new Error(`“${file.name}” is not a text file, or it is empty. `
+    + "Convert PDF and Word files to text first.");
 }
 
 function showProgress(name, read, total) {

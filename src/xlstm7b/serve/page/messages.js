@@ -58,7 +58,8 @@ function toArticle(conversation, message, isLast, isGrowing) {
   const body = element("div", message.content, { className: "body plain" });
   const blocks = isAnswer && !isGrowing ? rendered(message.content) : null;
   if (blocks !== null) showAsHtml(body, blocks);
-  const row = element("div", "", { className: "actions", role: "group", ariaLabel: `${name}: actions` });
+  const ariaLabel = `${name}: actions`;
+  const row = element("div", "", { className: "actions", role: "group", ariaLabel });
   const all = branches(conversation, message);
   if (all.length > 1) row.append(toBranches(conversation, message, all));
   row.append(copyButton(() => message.content), toButton("Edit", message));
@@ -78,7 +79,8 @@ function toButton(name, message) {
 }
 
 function toNotice(message, isLast) {
-  const reasons = { length: `Cut at ${message.tokens} tokens`, abort: "Stopped", error: "Cut off by an error" };
+  const cut = `Cut at ${message.tokens} tokens`;
+  const reasons = { length: cut, abort: "Stopped", error: "Cut off by an error" };
   const notice = element("p", reasons[message.finish] ?? "Incomplete", { className: "notice" });
   if (isLast) notice.append(" · ", toButton("Continue", message));
   return notice;
@@ -93,9 +95,10 @@ function toBranches(conversation, message, all) {
   const options = (step, label) => ({
     ariaLabel: label, disabled: !all[index + step], data: { action: label },
   });
+  const ariaLabel = `Branch ${index + 1} of ${all.length}`;
   return element("span", "", { className: "branches" },
     button("‹", () => go(-1), options(-1, "Previous branch")),
-    element("span", `${index + 1}/${all.length}`, { ariaLabel: `Branch ${index + 1} of ${all.length}` }),
+    element("span", `${index + 1}/${all.length}`, { role: "note", ariaLabel }),
     button("›", () => go(1), options(1, "Next branch")));
 }
 
@@ -109,7 +112,8 @@ function focusedButton() {
 function restore(focus) {
   const article = list.children[focus?.index];
   const same = article?.querySelector(`[data-action="${focus.action}"]:not(:disabled)`);
-  (same ?? article?.querySelector(".branches button:not(:disabled)"))?.focus({ preventScroll: true });
+  const other = article?.querySelector(".branches button:not(:disabled)");
+  (same ?? other)?.focus({ preventScroll: true });
 }
 
 // Replaces a message by a field. `done` is called with the new text.
@@ -143,8 +147,8 @@ export function edit(message, action, done) {
   field.focus();
 }
 
-// Shows a growing answer: new text in the next frame, as HTML a few times a second. Only its last two
-// blocks are rendered again: new text does not change earlier ones.
+// Shows a growing answer: new text in the next frame, as HTML a few times a second. Only its last
+// two blocks are rendered again: new text does not change earlier ones.
 export class GrowingMessage {
   constructor(message) {
     this.message = message;

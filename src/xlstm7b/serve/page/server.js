@@ -16,12 +16,12 @@ class ServerError extends Error {
 
 const LOST = "The connection was lost.";
 
-// `body`, if any, is sent as JSON, and `file` as it is. The response is returned if its status is 2xx.
-export async function callServer(path, { body, method = body ? "POST" : "GET", signal, file } = {}) {
+// `body`, if any, is sent as JSON, and `file` as it is. Returns the response if its status is 2xx.
+export async function callServer(path, { body, file, method, signal } = {}) {
   // Relative to the page, which a proxy may serve under a path. Without the page's user name and
   // password, because fetch refuses URLs that have them.
   const response = await fetch(new URL(path, location.origin + location.pathname), {
-    method,
+    method: method ?? (body ? "POST" : "GET"),
     signal,
     body: file ?? (body && JSON.stringify(body)),
     headers: {

@@ -87,7 +87,8 @@ function show() {
 function toRow(name, field) {
   const id = `setting-${name}`;
   const input = element(field.rows ? "textarea" : "input", "", {
-    id, name, autocomplete: "off", ...(field.rows ? { rows: field.rows } : { inputMode: "decimal" }),
+    id, name, autocomplete: "off",
+    ...(field.rows ? { rows: field.rows } : { inputMode: "decimal" }),
     aria: { describedby: `${id}-help ${id}-error` },
     oninput: () => accept(name),
   });
@@ -98,7 +99,7 @@ function toRow(name, field) {
     element("p", field.help, { id: `${id}-help`, className: "help" }), error);
 }
 
-find("settings-fields").append(...Object.entries(FIELDS).map(([name, field]) => toRow(name, field)));
+for (const name of Object.keys(FIELDS)) find("settings-fields").append(toRow(name, FIELDS[name]));
 find("settings-reset").append(button("Reset to defaults", () => {
   values = defaults();
   show();

@@ -33,7 +33,9 @@ function toItem(conversation) {
   }, { className: "open", title: name });
   if (conversation === shown.current) open.setAttribute("aria-current", "page");
   const item = element("li", "", { data: { id: conversation.id } }, open);
-  if (shown.running.has(conversation.id)) open.append(element("span", "answering", { className: "dot" }));
+  if (shown.running.has(conversation.id)) {
+    open.append(element("span", "answering", { className: "dot" }));
+  }
   item.append(button("⋯", (event) => openMenu(event.currentTarget, conversation), {
     className: "more", ariaLabel: `Menu of ${name}`, ariaHasPopup: "menu",
   }));

@@ -1,10 +1,13 @@
-// A conversation as a tree. A message knows its parent, and every parent knows which of its children
-// is shown. An edited message or a new answer is another child of the same parent: a branch.
+// A conversation as a tree. A message knows its parent, and every parent knows which of its
+// children is shown. An edited message or a new answer is another child of the same parent: a
+// branch.
 //
-//   {id, title, updated, draft, state, shown, messages: {id: {id, parent, role, content, shown, …}}}
+//   conversation: {id, title, updated, draft, state, shown, messages: {id: message}}
+//   message: {id, parent, role, content, finish, tokens, shown}
 //
-// `state` is the memory that the conversation starts from, or null. `finish` of an answer is "stop",
-// or why it is incomplete: "length", "abort" (stopped by the reader) or "error". `tokens` is its length.
+// `state` is the memory that the conversation starts from, or null. `finish` of an answer is
+// "stop", or why it is incomplete: "length", "abort" (stopped by the reader) or "error". `tokens`
+// is its length.
 
 export function createConversation(state = null) {
   const id = `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 8)}`;
@@ -57,7 +60,8 @@ export function show(conversation, message) {
   holder(conversation, message.parent).shown = message.id;
 }
 
-// Removes a message and all that follow it, in every branch. Another branch is shown if there is one.
+// Removes a message and all that follow it, in every branch. Another branch is shown if there is
+// one.
 export function remove(conversation, message) {
   for (const one of Object.values(conversation.messages)) {
     if (one.parent === message.id) remove(conversation, one);
