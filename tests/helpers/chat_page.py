@@ -70,6 +70,12 @@ class Page:
         except (NoSuchElementException, StaleElementReferenceException):
             return False
 
+    def text(self, selector: str) -> str:
+        """The text of an element; empty if there is none at this moment."""
+        return str(
+            self.run("return document.querySelector(arguments[0])?.textContent ?? ''", selector)
+        )
+
     def texts(self) -> list[tuple[str, str]]:
         """(role, text) of each message."""
         script = (

@@ -98,7 +98,7 @@ def with_key(live: LiveServer) -> str:
 
 def open_page(page: Page, live: LiveServer) -> None:
     page.driver.get(with_key(live))
-    wait_for(lambda: page.element("#model").text == "tiny")
+    wait_for(lambda: page.text("#model") == "tiny")
 
 
 def answer_to(
@@ -351,13 +351,13 @@ def test_a_wrong_key_is_asked_for_again(page: Page, live: LiveServer) -> None:
     wait_for(lambda: page.is_shown("#question"))
     page.errors_logged()  # the browser logs the refusals
     page.answer_question(KEY)
-    wait_for(lambda: page.element("#model").text == "tiny")
+    wait_for(lambda: page.text("#model") == "tiny")
     assert page.error() == ""
     page.say("Hello")
     wait_for(lambda: len(page.texts()) == 2)
     page.wait()
     page.driver.refresh()  # the key is kept for this tab
-    wait_for(lambda: page.element("#model").text == "tiny")
+    wait_for(lambda: page.text("#model") == "tiny")
     assert len(page.texts()) == 2
 
 
@@ -368,7 +368,7 @@ def test_nothing_is_lost_on_reload_or_in_another_tab(page: Page, live: LiveServe
     page.element("#input").send_keys("A draft")
     seen = page.texts()[-1][1]
     page.driver.refresh()
-    wait_for(lambda: page.element("#model").text == "tiny")
+    wait_for(lambda: page.text("#model") == "tiny")
     assert page.texts()[0] == ("user", "A story")
     assert page.texts()[1][1].startswith(seen)
     assert page.element("#input").get_property("value") == "A draft"
@@ -503,7 +503,7 @@ def test_conversations_do_not_disturb_each_other(page: Page) -> None:
     page.answer_question()
     wait_for(lambda: page.conversations() == ["First"])
     page.driver.refresh()
-    wait_for(lambda: page.element("#model").text == "tiny")
+    wait_for(lambda: page.text("#model") == "tiny")
     assert page.conversations() == ["First"]
 
 
@@ -520,7 +520,7 @@ def test_memories(
     first = page.texts()[1][1]
     page.element("#save-memory").click()
     page.answer_question("A <b>talk</b>")
-    wait_for(lambda: page.element("#status").text.startswith("Memory saved: "))
+    wait_for(lambda: page.text("#status").startswith("Memory saved: "))
     (saved,) = live.client.get("/v1/states").json()["data"]
     assert saved["name"] == "A <b>talk</b>"
 
@@ -557,7 +557,7 @@ def test_memories(
         ".observe(document.querySelector('#reading-text'), {childList: true})"
     )
     page.element("#document-file").send_keys(str(document))
-    wait_for(lambda: page.element("#title").text == "sea.txt")
+    wait_for(lambda: page.text("#title") == "sea.txt")
     tokens = live.client.get("/v1/states").json()["data"][0]["tokens"]
     assert tokens > len(text)
     sending, *progress = page.run("return window.seen")
@@ -587,20 +587,20 @@ def test_memories(
     wait_for(lambda: page.is_shown("#memory-list li"))
     page.press("Rename", 0, within="#memory-list")
     page.answer_question("The sea")
-    wait_for(lambda: page.element("#memory-list strong").text == "The sea")
+    wait_for(lambda: page.text("#memory-list strong") == "The sea")
     page.press("Download", 0, within="#memory-list")
     wait_for(lambda: (downloads / "The-sea.safetensors").exists())
     page.press("Delete", 0, within="#memory-list")
     page.answer_question()
-    wait_for(lambda: page.element("#memory-list strong").text == "A <b>talk</b>")
+    wait_for(lambda: page.text("#memory-list strong") == "A <b>talk</b>")
     page.element("#memory-file").send_keys(str(downloads / "The-sea.safetensors"))
-    wait_for(lambda: page.element("#memory-list strong").text == "The-sea")
+    wait_for(lambda: page.text("#memory-list strong") == "The-sea")
     # What is no text, or no memory, is refused.
     document.write_bytes(b"%PDF\xff\x00")
     page.element("#document-file").send_keys(str(document))
-    wait_for(lambda: "“sea.txt” is not a text file" in page.element("#memory-error").text)
+    wait_for(lambda: "“sea.txt” is not a text file" in page.text("#memory-error"))
     page.element("#memory-file").send_keys(str(document))
-    wait_for(lambda: "no state of this server's model" in page.element("#memory-error").text)
+    wait_for(lambda: "no state of this server's model" in page.text("#memory-error"))
     page.errors_logged()
     page.element("#memories .close").click()
 
@@ -610,13 +610,30 @@ def test_reading_a_document_can_be_cancelled(page: Page, live: LiveServer, tmp_p
     document.write_text("The sea was calm. " * 40_000)
     page.press("Start from a document or a memory")
     page.element("#document-file").send_keys(str(document))
-    wait_for(lambda: page.element("#reading-text").text.startswith("Reading long.txt: "))
+    wait_for(lambda: page.text("#reading-text").startswith("Reading long.txt: "))
     page.press("Cancel", within="#reading")
     wait_for(lambda: not page.is_shown("#reading"))
     wait_for(live.is_idle)
     assert live.client.get("/v1/states").json()["data"] == []
     assert page.element("#memory-error").text == ""
     page.element("#memories .close").click()
+
+
+def test_a_document_for_a_template_without_system_messages(page: Page, tmp_path: Path) -> None:
+    document = tmp_path / "note.txt"
+    document.write_text("The sea was calm.")
+    page.run(
+        "const f = window.fetch; window.roles = []; window.fetch = async (url, options) => {"
+        " if (options.method !== 'POST') return f(url, options);"
+        " const { role } = JSON.parse(options.body).messages[0]; window.roles.push(role);"
+        " if (role === 'user') return f(url, options);"
+        " const error = { message: 'no system messages', param: 'messages' };"
+        " return new Response(JSON.stringify({ error }), { status: 400 }) }"
+    )
+    page.press("Start from a document or a memory")
+    page.element("#document-file").send_keys(str(document))
+    wait_for(lambda: page.text("#title") == "note.txt")
+    assert page.run("return window.roles") == ["system", "user"]
 
 
 def test_settings_are_checked_explained_and_reset(page: Page) -> None:
@@ -642,7 +659,7 @@ def test_settings_are_checked_explained_and_reset(page: Page) -> None:
     body = page.run("return window.lastBody")
     assert (body["top_p"], body["max_tokens"], "seed" in body) == (0.5, 40, False)
     page.driver.refresh()
-    wait_for(lambda: page.element("#model").text == "tiny")
+    wait_for(lambda: page.text("#model") == "tiny")
     assert page.run("return document.querySelector('[name=top_p]').value") == "0.5"
     page.element("#settings-open").click()
     page.press("Reset to defaults")
@@ -768,7 +785,7 @@ def test_keyboard_and_screen_reader(page: Page) -> None:
     )
     assert page.element("#announcer").get_attribute("role") == "status"
     tree = page.driver.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
-    controls = {"button", "textbox", "searchbox", "combobox", "link", "main", "log", "navigation"}
+    controls = {"button", "textbox", "searchbox", "combobox", "link", "log", "navigation"}
     for node in tree:
         if not node.get("ignored") and node["role"]["value"] in controls:
             assert node["name"]["value"], node
