@@ -17,6 +17,7 @@ from xlstm7b.generate import Generator
 from xlstm7b.serve.handlers import router
 from xlstm7b.serve.middleware import ApiKeys, check_key, check_origins
 from xlstm7b.serve.protocol import Limits
+from xlstm7b.serve.state_routes import router as state_router
 
 KEYS = ("first-key", "second+key/=")
 ENDLESS = {"prompt": "a", "max_tokens": 60000, "ignore_eos": True, "temperature": 0, "stream": True}
@@ -26,7 +27,7 @@ def routes(live: LiveServer) -> list[tuple[str, str]]:
     """Every method and path of the application."""
     found = [
         (method, re.sub(r"{.*?}", "x", route.path))
-        for route in (*live.app.routes, *router.routes)
+        for route in (*live.app.routes, *router.routes, *state_router.routes)
         if isinstance(route, Route)
         for method in route.methods or ()
     ]
