@@ -556,9 +556,10 @@ def test_a_state_that_cannot_be_written_leaves_no_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(SavedState, "save", full)
     with pytest.raises(OSError, match="no space left"):
-        kept.save("state-one", random_state(1))
+        kept.save("state-one", random_state(1), StateLabel("one"))
     monkeypatch.undo()
     assert kept.list() == []
+    assert names_in(tmp_path) == set()
     kept.save("state-one", random_state(1))  # the lock was released
 
 

@@ -152,25 +152,20 @@ class StateStore:
             if self._evict and self._nbytes + size > self.max_bytes:
                 self._delete_oldest(self.nbytes + size - self.max_bytes)
             self._write_label(name, label)  # first: the state appears with its label
-            state.save(path, _PRIVATE, **notes)
-            return self.find(name)
+            try:
+                state.save(path, _PRIVATE, **notes)
+            except BaseException:
+                self._write_label(name, NO_LABEL)
+                raise
+            return self._find(name)  # even if it expires at once
 
     def find(self, name: str) -> StoredState:
         """`KeyError` if there is no such state."""
-        path = self._path(name)
-        try:
-            entry = self._add(name, path.stat())
-        except FileNotFoundError as error:
-            self._forget(name)
-            raise KeyError(name) from error
-        self._read_label(name, entry)
-        if entry.label.is_expired:
+        found = self._find(name)
+        if found.label.is_expired:
             self.delete(name)
             raise KeyError(name)
-        described = entry.described or self._describe(name, entry)
-        if not self._evict:  # the notes of the prefix cache are long
-            entry.described = described
-        return described._replace(label=entry.label)
+        return found
 
     def names(self, tag: str | None = None) -> list[str]:
         """The names of all states, or of those with a tag, newest first. Opens no state."""
@@ -221,6 +216,19 @@ class StateStore:
         finally:
             self._forget(name)
         self._path(name, _LABEL).unlink(missing_ok=True)
+
+    def _find(self, name: str) -> StoredState:
+        path = self._path(name)
+        try:
+            entry = self._add(name, path.stat())
+        except FileNotFoundError as error:
+            self._forget(name)
+            raise KeyError(name) from error
+        self._read_label(name, entry)
+        described = entry.described or self._describe(name, entry)
+        if not self._evict:  # the notes of the prefix cache are long
+            entry.described = described
+        return described._replace(label=entry.label)
 
     def _room(self) -> int:
         return self.max_bytes if self._evict else self.max_bytes - self._nbytes

@@ -119,7 +119,7 @@ async def _read_and_save(service: Service, body: StateBody, http: HttpRequest) -
             load = partial(states.load, body.state, model.fingerprint)
             state, already_read = await asyncio.to_thread(load)
         request, after = await reading_request(service, body, state, already_read)
-        reading = _Reading(service, request, after, model, _label(body))
+        reading = _Reading(service, request, after, model, body)
         cleanup.callback(reading.abort)
         cleanup.callback(lambda: add_to_log(http, **reading.usage()))
         if body.stream:
@@ -139,10 +139,10 @@ class _Reading:
         request: Request,
         text_after_answer: str,
         model: ServedModel,
-        label: StateLabel,
+        label: protocol.LabelBody,
     ) -> None:
-        self._service, self._request = service, request
-        self._notes = text_after_answer, model.fingerprint, label
+        self._service, self._request, self._label = service, request, label
+        self._notes = text_after_answer, model.fingerprint
         self._queue = OutputQueue(service.engine, service.metrics)
         self._queue.submit([request])
         self._completing = asyncio.ensure_future(self._completion())
@@ -155,14 +155,15 @@ class _Reading:
         """The saved state, when all is read."""
         completion = await self._completing
         assert completion.state is not None
-        save = partial(self._service.saved_states().save, completion.state, *self._notes)
+        label = _label(self._label)  # now: it may have taken long to read the text
+        save = partial(self._service.saved_states().save, completion.state, *self._notes, label)
         stored = await asyncio.to_thread(save)
         return {**_describe(self._service, stored), "usage": self.usage()}
 
     async def events(self) -> AsyncIterator[Json]:
         """How much is read, as it grows, then the saved state."""
         total, read, shown = len(self._request.prompt_token_ids), 0, -1
-        while not self._completing.done():
+        while read > shown or not self._completing.done():
             if read > shown:
                 yield {"object": "state.progress", "tokens_read": read, "tokens_total": total}
                 shown = read
