@@ -359,6 +359,28 @@ HALF = "half of a surrogate pair: \ud800"
         ("/v1/states", {"prompt": HALF}, "prompt"),
         ("/v1/responses", {"input": HALF}, "input"),
         ("/v1/responses", {"input": "a", "instructions": HALF}, "instructions"),
+        ("/v1/responses", {"input": "a", "user": HALF}, "user"),
+        ("/v1/responses", {"input": "a", "metadata": {"a": HALF}}, "metadata.a"),
+        (
+            "/v1/responses",
+            {"input": "a", "text": {"format": {"type": "text", "name": HALF}}},
+            "text.format.name",
+        ),
+        (
+            "/v1/responses",
+            {
+                "input": "a",
+                "text": {"format": {"type": "json_schema", "schema": {"title": HALF}}},
+                "tools": [{"type": "function", "name": "f"}],
+                "tool_choice": "required",
+            },
+            "text.format.schema",
+        ),
+        (
+            "/v1/responses",
+            {"input": "a", "tools": [{"type": "function", "name": "f", "parameters": {"a": HALF}}]},
+            "tools.0.parameters",
+        ),
         (
             "/v1/chat/completions",
             {

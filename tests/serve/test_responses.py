@@ -253,6 +253,11 @@ USER = {"role": "user", "content": "a"}
             "text.format.schema",
             "must be a JSON schema",
         ),
+        (
+            {"input": "a", "text": {"format": {"type": "text", "schema": {}}}},
+            "text.format.schema",
+            "needs the type json_schema",
+        ),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "must be between 1 and"),
         ({"input": "a", "temperature": -1}, "temperature", "0 or a positive number"),
         ({"input": "a", "truncation": "auto"}, "truncation", 'must be "disabled"'),

@@ -119,10 +119,10 @@ def _check_entries(value: Any) -> Any:
 
 _Bounded = BeforeValidator(_check_entries)
 JsonObject = Annotated[Json, _Bounded]
-Metadata = Annotated[dict[str, str], _Bounded]
 
 # A string with a maximum length is also checked for halves of surrogate pairs.
 Text = Annotated[str, Field(max_length=1 << 30)]
+Metadata = Annotated[dict[Text, Text], _Bounded]
 # Without fail_fast, a long list of wrong items would produce one error per item.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 _Texts = Annotated[list[Text], Field(fail_fast=True, max_length=MAX_CHOICES)]

@@ -32,6 +32,7 @@ from xlstm7b.serve.protocol import (
     Metadata,
     Text,
 )
+from xlstm7b.serve.tools import is_json
 
 router = APIRouter()
 
@@ -94,8 +95,8 @@ class TextFormat(Body):
     """The form of the text. `schema` is that of `json_schema`."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
+    name: Text | None = None
+    description: Text | None = None
     strict: bool | None = None
     schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
 
@@ -126,9 +127,10 @@ class ResponseBody(Body):
     tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | _ChosenFunction | None = None
     parallel_tool_calls: bool | None = None
+    # Returned, without another effect:
     metadata: Metadata | None = None
+    user: Text | None = None
     # Accepted, without effect:
-    user: str | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -305,6 +307,11 @@ def _to_chat(body: ResponseBody, messages: list[Json]) -> ChatBody:
     if body.text is not None and body.text.format is not None:
         given = body.text.format
         wanted = {"type": given.type}
+        field = "text.format.schema"
+        if given.type != "json_schema" and given.schema_ is not None:
+            raise ApiError(400, f"{field} needs the type json_schema", param=field)
+        if not is_json(given.schema_):
+            raise ApiError(400, f"{field} is not JSON", param=field)
         if given.type == "json_schema":
             wanted["json_schema"] = {"name": given.name, "schema": given.schema_}
     chat = {

@@ -340,7 +340,7 @@ def check_tools(body: ChatBody) -> None:
         if name in names[:number]:
             raise _refusal(f"{field}.name", f"is {name!r}, like that of another function")
         schema = tool.function.parameters or {}
-        if schema.get("type", "object") != "object" or not _is_json(schema):
+        if schema.get("type", "object") != "object" or not is_json(schema):
             raise _refusal(f"{field}.parameters", 'must be a JSON schema with the type "object"')
     if isinstance(body.tool_choice, ChosenTool) and body.tool_choice.function.name not in names:
         wanted = body.tool_choice.function.name[:80]
@@ -368,10 +368,10 @@ def _is_object(text: str) -> bool:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    return isinstance(value, dict) and _is_json(value)
+    return isinstance(value, dict) and is_json(value)
 
 
-def _is_json(value: Any) -> bool:
+def is_json(value: Any) -> bool:
     """False for what Python reads and other programs do not: NaN, halves of surrogate pairs."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
