@@ -155,6 +155,7 @@ export class GrowingMessage {
     this.frame = 0;
     this.nextRender = 0; // time
     this.isRendering = this.isDone = false;
+    this.tail = element("span", "", { className: "tail" }); // text that is not rendered yet
     this.reset();
   }
 
@@ -172,18 +173,16 @@ export class GrowingMessage {
     const body = bodyOf(this.message);
     if (!body) return; // another conversation is in view
     const text = this.message.content;
-    let tail = body.querySelector(".tail");
-    if (!tail) {
-      tail = element("span", "", { className: "tail" });
-      tail.append(document.createTextNode(""));
+    if (!this.tail.isConnected) {
+      this.tail.replaceChildren(document.createTextNode(""));
       if (body.classList.contains("plain")) {
         this.reset();
-        body.replaceChildren(tail);
+        body.replaceChildren(this.tail);
       } else {
-        openEnd(body, text[this.rendered - 1] === "\n").append(tail);
+        openEnd(body, text[this.rendered - 1] === "\n").append(this.tail);
       }
     }
-    const shown = tail.firstChild, length = shown.length + this.rendered;
+    const shown = this.tail.firstChild, length = shown.length + this.rendered;
     if (length < text.length) shown.appendData(text.slice(length));
     if (isFollowing) list.scrollTop = list.scrollHeight;
     if (!this.isRendering && performance.now() >= this.nextRender) this.render(text, this.settled);
@@ -198,8 +197,12 @@ export class GrowingMessage {
     this.nextRender = now + Math.max(RENDER_EVERY, 3 * (now - began));
     this.isRendering = false;
     const body = bodyOf(this.message);
-    if (this.isDone || blocks === null || !body || settled !== this.settled) return;
-    body.querySelector(".tail")?.remove();
+    if (this.isDone || blocks === null || !body) return;
+    if (!body.contains(this.tail) || settled !== this.settled) { // it was shown anew meanwhile
+      this.update();
+      return;
+    }
+    this.tail.remove();
     showAsHtml(body, blocks, settled.blocks);
     this.rendered = text.length;
     if (blocks.length > 2) {
