@@ -88,6 +88,7 @@ NOT_USABLE = {
     "no JSON": TAGGED.replace(ARGUMENTS, "{{ call.function.arguments.items() | list }}"),
     "JSON in JSON": TAGGED.replace(ARGUMENTS, "{{ call.function.arguments | tojson | tojson }}"),
     "ids": TAGGED.replace("}\n</call>", ', "id": "{{ call.id }}"}\n</call>'),
+    "nothing between name and arguments": TAGGED.replace('", "arguments": ', ""),
     "nothing before a name": TAGGED.replace('<call>\n{"name": "', ""),
 }  # fmt: skip
 
@@ -393,6 +394,19 @@ def test_the_openai_client_runs_tools(live: LiveServer) -> None:
         result = {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "content": "6"}
         done = client.chat.completions.create(messages=[*USER, answer, result], **options)
         assert done.choices[0].message.content == "ok"
+
+
+def test_the_default_format_through_the_server() -> None:
+    with serving(tool_generator()) as live:
+        body = {"tools": TOOLS, "tool_choice": CHOSEN}
+        first = live.post(CHAT, messages=USER, **body)
+        message = first["choices"][0]["message"]
+        assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": 3, "b": 3}
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "6"}
+        second = live.post(CHAT, messages=[*USER, message, result], **body)
+        assert second["choices"][0]["finish_reason"] == "tool_calls"
+        cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= first["usage"]["prompt_tokens"]
 
 
 CALLED = {"id": "x", "type": "function", "function": {"name": "add", "arguments": "{}"}}

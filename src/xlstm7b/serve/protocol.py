@@ -401,8 +401,13 @@ class TextPart(Body):
     text: Text
 
 
+def is_name(text: str) -> bool:
+    """True for what may be a part of a function's name."""
+    return re.fullmatch(r"[\w.:/-]*", text, re.ASCII) is not None
+
+
 def _check_name(name: str) -> str:
-    if not re.fullmatch(r"[\w.:/-]{1,128}", name, re.ASCII):
+    if not 1 <= len(name) <= 128 or not is_name(name):
         raise ValueError("must be 1 to 128 letters, digits and characters of _ . : / -")
     return name
 

@@ -363,13 +363,10 @@ class ResponseWriter:
     def __init__(
         self, body: ResponseBody, model: str, messages: list[Json], stored: StoredResponses
     ) -> None:
-        self._body, self._messages, self._stored = body, messages, stored
+        self._messages, self._stored = messages, stored
         self._number = 0  # of the next event
         self._output = list[Json]()
-        format_given = None if body.text is None else body.text.format
-        shown = {"type": "text"} if format_given is None else format_given.model_dump(
-            by_alias=True, exclude_none=True
-        )  # fmt: skip
+        wanted = (body.text or TextOptions()).format or TextFormat(type="text")
         choice = body.tool_choice
         self._response: Json = {
             "id": f"resp_{secrets.token_hex(24)}",
@@ -390,9 +387,9 @@ class ResponseWriter:
             "service_tier": "default",
             "store": body.store is not False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": {"format": shown},
+            "text": {"format": wanted.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": choice.model_dump() if isinstance(choice, Body) else choice or "auto",
-            "tools": [{"strict": None, **tool.model_dump()} for tool in body.tools or ()],
+            "tools": [tool.model_dump() for tool in body.tools or ()],
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -440,12 +437,9 @@ class ResponseWriter:
                 item = {"id": f"fc_{secrets.token_hex(24)}", "type": "function_call"}
                 item |= {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
                 yield self._open_item(item)
-            if call["function"]["arguments"]:
-                item = self._output[-1]
-                item["arguments"] += call["function"]["arguments"]
-                yield self._item_event(
-                    "response.function_call_arguments.delta", delta=call["function"]["arguments"]
-                )
+            if given := call["function"]["arguments"]:
+                self._output[-1]["arguments"] += given
+                yield self._item_event("response.function_call_arguments.delta", delta=given)
 
     def _add_text(self, text: str) -> Iterator[Json]:
         if not self._output:

@@ -14,7 +14,16 @@ from typing import Any
 from xlstm7b.chat_format import ChatFormat, without_prefix
 from xlstm7b.generate.params import SamplingParams
 from xlstm7b.generate.structured import WHITE_SPACE
-from xlstm7b.serve.protocol import ApiError, ChatBody, ChosenTool, Function, Json, Message, Tool
+from xlstm7b.serve.protocol import (
+    ApiError,
+    ChatBody,
+    ChosenTool,
+    Function,
+    Json,
+    Message,
+    Tool,
+    is_name,
+)
 from xlstm7b.tokenizer import Tokenizer
 
 
@@ -231,14 +240,15 @@ def _find_calls(chat_format: ChatFormat) -> CallFormat | None:
 
 
 def _read_calls(chat_format: ChatFormat, count: int) -> CallFormat:
+    """The format of `count` calls, or a `ValueError`."""
     names = [f"probe_function_{number}" for number in range(count)]
     arguments = [{f"probe_key_{number}": f"probe value {number}"} for number in range(count)]
     ids = [f"probe{number:04}" for number in range(count)]  # some templates want nine characters
-    tools = [
-        {"type": "function", "function": {"name": name, "description": f"About {name}.",
-         "parameters": {"type": "object", "properties": {}}}}
-        for name in names
-    ]  # fmt: skip
+    empty = {"type": "object", "properties": {}}
+    functions = [
+        {"name": name, "description": f"About {name}.", "parameters": empty} for name in names
+    ]
+    tools = [{"type": "function", "function": function} for function in functions]
     calls = [
         {"id": own_id, "type": "function", "function": {"name": name, "arguments": given}}
         for own_id, name, given in zip(ids, names, arguments, strict=True)
@@ -269,12 +279,14 @@ def _read_calls(chat_format: ChatFormat, count: int) -> CallFormat:
     after = text[position + len(closing) :]
     if not all(f"result of {name}" in after for name in names):
         raise ValueError("results are not written")
-    if len({*around[1::2]}) > 1 or any(own_id in part for own_id in ids for part in around):
+    if any(own_id in part for own_id in ids for part in (*around, closing)):
+        raise ValueError("calls are written with their ids")
+    opening, middle, *others = around
+    if others[1:] not in ([], [middle]):
         raise ValueError("calls are not written alike")
-    made = CallFormat(around[0].lstrip(), around[1], around[2] if count == 2 else "", closing)
-    if not made.opening or any(own_id in closing for own_id in ids):
-        raise ValueError("calls have no text that starts them, or are written with their ids")
-    return made
+    if not opening.strip() or is_name(middle):
+        raise ValueError("nothing shows where a call or its arguments start")
+    return CallFormat(opening.lstrip(), middle, others[0] if others else "", closing)
 
 
 def _is_text(calls: CallFormat, tokenizer: Tokenizer) -> bool:
