@@ -78,8 +78,8 @@ def group_prefills(starts: list[int], slots: Tensor, is_new: Tensor) -> list[Pre
             prefills.append(Prefill(tokens, None, tokens.flatten(), None, *states))
             continue
         rows, places = tokens.flatten()[is_token], is_token.nonzero().squeeze(1)
-        indices = (_to(x, device) for x in (tokens, padded, rows, places))
-        prefills.append(Prefill(*indices, *states))
+        tokens, padded, rows, places = (_to(x, device) for x in (tokens, padded, rows, places))
+        prefills.append(Prefill(tokens, padded, rows, places, *states))
     return prefills
 
 
@@ -138,9 +138,7 @@ def run_prefill(
         f = f.masked_fill(prefill.padded[..., None], torch.inf)
     h, after = mlstm_sequence(q, k, v, i, f, state=before, eps=eps)
     h = h.contiguous().flatten(0, 1)
-    normed: Tensor = _operations(v).head_norm(
-        h, norm_weight, norm_eps, gate.reshape(len(h), -1)
-    )
+    normed: Tensor = _operations(v).head_norm(h, norm_weight, norm_eps, gate.reshape(len(h), -1))
     return normed, after
 
 

@@ -16,7 +16,7 @@ CELL_OPERATOR = "vllm::xlstm7b_cell"
 _LONGEST_TEXT = 131_072
 
 
-class XLSTMConfig(PreTrainedConfig):  # type: ignore[misc]
+class XLSTMConfig(PreTrainedConfig):
     """The config of every folder that `ModelConfig` can read, checked and corrected by it.
 
     The class of `transformers` refuses the released config.json, because of the kernels that it
@@ -42,7 +42,9 @@ class XLSTMConfig(PreTrainedConfig):  # type: ignore[misc]
         super().__init__(**{**values, **own, **vllms})
 
     def to_model_config(self) -> ModelConfig:
-        return ModelConfig(**{field.name: getattr(self, field.name) for field in fields(ModelConfig)})
+        return ModelConfig(
+            **{field.name: getattr(self, field.name) for field in fields(ModelConfig)}
+        )
 
 
 class ChangedXLSTMConfig(XLSTMConfig):
@@ -51,7 +53,7 @@ class ChangedXLSTMConfig(XLSTMConfig):
     model_type = "xlstm7b"
 
 
-class Settings(MambaModelConfig):  # type: ignore[misc]
+class Settings(MambaModelConfig):
     """What vLLM calls before it makes the model: checks, and defaults that differ from vLLM's."""
 
     @staticmethod

@@ -76,9 +76,7 @@ _STACKED = {
 }
 
 
-class XLSTMForCausalLM(  # type: ignore[misc]
-    nn.Module, HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching
-):
+class XLSTMForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching):
     packed_modules_mapping = {  # noqa: RUF012
         "projections": ["q", "k", "v", "ogate_preact"],
         "up": ["proj_up_gate", "proj_up"],
@@ -87,9 +85,7 @@ class XLSTMForCausalLM(  # type: ignore[misc]
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
         self.config: ModelConfig = vllm_config.model_config.hf_config.to_model_config()
-        self.backbone = Backbone(
-            vllm_config=vllm_config, prefix=maybe_prefix(prefix, "backbone")
-        )
+        self.backbone = Backbone(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "backbone"))
         self.lm_head = ParallelLMHead(
             self.config.vocab_size,
             self.config.embedding_dim,
@@ -124,7 +120,7 @@ class XLSTMForCausalLM(  # type: ignore[misc]
             part: tuple[int, ...] = ()
             for stored, (stacked, number) in _STACKED.items():
                 if stored in name:
-                    name, part = name.replace(stored, stacked), (number,)  # noqa: PLW2901
+                    name, part = name.replace(stored, stacked), (number,)
                     break
             parameter = parameters[name]
             loader = getattr(parameter, "weight_loader", default_weight_loader)
@@ -146,14 +142,14 @@ class XLSTMForCausalLM(  # type: ignore[misc]
         return (get_temporal_copy_spec,) * 3
 
 
-class Float32Logits(LogitsProcessor):  # type: ignore[misc]
+class Float32Logits(LogitsProcessor):
     """The product with the head is summed, returned and soft-capped in float32."""
 
     def _apply_head(self, lm_head: Any, hidden_states: Tensor, embedding_bias: Any) -> Tensor:
         return linear_float32(hidden_states, lm_head.weight)
 
 
-@support_torch_compile  # type: ignore[untyped-decorator]
+@support_torch_compile
 class Backbone(nn.Module):
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
@@ -214,8 +210,10 @@ class SwiGLU(nn.Module):
         return y
 
 
-class MLSTMLayer(nn.Module, MambaBase):  # type: ignore[misc]
+class MLSTMLayer(nn.Module, MambaBase):
     """Projections and gates around the cell, for this process's heads."""
+
+    kv_cache: tuple[Tensor, Tensor, Tensor]  # C, n, m of all slots
 
     def __init__(self, config: ModelConfig, vllm_config: Any, prefix: str) -> None:
         super().__init__()
@@ -261,7 +259,8 @@ class MLSTMLayer(nn.Module, MambaBase):  # type: ignore[misc]
             out.copy_(run_prefill(inputs, whole, None, weight, **eps)[0])
             return
         batch: Batch = metadata[self.prefix].batch
-        run_cell(inputs, batch, MLSTMState(*self.kv_cache), weight, out, **eps)
+        C, n, m = self.kv_cache
+        run_cell(inputs, batch, MLSTMState(C, n, m), weight, out, **eps)
 
     # What vLLM asks about the cache.
 
@@ -321,7 +320,7 @@ def _state_shapes(config: ModelConfig, processes: int) -> tuple[tuple[int, ...],
 # there. It finds the layer and the batch in vLLM's forward context.
 
 
-@eager_break_during_capture  # type: ignore[untyped-decorator]
+@eager_break_during_capture
 def xlstm7b_cell(projected: Tensor, gates: Tensor, out: Tensor, layer_name: str) -> None:
     layer = get_forward_context().no_compile_layers[layer_name]
     layer.run_cell(projected, gates, out)
@@ -343,7 +342,7 @@ direct_register_custom_op(
 
 
 @dataclass
-class MLSTMMetadata(BaseMambaAttentionMetadata):  # type: ignore[misc]
+class MLSTMMetadata(BaseMambaAttentionMetadata):
     prefills: list[Prefill] = field(default_factory=list)
 
     @property
@@ -353,7 +352,7 @@ class MLSTMMetadata(BaseMambaAttentionMetadata):  # type: ignore[misc]
         return Batch(slots[:, 0] if decodes else None, self.prefills)
 
 
-class MLSTMMetadataBuilder(BaseMambaAttentionMetadataBuilder[MLSTMMetadata]):  # type: ignore[misc]
+class MLSTMMetadataBuilder(BaseMambaAttentionMetadataBuilder[MLSTMMetadata]):
     metadata_cls = MLSTMMetadata
     needs_causal_conv1d_metadata = False
     supports_update_block_table = False  # the slots of the prefills would have to change too
@@ -371,7 +370,7 @@ class MLSTMMetadataBuilder(BaseMambaAttentionMetadataBuilder[MLSTMMetadata]):  #
         return metadata
 
 
-class MLSTMBackend(AttentionBackend):  # type: ignore[misc]
+class MLSTMBackend(AttentionBackend):
     @staticmethod
     def get_name() -> str:
         return "XLSTM7B_MLSTM"

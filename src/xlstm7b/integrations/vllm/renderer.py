@@ -7,7 +7,7 @@ from vllm.renderers.hf import HfRenderer
 from xlstm7b.tokenizer import with_first_token
 
 
-class XLSTMRenderer(HfRenderer):  # type: ignore[misc]
+class XLSTMRenderer(HfRenderer):
     """The released model was trained with it, but the released tokenizer does not add it."""
 
     def _process_tokens(self, prompt: Any, **options: Any) -> Any:

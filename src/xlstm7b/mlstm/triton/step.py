@@ -171,9 +171,7 @@ def mlstm_fused_step(
     slots: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     tile = step_tile(q.shape[0] * q.shape[1], q.shape[-1], v.shape[-1])
-    return launch_step(
-        q, k, v, i, f, C, n, m, gate, norm_weight, norm_eps, eps, tile, slots=slots
-    )
+    return launch_step(q, k, v, i, f, C, n, m, gate, norm_weight, norm_eps, eps, tile, slots=slots)
 
 
 @mlstm_fused_step.register_fake
