@@ -25,9 +25,9 @@ class XLSTMConfig(PreTrainedConfig):
 
     model_type = "xlstm"
 
-    def __init__(self, **values: Any) -> None:
-        if values.get("num_heads") is None:  # `transformers` makes one without values
-            super().__init__(**values)
+    def __post_init__(self, **values: Any) -> None:
+        if "num_heads" not in values:  # `transformers` makes one without values
+            super().__post_init__(**values)
             return
         model = ModelConfig.from_dict({"model_type": self.model_type, **values})
         own = {field.name: getattr(model, field.name) for field in fields(model)}
@@ -39,7 +39,7 @@ class XLSTMConfig(PreTrainedConfig):
             "max_position_embeddings": _LONGEST_TEXT,
             "tie_word_embeddings": False,
         }
-        super().__init__(**{**values, **own, **vllms})
+        super().__post_init__(**values | own | vllms)
 
     def to_model_config(self) -> ModelConfig:
         return ModelConfig(
