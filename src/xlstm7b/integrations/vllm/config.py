@@ -65,6 +65,11 @@ class Settings(MambaModelConfig):
                 f"vLLM cannot run this model, because it has other layers than the released one "
                 f"({named}): use `xlstm7b serve`"
             )
+        if getattr(model_config.hf_config, "quantization_config", None) is not None:
+            raise ValueError(
+                "vLLM cannot run a folder with quantised weights: give the folder that it was made "
+                "from, or use `xlstm7b serve`"
+            )
         if model_config.tokenizer_mode == "auto":
             model_config.tokenizer_mode = TOKENIZER_MODE
 
