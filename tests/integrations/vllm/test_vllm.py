@@ -29,6 +29,7 @@ from vllm import LLM, EngineArgs, SamplingParams
 from vllm.plugins import load_general_plugins
 
 from xlstm7b import Generator, ModelConfig
+from xlstm7b.quantize.config import Quantization
 from xlstm7b.tokenizer import ByteTokenizer, write_tokenizer
 
 CONFIG = ModelConfig(128, 3, 4, vocab_size=320)
@@ -253,7 +254,7 @@ def test_vllm_serve_with_two_processes_equals_one(server, folder, prompts, want)
 # The config
 
 
-INT8 = Quantization.named("int8").to_dict(["lm_head"])
+INT8 = Quantization.named("int8").to_dict()
 
 
 def write_config(folder, **changes):
