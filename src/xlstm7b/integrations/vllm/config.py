@@ -78,7 +78,7 @@ class Settings(MambaModelConfig):
         if vllm_config.speculative_config is not None:
             raise ValueError(
                 "speculative decoding is not supported for xLSTM in vLLM: leave out "
-                "--speculative-config, or use `xlstm7b serve`"
+                "--speculative-config"
             )
         super().verify_and_update_config(vllm_config)
 
