@@ -26,20 +26,18 @@ class XLSTMConfig(PreTrainedConfig):
     model_type = "xlstm"
 
     def __post_init__(self, **values: Any) -> None:
-        if "num_heads" not in values:  # `transformers` makes one without values
-            super().__post_init__(**values)
-            return
-        model = ModelConfig.from_dict({"model_type": self.model_type, **values})
-        own = {field.name: getattr(model, field.name) for field in fields(model)}
-        vllms = {
-            "hidden_size": model.embedding_dim,
-            "num_hidden_layers": model.num_blocks,
-            "num_attention_heads": model.num_heads,
-            "head_dim": model.d_hv,
-            "max_position_embeddings": _LONGEST_TEXT,
-            "tie_word_embeddings": False,
-        }
-        super().__post_init__(**values | own | vllms)
+        if "num_heads" in values:  # `transformers` also makes one without values
+            model = ModelConfig.from_dict({"model_type": self.model_type, **values})
+            values |= {field.name: getattr(model, field.name) for field in fields(model)}
+            values |= {
+                "hidden_size": model.embedding_dim,
+                "num_hidden_layers": model.num_blocks,
+                "num_attention_heads": model.num_heads,
+                "head_dim": model.d_hv,
+                "max_position_embeddings": _LONGEST_TEXT,
+                "tie_word_embeddings": False,
+            }
+        super().__post_init__(**values)  # type: ignore[no-untyped-call]
 
     def to_model_config(self) -> ModelConfig:
         return ModelConfig(

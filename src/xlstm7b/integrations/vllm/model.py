@@ -122,6 +122,11 @@ class XLSTMForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
                 if stored in name:
                     name, part = name.replace(stored, stacked), (number,)
                     break
+            if name not in parameters:
+                raise ValueError(
+                    f"{name} is no parameter of xLSTM; `xlstm7b convert` writes a folder in the "
+                    "released format"
+                )
             parameter = parameters[name]
             loader = getattr(parameter, "weight_loader", default_weight_loader)
             loader(parameter, weight, *part)
