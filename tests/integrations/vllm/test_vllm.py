@@ -172,6 +172,8 @@ def test_bfloat16_weights_keep_float32_states(folder, prompts):
     assert [part.dtype for part in cache] == [torch.float32] * 3
     assert [tuple(part.shape[1:]) for part in cache] == [(4, 16, 32), (4, 16), (4,)]
     generator = Generator.from_pretrained(folder, device="cpu", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"q\.weight is no parameter of xLSTM"):
+        runner.model.load_weights([("q.weight", torch.ones(2))])
     ours = generator.generate(prompts, do_sample=False, max_new_tokens=1, eos_token_id=[])
     # Products are rounded in another order, so a close decision may differ.
     got = tokens_of(generate(engine, prompts))
