@@ -22,8 +22,7 @@ from triton.backends.compiler import GPUTarget
 import xlstm7b
 from xlstm7b import XLSTM, Engine, ModelConfig, Request, SamplingParams
 from xlstm7b.generate.fused import FusedModel, Slots
-from xlstm7b.generate.kernels import gpu
-from xlstm7b.generate.kernels.quantized import round_rows
+from xlstm7b.generate.kernels import fp8, gpu
 from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
 from xlstm7b.model import ModelState
 from xlstm7b.quantize.config import Scheme
@@ -191,9 +190,14 @@ def run_quantized(scheme: Scheme, batches: Sequence[int]) -> None:
     for rows in batches:
         x, y = draw(rows, 320, dtype=BFLOAT16), draw(rows, 70, dtype=BFLOAT16)
         gpu.add_product(y, x, weight)
+        gpu.swiglu(x, draw(320, dtype=BFLOAT16), 1e-6, weight)
     dequantize(weight, BFLOAT16)
     if scheme.name == "fp8":
-        round_rows(draw(3, 320, dtype=BFLOAT16), weight)
+        x, norm = draw(3, 320, dtype=BFLOAT16), draw(320, dtype=BFLOAT16)
+        fp8.round_rows(x, weight)
+        fp8.rms_norm_fp8(x, norm, 1e-6, weight, torch.empty_like(x))
+        fp8.silu_and_multiply_fp8(draw(3, 640, dtype=BFLOAT16), weight)
+        fp8.head_norm_fp8(x.view(3, 5, 64), norm, 1e-6, x, weight)
 
 
 @torch.inference_mode()

@@ -235,11 +235,10 @@ def product_error(job: ProductJob) -> float:
     each = job.product
     try:
         x, W, norm = _product_inputs(each, job.batch)
-        read = F.rms_norm(x, x.shape[-1:], norm, 1e-6) if each.norm and len(x) == 1 else x
+        read = F.rms_norm(x, x.shape[-1:], norm, 1e-6) if each.norm else x
         weight = _weight(W, job.scheme)
         if isinstance(weight, QuantizedWeight):
             W = weight.dequantize(torch.float32)
-            read = x
         want = read.float() @ W.float().mT
         if each.swiglu:
             gate, up = want.chunk(2, -1)
@@ -264,12 +263,21 @@ def _weight(W: Tensor, scheme: Scheme | None) -> Tensor | QuantizedWeight:
 
 
 def _multiply(job: ProductJob, x: Tensor, norm: Tensor, residual: Tensor | None, W: Any) -> Tensor:
-    options: dict[str, Any] = {"swiglu": job.product.swiglu, "residual": residual, "tile": job.tile}
+    multiply: Any = multiply_rows
     if isinstance(job.tile, CodesTile):
-        return multiply_codes(x, W, **options)[0]
-    if isinstance(job.tile, RowTile):
-        return multiply_row(x, W, norm=norm if job.product.norm else None, eps=1e-6, **options)[0]
-    return multiply_rows(x, W, **options)[0]
+        multiply = multiply_codes
+    elif isinstance(job.tile, RowTile):
+        multiply = multiply_row
+    y: Tensor = multiply(
+        x,
+        W,
+        norm=norm if job.product.norm else None,
+        eps=1e-6,
+        swiglu=job.product.swiglu,
+        residual=residual,
+        tile=job.tile,
+    )[0]
+    return y
 
 
 def _time_chain(multiply: Callable[[Any], object], W: Tensor | QuantizedWeight) -> float:

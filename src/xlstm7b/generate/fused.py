@@ -13,7 +13,6 @@ from xlstm7b.generate.fusable import difference
 from xlstm7b.generate.kernels import plain
 from xlstm7b.generate.low_rank import (
     BlockLowRanks,
-    LowRankProduct,
     LowRanks,
     Masks,
     add_low_rank,
@@ -190,7 +189,7 @@ class FusedModel:
         for start in range(0, len(x), _FFN_ROWS):
             rows = x[start : start + _FFN_ROWS]
             own = masks and [mask[start : start + _FFN_ROWS] for mask in masks]
-            y = self._swiglu(rows, block, added.up, own)
+            y = self._swiglu(rows, block, added, own)
             self.operations.add_product(rows, y, block.down)
             add_low_rank(rows, y, added.down, own)
             del y
@@ -201,17 +200,16 @@ class FusedModel:
             return BlockLowRanks()
         return self.low_ranks.blocks[number]
 
-    def _swiglu(
-        self, x: Tensor, block: FusedBlock, added: LowRankProduct | None, masks: Masks
-    ) -> Tensor:
+    def _swiglu(self, x: Tensor, block: FusedBlock, added: BlockLowRanks, masks: Masks) -> Tensor:
         norm, eps = block.norm_ffn, self.config.norm_eps
         y: Tensor
-        if added is None:
-            y = self.operations.swiglu(x, norm, eps, block.up)
+        if added.up is None:
+            reader = block.down if added.down is None else None
+            y = self.operations.swiglu(x, norm, eps, block.up, reader)
             return y
         x = self.operations.rms_norm(x, norm, eps)
         y = self.operations.multiply(x, block.up)
-        add_low_rank(y, x, added, masks)
+        add_low_rank(y, x, added.up, masks)
         y = self.operations.silu_and_multiply(y)
         return y
 
@@ -257,7 +255,10 @@ class FusedModel:
         else:
             self.operations.scatter_states(after, memory, slots.target)
         h, gate = h.contiguous().flatten(0, 1), gate.flatten(0, 1).flatten(1)
-        normed: Tensor = self.operations.head_norm(h, block.head_norm, config.cell_norm_eps, gate)
+        reader = block.out if added.out is None else None
+        normed: Tensor = self.operations.head_norm(
+            h, block.head_norm, config.cell_norm_eps, gate, reader
+        )
         return normed
 
     def _heads(self, projected: Tensor, gates: Tensor, shape: tuple[int, ...]) -> list[Tensor]:

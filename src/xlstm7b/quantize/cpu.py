@@ -10,7 +10,8 @@ Which operator is used is a table, not a measurement, so that a machine always c
 | int4 | ARM | `_dyn_quant_matmul_4bit`, x as int8 | all |
 | fp8 | all | the product of bfloat16 codes, then the scales; x and y in bfloat16 | all |
 
-In all other cases the weights are dequantised, some rows at a time, and multiplied as floats.
+In all other cases the weights are dequantised, some rows at a time, and multiplied as floats: int4
+weights of x86 and x in bfloat16, if the CPU has products for that (AMX, AVX512-BF16).
 """
 
 from collections.abc import Iterable, Iterator
@@ -86,12 +87,17 @@ def product(x: Tensor, weight: QuantizedWeight) -> Tensor | None:
         y = torch.ops.aten._weight_int4pack_mm_for_cpu(narrow, weight.data, size, weight.scale)
     elif weight.scheme.name == "int8" and _fits_int8pack(weight):
         # The scales come after the operator, which would round them to bfloat16.
-        ones = torch.ones(len(weight), dtype=torch.bfloat16)
-        y = torch._weight_int8pack_mm(x.bfloat16(), weight.data, ones)
-        y = y.float() * weight.scale.float().flatten()
+        y = torch._weight_int8pack_mm(x.bfloat16(), weight.data, _ones(len(weight)))
+        y = y * weight.scale.float().mT
     else:
         return None
     return y
+
+
+@cache
+@torch.inference_mode(False)
+def _ones(count: int) -> Tensor:
+    return torch.ones(count, dtype=torch.bfloat16)
 
 
 def _fits_int8pack(weight: QuantizedWeight) -> bool:

@@ -11,6 +11,7 @@ Scales are [groups, N], so that those of neighbouring rows are neighbours in mem
 
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,18 @@ from xlstm7b.quantize.config import Scheme
 from xlstm7b.quantize.weight import TILE, QuantizedWeight
 
 _WORDS = 64  # in a block of int8 or fp8
+
+
+class Fp8Rows(NamedTuple):
+    """Rows that were rounded to fp8 for the product with one matrix."""
+
+    codes: Tensor  # [R, K] in the order of the matrix's columns, filled up with zeros
+    scale: Tensor  # [R, 1]
+
+    @classmethod
+    def empty(cls, rows: int, W: QuantizedWeight) -> Self:
+        codes = torch.empty(rows, 2 * W.data.shape[1], dtype=torch.float8_e4m3fn, device=W.device)
+        return cls(codes, torch.empty(rows, 1, dtype=torch.float32, device=W.device))
 
 
 def words_in_block(scheme: Scheme) -> int:

@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xlstm7b.generate.kernels import pointwise
+from xlstm7b.generate.kernels import fp8, pointwise
 from xlstm7b.generate.kernels.few_rows import MAX_ROWS, multiply_rows
 from xlstm7b.generate.kernels.one_row import multiply_row
 from xlstm7b.generate.kernels.overlap import overlap_options
-from xlstm7b.generate.kernels.pointwise import head_norm, rms_norm, silu_and_multiply
-from xlstm7b.generate.kernels.quantized import has_fp8_product, multiply_codes, multiply_fp8
+from xlstm7b.generate.kernels.pointwise import rms_norm, silu_and_multiply
+from xlstm7b.generate.kernels.quantized import multiply_codes
 from xlstm7b.generate.kernels.slot_states import gather_states, scatter_states
 from xlstm7b.mlstm import MLSTMState
 from xlstm7b.mlstm.triton.launch_params import step_tile
 from xlstm7b.mlstm.triton.step import launch_step
 from xlstm7b.model.layers import product_float32
+from xlstm7b.quantize.gpu import Fp8Rows
 from xlstm7b.quantize.weight import QuantizedWeight
 
 __all__ = [
@@ -49,15 +50,18 @@ def project(
     live: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm(x) Wᵀ, and the gates' pre-activations [R, 2 NH] in float32, soft-capped."""
-    gates = W_gates, bias
-    if len(x) == 1 and isinstance(W, Tensor):
-        return multiply_row(x, W, norm=norm, eps=eps, gates=gates, live=live, cap=cap)
-    x = pointwise.rms_norm(x, norm, eps)
     if len(x) <= MAX_ROWS:
-        return _multiply(x, W, gates=gates, live=live, cap=cap)
-    products = product_float32(x, W_gates)
+        gates = W_gates, bias
+        return _multiply(x, W, norm=norm, eps=eps, gates=gates, live=live, cap=cap)
+    if fp8.has_fp8_product(W, x):
+        normed = torch.empty_like(x)
+        projected = fp8.multiply_fp8(fp8.rms_norm_fp8(x, norm, eps, W, normed), W)
+    else:
+        normed = rms_norm(x, norm, eps)
+        projected = _product(normed, W)
+    products = product_float32(normed, W_gates)
     pointwise.cap_gates(products, bias, cap, live)
-    return _product(x, W), products
+    return projected, products
 
 
 def step_cell(
@@ -82,10 +86,24 @@ def step_cell(
     return launch_step(q, k, v, i, f, *state, gate, norm, norm_eps, eps, tile, overlaps)
 
 
-def add_product(x: Tensor, y: Tensor, W: Tensor | QuantizedWeight) -> None:
+def head_norm(
+    h: Tensor,
+    weight: Tensor,
+    eps: float,
+    gate: Tensor,
+    reader: Tensor | QuantizedWeight | None = None,
+) -> Tensor | Fp8Rows:
+    """Headwise norm of h [R, NH, d_hv], times σ(gate) for gate [R, NH · d_hv]."""
+    if fp8.has_fp8_product(reader, h):
+        return fp8.head_norm_fp8(h, weight, eps, gate, reader)
+    return pointwise.head_norm(h, weight, eps, gate)
+
+
+def add_product(x: Tensor, y: Tensor | Fp8Rows, W: Tensor | QuantizedWeight) -> None:
     """x += y Wᵀ, in place: adds to the residual stream."""
-    if len(x) == 1 and isinstance(W, Tensor):
-        multiply_row(y, W, residual=x)
+    if isinstance(y, Fp8Rows):
+        assert isinstance(W, QuantizedWeight)
+        x += fp8.multiply_fp8(y, W)
     elif len(x) <= (16 if isinstance(W, Tensor) else MAX_ROWS):  # above, cuBLAS is faster
         _multiply(y, W, residual=x)
     elif isinstance(W, Tensor):
@@ -94,20 +112,28 @@ def add_product(x: Tensor, y: Tensor, W: Tensor | QuantizedWeight) -> None:
         x += _product(y, W)
 
 
-def swiglu(x: Tensor, norm: Tensor, eps: float, W: Tensor | QuantizedWeight) -> Tensor:
+def swiglu(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    W: Tensor | QuantizedWeight,
+    reader: Tensor | QuantizedWeight | None = None,
+) -> Tensor | Fp8Rows:
     """SiLU(RMSNorm(x) W_gateᵀ) ⊙ RMSNorm(x) W_upᵀ, for W = [W_gate; W_up]."""
-    if len(x) == 1 and isinstance(W, Tensor):
-        return multiply_row(x, W, norm=norm, eps=eps, swiglu=True)[0]
     if len(x) <= MAX_ROWS:
-        return _multiply(pointwise.rms_norm(x, norm, eps), W, swiglu=True)[0]
+        return _multiply(x, W, norm=norm, eps=eps, swiglu=True)[0]
     # Prefill uses most memory here. In one expression, so that the normalised x is freed first.
-    return pointwise.silu_and_multiply(_product(pointwise.rms_norm(x, norm, eps), W))
+    if fp8.has_fp8_product(W, x):
+        y = fp8.multiply_fp8(fp8.rms_norm_fp8(x, norm, eps, W), W)
+    else:
+        y = _product(rms_norm(x, norm, eps), W)
+    if fp8.has_fp8_product(reader, y):
+        return fp8.silu_and_multiply_fp8(y, reader)
+    return silu_and_multiply(y)
 
 
 def multiply(x: Tensor, W: Tensor | QuantizedWeight) -> Tensor:
     """x Wᵀ."""
-    if len(x) == 1 and isinstance(W, Tensor):
-        return multiply_row(x, W)[0]
     return _multiply(x, W)[0] if len(x) <= MAX_ROWS else _product(x, W)
 
 
@@ -115,25 +141,24 @@ def head(
     x: Tensor, norm: Tensor, eps: float, W: Tensor | QuantizedWeight, cap: float | None
 ) -> Tensor:
     """Logits RMSNorm(x) Wᵀ in float32, soft-capped."""
-    wide = torch.float32
-    if len(x) == 1 and isinstance(W, Tensor):
-        return multiply_row(x, W, norm=norm, eps=eps, cap=cap, out_dtype=wide)[0]
-    x = pointwise.rms_norm(x, norm, eps)
     if len(x) <= MAX_ROWS:
-        return _multiply(x, W, cap=cap, out_dtype=wide)[0]
+        return _multiply(x, W, norm=norm, eps=eps, cap=cap, out_dtype=torch.float32)[0]
+    x = rms_norm(x, norm, eps)
     products = product_float32(x, W if isinstance(W, Tensor) else W.dequantize(x.dtype))
     return products if cap is None else products.div_(cap).tanh_().mul_(cap)
 
 
 def _multiply(x: Tensor, W: Tensor | QuantizedWeight, **options: Any) -> tuple[Tensor, Tensor]:
-    """`multiply_rows` or `multiply_codes`."""
+    """`multiply_row`, `multiply_rows` or `multiply_codes`, with their options."""
     if isinstance(W, QuantizedWeight):
         return multiply_codes(x, W, **options)
-    return multiply_rows(x, W, **options)
+    return multiply_row(x, W, **options) if len(x) == 1 else multiply_rows(x, W, **options)
 
 
 def _product(x: Tensor, W: Tensor | QuantizedWeight) -> Tensor:
     """x Wᵀ for many rows."""
     if isinstance(W, Tensor):
         return x @ W.mT
-    return multiply_fp8(x, W) if has_fp8_product(x, W) else x @ W.dequantize(x.dtype).mT
+    if fp8.has_fp8_product(W, x):
+        return fp8.multiply_fp8(fp8.round_rows(x, W), W)
+    return x @ W.dequantize(x.dtype).mT

@@ -5,12 +5,16 @@ token of each request, or all tokens of a prefill batch. Weights W [N, K] are st
 `FusedBlock`.
 """
 
+import math
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from xlstm7b.mlstm import MLSTMState, headwise_norm, mlstm_step
 from xlstm7b.model.layers import linear, linear_float32, soft_cap
+from xlstm7b.quantize.gpu import Fp8Rows
 from xlstm7b.quantize.weight import QuantizedWeight
 
 
@@ -32,10 +36,17 @@ def project(
     x = rms_norm(x, norm, eps)
     gates = soft_cap(linear_float32(x, W_gates, bias), cap)
     if live is not None:
-        i, f = gates.chunk(2, -1)
-        i.masked_fill_(~live[:, None], -torch.inf)
-        f.masked_fill_(~live[:, None], torch.inf)
+        gates = torch.where(live[:, None], gates, _idle_gates(len(bias), gates.dtype, x.device))
     return linear(x, W), gates
+
+
+@cache
+@torch.inference_mode(False)
+def _idle_gates(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The gates [2 NH] of a row that is not live."""
+    return torch.tensor([-torch.inf, torch.inf], dtype=dtype, device=device).repeat_interleave(
+        count // 2
+    )
 
 
 def step_cell(
@@ -50,25 +61,63 @@ def step_cell(
     norm_eps: float,
     eps: float,
 ) -> Tensor:
-    """One token through the cell, headwise norm and gate: h [B, NH, d_hv]. Updates the state."""
-    h, _ = mlstm_step(
-        q, k, v, i, f, state, gate=gate, norm_weight=norm, norm_eps=norm_eps, eps=eps, inplace=True
-    )
-    return h
+    """One token through the cell, headwise norm and gate: h [B, NH, d_hv]. Updates the state.
+
+    These are the equations of `mlstm_step`, with fewer operators: on a CPU, the time of a small
+    model is that of starting them. √d_qk is applied to the denominator, which is smaller than q.
+    """
+    C, n, m = state
+    if not (q.dtype == i.dtype == C.dtype == n.dtype == m.dtype):
+        return mlstm_step(
+            q, k, v, i, f, state, gate=gate, norm_weight=norm, norm_eps=norm_eps, eps=eps,
+            inplace=True,
+        )[0]  # fmt: skip
+    root = math.sqrt(q.shape[-1])
+    decayed = F.logsigmoid(f).add_(m)
+    torch.maximum(decayed, i, out=m)
+    f_act = decayed.sub_(m).exp_().unsqueeze(-1)
+    k_in = k * (i - m).exp_().unsqueeze(-1)
+    n.mul_(f_act).add_(k_in)
+    C.mul_(f_act.unsqueeze(-1)).addcmul_(k_in.unsqueeze(-1), v.unsqueeze(-2))
+    smallest = (math.log(root) - m).exp_()
+    size = torch.maximum((q * n).sum(-1).abs_(), smallest).add_(root * eps)
+    h = (q.unsqueeze(-2) @ C).squeeze(-2).div_(size.unsqueeze(-1))
+    normed = F.group_norm(h.flatten(1), h.shape[1], norm, eps=norm_eps)
+    return normed.view_as(h).mul_(torch.sigmoid(gate))
 
 
-def head_norm(h: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
-    """Headwise norm of h [R, NH, d_hv], times σ(gate) for gate [R, NH · d_hv]."""
+def head_norm(
+    h: Tensor,
+    weight: Tensor,
+    eps: float,
+    gate: Tensor,
+    reader: Tensor | QuantizedWeight | None = None,
+) -> Tensor | Fp8Rows:
+    """Headwise norm of h [R, NH, d_hv], times σ(gate) for gate [R, NH · d_hv].
+
+    `reader` is the matrix that multiplies the result next (`add_product`), if only that reads it:
+    `gpu.py` rounds the result for it. Here it changes nothing.
+    """
     return headwise_norm(h, weight, eps).flatten(1) * torch.sigmoid(gate)
 
 
-def add_product(x: Tensor, y: Tensor, W: Tensor | QuantizedWeight) -> None:
+def add_product(x: Tensor, y: Tensor | Fp8Rows, W: Tensor | QuantizedWeight) -> None:
     """x += y Wᵀ, in place: adds to the residual stream."""
+    assert isinstance(y, Tensor)
     x += linear(y, W)
 
 
-def swiglu(x: Tensor, norm: Tensor, eps: float, W: Tensor | QuantizedWeight) -> Tensor:
-    """SiLU(RMSNorm(x) W_gateᵀ) ⊙ RMSNorm(x) W_upᵀ, for W = [W_gate; W_up]."""
+def swiglu(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    W: Tensor | QuantizedWeight,
+    reader: Tensor | QuantizedWeight | None = None,
+) -> Tensor | Fp8Rows:
+    """SiLU(RMSNorm(x) W_gateᵀ) ⊙ RMSNorm(x) W_upᵀ, for W = [W_gate; W_up].
+
+    `reader` is as in `head_norm`.
+    """
     return silu_and_multiply(multiply(rms_norm(x, norm, eps), W))
 
 
@@ -80,7 +129,7 @@ def multiply(x: Tensor, W: Tensor | QuantizedWeight) -> Tensor:
 def silu_and_multiply(x: Tensor) -> Tensor:
     """SiLU(x[:, :F]) · x[:, F:] for x [R, 2 F]."""
     gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)
 
 
 def head(
@@ -103,5 +152,15 @@ def scatter_states(batch: MLSTMState, states: MLSTMState, slots: Tensor) -> None
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / √(mean(x²) + ε) in x's dtype, times the weight; computed in float32 or wider."""
-    wide = x if x.dtype.itemsize >= 4 else x.float()
-    return F.rms_norm(wide, x.shape[-1:], eps=eps).to(x.dtype) * weight
+    if x.dtype.itemsize < 4:
+        return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype) * weight
+    # 5 operators; on a CPU, `F.rms_norm` calls 19.
+    size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    mean = torch.addcmul(_constant(eps, x.dtype, x.device), size, size, value=1 / x.shape[-1])
+    return mean.rsqrt_().mul(x).mul_(weight)
+
+
+@cache
+@torch.inference_mode(False)
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device=device)

@@ -39,10 +39,15 @@ def rms_norm_kernel(
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     x_d = tl.load(x + row * x_stride + d, mask=d < D, other=0.0)
-    wide = x_d.to(tl.float32)
+    tl.store(out + row * D + d, normalise(x_d, w, eps, D), mask=d < D)
+
+
+@triton.jit
+def normalise(x, w, eps, D: tl.constexpr):
+    """RMSNorm of one row in float32, for x and weights w as they were loaded."""
+    wide = x.to(tl.float32)
     wide *= tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)
-    y = wide.to(x_d.dtype).to(tl.float32) * w.to(tl.float32)
-    tl.store(out + row * D + d, y, mask=d < D)
+    return wide.to(x.dtype).to(tl.float32) * w.to(tl.float32)
 
 
 def cap_gates(gates: Tensor, bias: Tensor, cap: float | None, live: Tensor | None) -> None:
@@ -105,12 +110,19 @@ def head_norm_kernel(
     d = tl.arange(0, BLOCK)
     inside = d < D
     x = tl.load(h + (row * NH + head) * D + d, mask=inside, other=0.0).to(tl.float32)
-    centred = tl.where(inside, x - tl.sum(x, 0) / D, 0.0)
-    x = centred * tl.rsqrt(tl.sum(centred * centred, 0) / D + eps)
-    x *= tl.load(weight + head * D + d, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(weight + head * D + d, mask=inside, other=0.0).to(tl.float32)
+    x = normalise_head(x, w, inside, eps, D, 0)
     at = gate + row * gate_stride + head * D + d
     x *= tl.sigmoid(tl.load(at, mask=inside, other=0.0).to(tl.float32))
     tl.store(out + (row * NH + head) * D + d, x, mask=inside)
+
+
+@triton.jit
+def normalise_head(x, w, inside, eps, D: tl.constexpr, AXIS: tl.constexpr):
+    """LayerNorm without bias along an axis of D numbers, times w. x and w are 0 if not `inside`."""
+    centred = tl.where(inside, x - tl.sum(x, AXIS, keep_dims=True) / D, 0.0)
+    variance = tl.sum(centred * centred, AXIS, keep_dims=True) / D
+    return centred * tl.rsqrt(variance + eps) * w
 
 
 def silu_and_multiply(x: Tensor) -> Tensor:
