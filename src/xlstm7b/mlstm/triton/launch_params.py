@@ -81,6 +81,11 @@ def step_tile(rows: int, d_qk: int, d_hv: int) -> Tile:
     return (tile if rows <= 128 else Tile(1, 128, 64, 4, 1)).within(d_qk, d_hv)
 
 
+def replay_tile(d_qk: int, d_hv: int) -> Tile:
+    """The tile of a step from a ring. Smaller than `step_tile`: the ring needs registers too."""
+    return Tile(1, 64, 64, 4, 1).within(d_qk, d_hv)
+
+
 def padded(d: int) -> int:
     """The power of two that a head is padded to, at least 16: the least that `tl.dot` takes."""
     return max(16, int(triton.next_power_of_2(d)))
