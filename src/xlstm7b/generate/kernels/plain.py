@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xlstm7b.mlstm import MLSTMState, headwise_norm, mlstm_step
+from xlstm7b.mlstm.replay import Cursor, Ring, replay_step
 from xlstm7b.model.layers import linear, linear_float32, soft_cap
 from xlstm7b.quantize.weight import QuantizedWeight
 
@@ -55,6 +56,30 @@ def step_cell(
         q, k, v, i, f, state, gate=gate, norm_weight=norm, norm_eps=norm_eps, eps=eps, inplace=True
     )
     return h
+
+
+def replay_cell(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    state: MLSTMState,
+    ring: Ring,
+    cursor: Cursor,
+    gate: Tensor,
+    norm: Tensor,
+    norm_eps: float,
+    eps: float,
+) -> Tensor:
+    """As `step_cell`, from a ring: writes one entry of it, and the state of rows that are due."""
+    h = replay_step(q, k, v, i, f, state, ring, cursor, eps=eps)
+    return headwise_norm(h, norm, norm_eps) * torch.sigmoid(gate)
+
+
+def advance(cursor: Cursor) -> None:
+    """Counts the current token, after the last block."""
+    cursor.advance()
 
 
 def head_norm(h: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
