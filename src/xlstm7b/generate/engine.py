@@ -138,6 +138,7 @@ class Engine:
         self.slots = fitting_slots(
             self.config, self.device, state_dtype, slots, device_bytes + started, rings
         )
+        self.slot_bytes = state_bytes(self.config, state_dtype) + rings
         self._runner = ModelRunner(computed, self.slots, state_dtype=state_dtype, replay=replay)
         self._scheduler = Scheduler(
             self.slots,
