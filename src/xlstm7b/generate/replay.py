@@ -72,7 +72,7 @@ def folded_copy(state: ModelState, rings: Rings) -> ModelState:
     def joined(blocks: tuple[tuple[Tensor, ...], ...]) -> list[Tensor]:
         return [torch.stack(part, dim=1).flatten(0, 1) for part in zip(*blocks, strict=True)]
 
-    folded, seen = (x.repeat_interleave(count) for x in (rings.folded, state.tokens_seen))
+    folded, seen = (x[:, None].expand(shape).flatten() for x in (rings.folded, state.tokens_seen))
     ring = Ring(*joined(rings.blocks))
     new = folded_state(MLSTMState(*joined(state.blocks)), ring, folded, seen)
     parts = zip(*(part.unflatten(0, shape).unbind(1) for part in new), strict=True)
