@@ -61,7 +61,7 @@ def assert_has_read(runner: ModelRunner, slot: int, tokens: list[int]) -> None:
             assert error(part, want_part) < 1e-11
 
 
-@settings(max_examples=12)
+@settings(max_examples=40)
 @given(
     data=st.data(),
     slots=st.integers(1, 6),
