@@ -82,8 +82,8 @@ def step_tile(rows: int, d_qk: int, d_hv: int) -> Tile:
 
 
 def replay_tile(d_qk: int, d_hv: int) -> Tile:
-    """The tile of a step from a ring. Smaller than `step_tile`: the ring needs registers too."""
-    return Tile(1, 64, 64, 4, 1).within(d_qk, d_hv)
+    """The tile of a step by replay: that of a single step of many rows."""
+    return Tile(1, 128, 64, 4, 1).within(d_qk, d_hv)
 
 
 def padded(d: int) -> int:

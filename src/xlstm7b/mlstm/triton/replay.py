@@ -18,6 +18,9 @@ from xlstm7b.mlstm.triton.chunk_gates import log_sigmoid
 from xlstm7b.mlstm.triton.launch_params import Tile, padded
 from xlstm7b.mlstm.triton.step import take_counters
 
+# Of a thread: with 4 warps, four programs fit on a multiprocessor. Without a limit, three do.
+_MAX_REGISTERS = 128
+
 
 @triton.jit
 def replay_kernel(
@@ -199,7 +202,8 @@ def launch_replay(
         d_k**-0.5, eps, norm_eps, heads, DK=d_k, DV=d_v,
         SIZE=size, ENTRIES=triton.next_power_of_2(size), INTERVAL=cursor.interval,
         BLOCK_K=tile.d_in, BLOCK_V=tile.d_out, PADDED_K=padded(d_k), PADDED_V=padded(d_v),
-        OVERLAP=overlap, **tile.options(), **({"launch_pdl": True} if overlap else {}),
+        OVERLAP=overlap, maxnreg=_MAX_REGISTERS, **tile.options(),
+        **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     return h
 
