@@ -23,6 +23,7 @@ import xlstm7b
 from xlstm7b import XLSTM, Engine, ModelConfig, Request, SamplingParams
 from xlstm7b.generate.fused import FusedModel, Slots
 from xlstm7b.generate.kernels import fp8, gpu
+from xlstm7b.generate.replay import Rings
 from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
 from xlstm7b.model import ModelState
 from xlstm7b.quantize.config import Scheme
@@ -177,11 +178,16 @@ def run_head() -> None:
 
 @torch.inference_mode()
 def run_steps(dtype: torch.dtype, rows: int) -> None:
-    """Single tokens; some rows keep their state."""
+    """Single tokens; some rows keep their state. Then by replay, until all others are folded."""
     fused = fused_model(dtype)
     state = ModelState.zeros(fused.config, rows, device=DEVICE)
     live = torch.rand(rows, device=DEVICE) < 0.5
-    fused.step(torch.randint(331, (rows,), device=DEVICE), state, live)
+    tokens = torch.randint(331, (rows,), device=DEVICE)
+    fused.step(tokens, state, live)
+    rings = Rings.zeros(fused.config, rows, dtype=dtype, device=DEVICE, interval=3)
+    rings.folded.copy_(state.tokens_seen)
+    for _ in range(1 if ONLY_COMPILE else 5):
+        fused.step(tokens, state, live, rings=rings)
 
 
 def run_quantized(scheme: Scheme, batches: Sequence[int]) -> None:

@@ -437,6 +437,15 @@ def state_bytes(config: ModelConfig, itemsize: int = 4) -> dict[str, int]:
     return {**parts, "total": sum(parts.values())}
 
 
+def ring_bytes(config: ModelConfig, tokens: int, itemsize: int = 2) -> int:
+    """Bytes of one sequence's rings in all blocks, which hold this many tokens.
+
+    `itemsize` is that of k and v; the gates are at least float32.
+    """
+    token = (config.d_qk + config.d_hv) * itemsize + 2 * max(itemsize, 4)
+    return config.num_blocks * config.num_heads * tokens * token
+
+
 def kv_cache_equivalent_tokens(config: ModelConfig) -> float:
     """The number of tokens whose KV cache, in a Transformer of the same size, is as large as C.
 
@@ -452,18 +461,28 @@ def weight_bytes(config: ModelConfig, itemsize: int = 2) -> int:
 
 
 def decode_bytes(
-    config: ModelConfig, batch_size: int = 1, *, weight_itemsize: float = 2, state_itemsize: int = 4
+    config: ModelConfig,
+    batch_size: int = 1,
+    *,
+    weight_itemsize: float = 2,
+    state_itemsize: int = 4,
+    replay_interval: int | None = None,
+    ring_itemsize: int = 2,
 ) -> int:
     """Bytes that one decoding step reads and writes: the weights once, each state in and out.
 
     Only one row of the embedding is read for each sequence. With quantised weights,
-    `weight_itemsize` is the mean over all weights.
+    `weight_itemsize` is the mean over all weights. In replay decoding a state is written once in
+    `replay_interval` steps, the tokens since then are read, on average, and one is written.
     """
     _check_positive(batch_size=batch_size)
     counts = parameter_counts(config)
     weights = counts["total"] - counts["embedding"] + batch_size * config.embedding_dim
-    state = 2 * batch_size * state_bytes(config, state_itemsize)["total"]
-    return round(weight_itemsize * weights) + state
+    state: float = 2 * state_bytes(config, state_itemsize)["total"]
+    if replay_interval is not None:
+        state *= (1 + 1 / replay_interval) / 2
+        state += ring_bytes(config, 1, ring_itemsize) * ((replay_interval - 1) / 2 + 1)
+    return round(weight_itemsize * weights) + round(batch_size * state)
 
 
 def least_decode_seconds(

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from naive_scoring import save_byte_model
 
 from xlstm7b import accounting
 from xlstm7b.bench import cases, generation
@@ -15,6 +17,7 @@ from xlstm7b.bench.measure import random_model
 from xlstm7b.bench.plans import Generation
 from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
+from xlstm7b.tokenizer import ByteTokenizer
 
 SEVEN = ModelConfig.named("7b")
 SMALL = Generation.of(
@@ -112,6 +115,43 @@ def test_limits_of_the_7b_on_an_h200() -> None:
     llama = Result("context", "llama2", "eager", batch=1)
     llama = with_limit(llama, plan, 1 / 100)
     assert (llama.tokens_per_second, llama.limit, llama.percent_of_limit) == (100, None, None)
+
+
+def test_decoding_with_and_without_replay() -> None:
+    results = cases.run(replace(SMALL, parts=("replay",)))
+    works = [(r.batch, r.work) for r in results]
+    assert works == [(n, f"replay {kind}") for n in (1, 3) for kind in ("off", "on")]
+    assert not any(result.error for result in results)
+    plan = Generation.of(device="cuda", peak_tflops=768.0, peak_tbs=4.27)
+    assert generation.replay_interval(plan, 1) is None
+    interval = generation.replay_interval(plan, 64)
+    many = with_limit(Result("replay", batch=64), plan, 1, replay_interval=interval)
+    assert many.limit == pytest.approx(12_100, rel=0.01)
+
+
+def test_drift_of_states(tmp_path: Path) -> None:
+    """The loss is that of a pass over the text; in bfloat16 it is near it."""
+    folder = save_byte_model(tmp_path / "model")
+    model = XLSTM.from_pretrained(folder)
+    text = tmp_path / "text.txt"
+    text.write_text("The sea was calm. " * 8)
+    plan = replace(SMALL, parts=("drift",), folder=str(folder), text=str(text))
+    results = [r for r in cases.run(replace(plan, drift_tokens=40)) if r.part == "drift"]
+    assert [r.work for r in results] == [
+        f"C in {dtype}, replay {kind}"
+        for dtype in ("float32", "bfloat16")
+        for kind in ("off", "on")
+    ]
+    assert {(r.batch, r.length) for r in results} == {(3, 40)}
+    ids = torch.tensor(ByteTokenizer().encode(text.read_text())[: 3 * 41]).view(3, 41)
+    with torch.no_grad():
+        want = float(F.cross_entropy(model(ids[:, :-1])[0].flatten(0, 1), ids[:, 1:].flatten()))
+    for result, largest in zip(results, (1e-5, 1e-5, 1e-2, 1e-2), strict=True):
+        assert result.figures["loss"] == pytest.approx(want, rel=largest)
+    with pytest.raises(ValueError, match="needs --folder and --text"):
+        replace(plan, text=None).check()
+    with pytest.raises(ValueError, match=r"has 144 tokens: give a longer text or fewer"):
+        cases.run(replace(plan, drift_tokens=1000))
 
 
 def test_a_saved_model_starts(tmp_path: Path) -> None:

@@ -70,6 +70,8 @@ def assert_likely(model: XLSTM, request: Request, token_ids: list[int], logprobs
         {"slots": 6, "prefill_tokens": 100},
         {"slots": 1},
         {"slots": 24, "cache_bytes": 1 << 26, "cache_interval": 700},
+        {"slots": 24, "cache_bytes": 1 << 26, "cache_interval": 700, "replay": True},
+        {"slots": 40, "replay": False},
     ],
 )
 def test_many_requests(options, warm):

@@ -571,11 +571,12 @@ def gpu_model() -> XLSTM:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("replay", [False, True])
 @torch.inference_mode()
-def test_the_host_never_waits_for_the_device():
+def test_the_host_never_waits_for_the_device(replay):
     """But for results: else a GPU has nothing to do while the host prepares the next step."""
     long = random.Random(0).choices(range(2, 258), k=3000)
-    runner = ModelRunner(FusedModel(gpu_model().cuda()), 6)
+    runner = ModelRunner(FusedModel(gpu_model().cuda()), 6, replay=replay)
     kinds = (
         {"temperature": 0.0},
         {"temperature": 1.0, "top_p": 0.5, "logprobs": 4, "min_new_tokens": 2},

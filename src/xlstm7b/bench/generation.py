@@ -3,7 +3,8 @@
 Everything is measured through `Generator`, as users call it, sampling included. Parts: peak memory;
 decoding at several batch sizes, and after contexts of several lengths; the time from a prompt to
 its first tokens; prefill of a constant number of tokens as many short or few long prompts; with a
-folder, the time from saved weights to the first token. Every figure is shown with its limit.
+folder, the time from saved weights to the first token; if asked for, decoding with and without
+replay, and the drift of bfloat16 states (`drift.py`). Every speed is shown with its limit.
 
 Peers run in processes of their own, with random weights, in the fastest way that works: compiled
 in a CUDA graph, in a CUDA graph, or eager (`peer_models.py`). Before a peer is timed, its cached
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from xlstm7b import accounting
+from xlstm7b.bench import drift
 from xlstm7b.bench.cases import Column, Part, Result
 from xlstm7b.bench.measure import (
     GREEDY,
@@ -48,6 +50,8 @@ from xlstm7b.bench.peers import in_process
 from xlstm7b.bench.plans import Generation
 from xlstm7b.devices import to_dtype
 from xlstm7b.generate.engine import peak_memory
+from xlstm7b.generate.replay import INTERVAL
+from xlstm7b.generate.runner import REPLAY_SLOTS
 from xlstm7b.model import XLSTM
 from xlstm7b.model.lm import schemes_of
 
@@ -67,6 +71,11 @@ PARTS = {
         plot=("tokens", "GB"),
     ),
     "decode": Part("decoding, one token per sequence", _DECODE, plot=("batch", "tok/s")),
+    "replay": Part("decoding with and without replay", _DECODE, plot=("batch", "tok/s")),
+    "drift": Part(
+        "loss of a text that is decoded token by token",
+        ("batch", "tokens", Column("loss", "loss", digits=5), Column("change, %", "change", 1, 4)),
+    ),
     "context": Part("decoding after a context", (*_DECODE, _SAME), plot=("tokens", "tok/s")),
     "first": Part("from a prompt to its first tokens", _FIRST, plot=("tokens", "ms"), log_y=True),
     "prefill": Part("reading prompts", [each for each in _DECODE if each != "GB/s"]),
@@ -91,12 +100,19 @@ def results(plan: Generation) -> Iterator[Result]:
         yield from in_process(Result("peer", peer), run_peer, plan.timeout, **job)
 
 
-def with_limit(case: Result, plan: Generation, seconds: float, *, decoded: int = 0) -> Result:
+def with_limit(
+    case: Result,
+    plan: Generation,
+    seconds: float,
+    *,
+    decoded: int = 0,
+    replay_interval: int | None = None,
+) -> Result:
     """The case with its time and limit: one decoding step, or a prefill and `decoded` tokens more.
 
-    Only an xLSTM has a limit.
+    Only an xLSTM has a limit. `replay_interval` is that of a step by replay.
     """
-    is_step = case.part in ("decode", "context", "full", "ways")
+    is_step = case.part in ("decode", "replay", "context", "full", "ways")
     tokens = case.batch if is_step else case.batch * case.length
     counts_time = case.part == "first"  # else the speed counts
     result = replace(case, seconds=seconds)
@@ -108,16 +124,23 @@ def with_limit(case: Result, plan: Generation, seconds: float, *, decoded: int =
     assert plan.peak_tbs is not None
     config, peaks = plan.config, (1e12 * plan.peak_tflops, 1e12 * plan.peak_tbs)
     sizes = itemsizes(plan)
-    step = accounting.least_decode_seconds(config, *peaks, case.batch, **sizes)
+    rings = {"replay_interval": replay_interval, "ring_itemsize": to_dtype(plan.dtype).itemsize}
+    step_sizes = sizes | rings
+    step = accounting.least_decode_seconds(config, *peaks, case.batch, **step_sizes)
     if is_step:
         least = step
-        moved = accounting.decode_bytes(config, case.batch, **sizes)
+        moved = accounting.decode_bytes(config, case.batch, **step_sizes)
         result = replace(result, bytes_per_second=moved / seconds)
     else:
         least = accounting.least_prefill_seconds(config, *peaks, case.length, case.batch, **sizes)
         least += decoded * step
     limit = least if counts_time else tokens / least
     return replace(result, limit=limit, percent_of_limit=100 * least / seconds)
+
+
+def replay_interval(plan: Generation, batch: int) -> int | None:
+    """That of a decoding step of an engine with this many slots, as `with_limit` takes it."""
+    return INTERVAL if plan.device == "cuda" and batch >= REPLAY_SLOTS else None
 
 
 def itemsizes(plan: Generation) -> dict[str, Any]:
@@ -142,7 +165,10 @@ def _our_results(plan: Generation) -> Iterator[Result]:
     if plan.folder is not None:
         yield _start(plan, plan.folder)
         release(plan.device)
-    if not plan.parts:
+    if "drift" in plan.parts:
+        yield from drift.results(plan)
+        release(plan.device)
+    if not {*_OURS} & {*plan.parts}:
         return
     model = random_model(plan)
     for part in _OURS:
@@ -200,12 +226,28 @@ def _decode(model: XLSTM, plan: Generation) -> Iterator[Result]:
         prompts = random_prompts(plan.config.vocab_size, case.batch, case.length)
         generator = make_generator(model, plan, case.batch)
         step = measure_decoding(generator, prompts, seconds=plan.seconds, **sampling)
-        return with_limit(case, plan, step)
+        interval = replay_interval(plan, case.batch)
+        return with_limit(case, plan, step, replay_interval=interval)
 
     for batch, work, sampling in works:
         case = Result("decode", work=work, batch=batch, length=START_TOKENS)
         yield attempt(case, partial(timed, sampling), ValueError)  # `ValueError`: too many slots
         release(plan.device)
+
+
+def _replay(model: XLSTM, plan: Generation) -> Iterator[Result]:
+    def timed(replay: bool, case: Result) -> Result:
+        prompts = random_prompts(plan.config.vocab_size, case.batch, case.length)
+        generator = make_generator(model, plan, case.batch, replay=replay)
+        step = measure_decoding(generator, prompts, seconds=plan.seconds, **GREEDY)
+        return with_limit(case, plan, step, replay_interval=INTERVAL if replay else None)
+
+    for batch in plan.batches:
+        for replay in (False, True):
+            work = f"replay {'on' if replay else 'off'}"
+            case = Result("replay", work=work, batch=batch, length=START_TOKENS)
+            yield attempt(case, partial(timed, replay), ValueError)  # `ValueError`: too many slots
+            release(plan.device)
 
 
 def _context(model: XLSTM, plan: Generation) -> Iterator[Result]:
@@ -247,6 +289,7 @@ def _prefill(model: XLSTM, plan: Generation) -> Iterator[Result]:
 _OURS: dict[str, Callable[[XLSTM, Generation], Iterator[Result]]] = {
     "memory": _memory,  # first: on a CPU the peak is that of the whole process
     "decode": _decode,
+    "replay": _replay,
     "context": _context,
     "first": _first,
     "prefill": _prefill,

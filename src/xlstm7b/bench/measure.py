@@ -229,13 +229,20 @@ def random_module(make: Callable[[], Module], dtype: torch.dtype, device: str) -
         torch.set_default_dtype(before)
 
 
-def make_generator(model: XLSTM, plan: ModelPlan, batch_size: int = 1) -> "Generator":
+def make_generator(
+    model: XLSTM, plan: ModelPlan, batch_size: int = 1, *, replay: bool | None = None
+) -> "Generator":
     """A generator with a byte tokenizer, which decodes any token id."""
     from xlstm7b.generate import Generator
     from xlstm7b.tokenizer import ByteTokenizer
 
-    state_dtype = to_dtype(plan.state_dtype)
-    return Generator(model, ByteTokenizer(), state_dtype=state_dtype, batch_size=batch_size)
+    return Generator(
+        model,
+        ByteTokenizer(),
+        state_dtype=to_dtype(plan.state_dtype),
+        batch_size=batch_size,
+        replay=replay,
+    )
 
 
 def random_prompts(vocab_size: int, batch: int, length: int) -> list[list[int]]:

@@ -133,6 +133,7 @@ class Kernels(Plan):
 
 
 _PARTS = ("memory", "decode", "context", "first", "prefill")
+_MORE_PARTS = ("replay", "drift")  # measured if they are asked for
 _PEERS = (
     *("transformers", "xlstm", "llama2", "llama3"),
     *("falcon-mamba", "codestral-mamba", "rwkv7"),
@@ -144,7 +145,7 @@ class Generation(ModelPlan):
     """Time generation with random weights: memory, decoding, first tokens, prefill."""
 
     size: str = option("Size of the model, such as 7b.", "7b", on_cpu="160m")
-    parts: Names = option("Parts to measure.", _PARTS, choices=_PARTS)
+    parts: Names = option("Parts to measure.", _PARTS, choices=(*_PARTS, *_MORE_PARTS))
     batches: Numbers = option("Batch sizes to decode.", (1, 8, 32, 64, 128, 256), on_cpu=(1, 4))
     contexts: Numbers = option(
         "Tokens read before decoding, or before memory is measured.",
@@ -166,6 +167,8 @@ class Generation(ModelPlan):
     folder: str | None = option(
         "Checkpoint folder: also measure the time from loading it to the first token.", None
     )
+    text: str | None = option("Text file that the folder's model decodes in the part drift.", None)
+    drift_tokens: int = option("Tokens decoded in the part drift.", 8192, on_cpu=256)
     seconds: float = option("Length of one timing of decoding, in seconds, about.", 0.3)
     peak_tflops: float | None = option(f"Peak FLOP/s of the processor, in TFLOP/s. {_PEAK}", None)
     peak_tbs: float | None = option(f"Peak memory bandwidth in TB/s. {_PEAK}", None)
@@ -190,6 +193,10 @@ class Generation(ModelPlan):
                 raise ValueError(f"prompts of {length} do not divide {self.tokens} tokens")
         if self.folder is not None and not (Path(self.folder) / "config.json").is_file():
             raise ValueError(f"there is no saved model in {self.folder}: it has no config.json")
+        if "drift" in self.parts and (self.folder is None or self.text is None):
+            raise ValueError("the part drift needs --folder and --text")
+        if self.text is not None and not Path(self.text).is_file():
+            raise ValueError(f"there is no file {self.text}")
 
 
 SPEED_PARTS = ("context", "first", "generated", "prefill", "full")
@@ -446,7 +453,7 @@ class Loader(Plan):
 
 
 CELL_KERNELS = ("states", "state_gradients", "h", "dv", "dq", "dk")
-_KERNELS = (*CELL_KERNELS, "step", "products")
+_KERNELS = (*CELL_KERNELS, "step", "replay", "products")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ from xlstm7b.bench.generation import (
     decoding_ways,
     itemsizes,
     joined,
+    replay_interval,
     with_limit,
 )
 from xlstm7b.bench.measure import (
@@ -201,7 +202,8 @@ def _full(model: XLSTM, plan: Speed) -> Iterator[Result]:
         generator = make_generator(model, plan, case.batch)
         prompts = random_prompts(plan.config.vocab_size, case.batch, START_TOKENS)
         step = measure_decoding(generator, prompts, seconds=plan.seconds, **GREEDY)
-        return with_limit(case, plan, step)
+        interval = replay_interval(plan, case.batch)
+        return with_limit(case, plan, step, replay_interval=interval)
 
     case = Result("full", work="greedy", length=plan.full_contexts[0])
     result = largest_batch(case, per_row, plan, timed)

@@ -5,7 +5,8 @@ processes; those with correct results are timed one after another. The fastest a
 them by hand in `mlstm/triton/launch_params.py` (the cell) or `generate/kernels/` (the products).
 
 Kernels: those of the chunkwise cell, timed as part of the whole cell (states and h forward, the
-others forward + backward); `step`, the single step; `products`, the matrix products of decoding.
+others forward + backward); `step`, the single step; `replay`, the same by replay decoding;
+`products`, the matrix products of decoding.
 """
 
 import multiprocessing
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xlstm7b.bench.cases import Part, Result
-from xlstm7b.bench.kernels import check_kernels, our_step, time_ours, time_steps
+from xlstm7b.bench.kernels import check_kernels, our_replay, our_step, time_ours, time_steps
 from xlstm7b.bench.measure import capture, find_peaks, measure
 from xlstm7b.bench.plans import CELL_KERNELS, Tune
 from xlstm7b.config import ModelConfig
@@ -42,6 +43,7 @@ PARTS = {
         "the chunkwise cell with one tile changed", ("batch", "tokens", "µs"), plot=("tokens", "µs")
     ),
     "step": Part("one step of the cell", ("batch", "µs"), plot=("batch", "µs")),
+    "replay": Part("one step by replay", ("batch", "µs"), plot=("batch", "µs")),
     "products": Part(
         "products of decoding", ("batch", "µs", "limit, µs", "% of limit"), plot=("batch", "µs")
     ),
@@ -55,6 +57,8 @@ def results(plan: Tune) -> Iterator[Result]:
     for batch in plan.batches:
         if "step" in plan.kernels:
             yield from _tune_step(plan, batch)
+        if "replay" in plan.kernels:
+            yield from _tune_replay(plan, batch)
     for batch in plan.batches:
         if "products" in plan.kernels:
             yield from _tune_products(plan, batch)
@@ -142,12 +146,26 @@ def cell_error(job: CellJob) -> float:
 
 def _tune_step(plan: Tune, batch: int) -> Iterator[Result]:
     config, times = ModelConfig.named(plan.size), {}
+    for tile in step_tiles(config):
+        with patch.object(step, "step_tile", lambda *_, tile=tile: tile):
+            times[tile] = time_steps(our_step(batch, config))
+    yield from _fastest(plan, Result("step", size=plan.size, batch=batch), times)
+
+
+def _tune_replay(plan: Tune, batch: int) -> Iterator[Result]:
+    config = ModelConfig.named(plan.size)
+    times = {
+        tile: time_steps(our_replay(batch, config, tile))
+        for tile in step_tiles(config)
+        if tile.d_out >= 32
+    }
+    yield from _fastest(plan, Result("replay", size=plan.size, batch=batch), times)
+
+
+def step_tiles(config: ModelConfig) -> Iterator[launch_params.Tile]:
     for d_in, d_out, warps in product((32, 64, 128, 256), (16, 32, 64, 128), (2, 4, 8)):
         if d_in <= launch_params.padded(config.d_qk) and 8 <= d_in * d_out / (32 * warps) <= 64:
-            tile = launch_params.Tile(1, d_in, d_out, warps, 1)
-            with patch.object(step, "step_tile", lambda *_, tile=tile: tile):
-                times[tile] = time_steps(our_step(batch, config))
-    yield from _fastest(plan, Result("step", size=plan.size, batch=batch), times)
+            yield launch_params.Tile(1, d_in, d_out, warps, 1)
 
 
 # Products of few rows

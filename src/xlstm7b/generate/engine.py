@@ -23,11 +23,13 @@ from typing import TypeVar
 
 import torch
 
+from xlstm7b import accounting
 from xlstm7b.config import ModelConfig
 from xlstm7b.devices import as_current
 from xlstm7b.generate.fusable import check_language_model
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.prefix_cache import DiskLevel, Level, PrefixCache, weights_fingerprint
+from xlstm7b.generate.replay import INTERVAL
 from xlstm7b.generate.request import (
     Completion,
     HashedTokens,
@@ -41,6 +43,7 @@ from xlstm7b.generate.runner import (
     Results,
     fitting_slots,
     prefill_limits,
+    replay_slots,
 )
 from xlstm7b.generate.scheduler import PrefillChunk, Scheduler
 from xlstm7b.generate.state import SavedState, StateStore, state_bytes
@@ -88,6 +91,8 @@ class Engine:
     fused: True computes from stacked weights (`FusedModel`), and refuses a model whose layers are
         not those of `XLSTM`. False calls the model itself (`UnfusedModel`), which is slower. A
         model whose config names other classes always runs so.
+    replay: whether decode steps read states without writing them (docs/generation.md). By default
+        they do on a GPU in batches that are large enough, so that it saves time.
     adapters: LoRA adapters. Each request may name one of them, and all run in one batch.
     """
 
@@ -106,6 +111,7 @@ class Engine:
         cache_folder_bytes: int = 1 << 34,
         cache_interval: int = 2048,
         fused: bool = True,
+        replay: bool | None = None,
         adapters: Sequence[Adapter] = (),
     ) -> None:
         sizes = {"prefill_tokens": prefill_tokens, "cache_interval": cache_interval}
@@ -126,10 +132,14 @@ class Engine:
         self.device, self.dtype = computed.device, computed.dtype
         device_bytes = max(cache_bytes, _SHARED_STATES * state_bytes(self.config, state_dtype))
         started = len(adapters) * state_bytes(self.config, state_dtype)
+        rings = 0
+        if replay_slots(computed, replay) is not None:
+            rings = accounting.ring_bytes(self.config, INTERVAL, self.dtype.itemsize)
         self.slots = fitting_slots(
-            self.config, self.device, state_dtype, slots, device_bytes + started
+            self.config, self.device, state_dtype, slots, device_bytes + started, rings
         )
-        self._runner = ModelRunner(computed, self.slots, state_dtype=state_dtype)
+        self.slot_bytes = state_bytes(self.config, state_dtype) + rings
+        self._runner = ModelRunner(computed, self.slots, state_dtype=state_dtype, replay=replay)
         self._scheduler = Scheduler(
             self.slots,
             prefill_limits(self.device, prefill_tokens, long_gaps),

@@ -17,8 +17,10 @@ from xlstm7b.generate.low_rank import (
     Masks,
     add_low_rank,
 )
+from xlstm7b.generate.replay import Rings
 from xlstm7b.generate.unfused import evaluation_mode
 from xlstm7b.mlstm import MLSTMState, has_kernels, mlstm_sequence
+from xlstm7b.mlstm.replay import Cursor, Ring
 from xlstm7b.model import XLSTM, ModelState
 from xlstm7b.model.adapter import Adapter
 from xlstm7b.model.layers import QuantizedLinear
@@ -89,6 +91,11 @@ class FusedModel:
             self.operations = gpu
         self._compare_logits(model)
 
+    @property
+    def uses_kernels(self) -> bool:
+        """True if the operations are GPU kernels, not plain PyTorch."""
+        return self.operations is not plain
+
     def weights(self) -> Iterator[Tensor]:
         """All weights, without those of adapters that a row may have."""
         for weight in (*chain.from_iterable(self.blocks), self.embedding, self.out_norm, self.head):
@@ -104,16 +111,25 @@ class FusedModel:
         state: ModelState,
         live: Tensor,
         adapter_of: Tensor | None = None,
+        rings: Rings | None = None,
     ) -> Tensor:
         """Reads one token per row [B] into the state; float32 logits [B, V].
 
-        A row that is not `live` keeps its state, and its logits are garbage.
+        A row that is not `live` keeps its state, and its logits are garbage. With `rings` the
+        tokens are read into them, and into the state only every few tokens (replay decoding).
         """
         x = F.embedding(tokens, self.embedding)
         masks = self.low_ranks.masks(adapter_of)
-        for number, memory in enumerate(state.blocks):
-            self._block(x, number, memory, live, batch=None, slots=None, masks=masks)
-        state.tokens_seen.add_(live)
+        if rings is None:
+            for number, memory in enumerate(state.blocks):
+                self._block(x, number, memory, live, batch=None, slots=None, masks=masks)
+            state.tokens_seen.add_(live)
+        else:
+            cursor = Cursor(rings.folded, state.tokens_seen, live, rings.interval)
+            for number, memory in enumerate(state.blocks):
+                ring = rings.blocks[number], cursor
+                self._block(x, number, memory, live, None, None, masks, ring)
+            self.operations.advance(cursor)
         return self.logits(x)
 
     def read(
@@ -179,10 +195,11 @@ class FusedModel:
         batch: int | None,
         slots: "Slots | None",
         masks: Masks = None,
+        ring: tuple[Ring, Cursor] | None = None,
     ) -> None:
         """One block over the rows of x, in place: `batch` sequences, or (None) single tokens."""
         block, added = self.blocks[number], self._additions(number, masks)
-        h = self._mlstm(x, block, memory, live, batch, slots, added, masks)
+        h = self._mlstm(x, block, memory, live, batch, slots, added, masks, ring)
         self.operations.add_product(x, h, block.out)
         add_low_rank(x, h, added.out, masks)
         del h
@@ -223,6 +240,7 @@ class FusedModel:
         slots: "Slots | None",
         added: BlockLowRanks,
         masks: Masks,
+        ring: tuple[Ring, Cursor] | None,
     ) -> Tensor:
         config = self.config
         projected, gates = self.operations.project(
@@ -240,9 +258,12 @@ class FusedModel:
             add_low_rank(projected, rows, added.projections, masks)
         if batch is None:
             q, k, v, gate, i, f = self._heads(projected, gates, (len(x),))
-            h: Tensor = self.operations.step_cell(
-                q, k, v, i, f, memory, gate, block.head_norm, config.cell_norm_eps, config.eps
-            )
+            end = gate, block.head_norm, config.cell_norm_eps, config.eps
+            h: Tensor
+            if ring is None:
+                h = self.operations.step_cell(q, k, v, i, f, memory, *end)
+            else:
+                h = self.operations.replay_cell(q, k, v, i, f, memory, *ring, *end)
             return h.flatten(1)
         q, k, v, gate, i, f = self._heads(projected, gates, (batch, len(x) // batch))
         before = memory

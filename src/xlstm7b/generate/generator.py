@@ -40,7 +40,8 @@ class Generator:
 
     At most `batch_size` requests run at a time. C of the state is kept in `state_dtype`. The
     model's weights are stacked in place (`FusedModel`); it can still be trained and saved. A model
-    with adapters, hooks or other layers needs `fused=False`, which calls the model itself.
+    with adapters, hooks or other layers needs `fused=False`, which calls the model itself. `replay`
+    is that of `Engine`.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Generator:
         state_dtype: torch.dtype = torch.float32,
         batch_size: int = 32,
         fused: bool = True,
+        replay: bool | None = None,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
@@ -59,6 +61,7 @@ class Generator:
         check_language_model(model)
         self.model, self.config, self.tokenizer = model, model.config, tokenizer
         self.state_dtype, self.batch_size, self.fused = state_dtype, batch_size, fused
+        self.replay = replay
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
         self._idle: dict[int, Engine] = {}
@@ -327,6 +330,7 @@ class Generator:
                 state_dtype=self.state_dtype,
                 long_gaps=1.0,  # all outputs are for one caller: throughput counts
                 fused=self.fused,
+                replay=self.replay,
             )
         try:
             yield engine

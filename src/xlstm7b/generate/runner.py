@@ -16,6 +16,7 @@ from torch import Tensor
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate.fused import FusedModel, Slots
 from xlstm7b.generate.params import MAX_LOGPROBS, SamplingParams
+from xlstm7b.generate.replay import Rings, folded_copy
 from xlstm7b.generate.sampler import Needs, Sampler, on_device
 from xlstm7b.generate.scheduler import PrefillLimits
 from xlstm7b.generate.state import SavedState, state_bytes, to_device
@@ -23,6 +24,8 @@ from xlstm7b.generate.unfused import UnfusedModel
 from xlstm7b.model import ModelState
 
 MAX_SLOTS, CPU_SLOTS = 256, 8
+# From this many slots on, a GPU decodes by replay. Below, the weights take most of the time.
+REPLAY_SLOTS = 16
 _FREE_SHARE = 0.7  # of free GPU memory for slots; the rest is for prefill, graphs, saved states
 
 # Decode graphs exist for these numbers of slots, and for a few kinds of sampling.
@@ -65,10 +68,12 @@ def fitting_slots(
     state_dtype: torch.dtype,
     slots: int | None,
     other_bytes: int,
+    ring_bytes: int = 0,
 ) -> int:
     """The given number of slots, by default as many as fit next to `other_bytes`.
 
-    `ValueError` if the given number does not fit into memory.
+    `ring_bytes` are those of a slot's rings. `ValueError` if the given number does not fit into
+    memory.
     """
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -77,7 +82,7 @@ def fitting_slots(
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # The sampler holds a few vectors of the vocabulary's length per slot.
-    slot = state_bytes(config, state_dtype) + 16 * config.vocab_size
+    slot = state_bytes(config, state_dtype) + ring_bytes + 16 * config.vocab_size
     if slots is None:
         fitting = int((memory * _FREE_SHARE - other_bytes) // slot) - 1
         return max(1, min(MAX_SLOTS, fitting)) if on_gpu else CPU_SLOTS
@@ -86,6 +91,15 @@ def fitting_slots(
             f"{slots:,} slots of {slot / 1e6:,.1f} MB do not fit into {memory / 1e9:,.1f} GB"
         )
     return slots
+
+
+def replay_slots(model: FusedModel | UnfusedModel, replay: bool | None) -> int | None:
+    """From how many slots on decode steps replay; None if none does."""
+    if replay and isinstance(model, UnfusedModel):
+        raise ValueError("replay decoding needs the fused path, which this model does not have")
+    if replay is None:
+        return REPLAY_SLOTS if model.uses_kernels else None
+    return 1 if replay else None
 
 
 class PrefillRow(NamedTuple):
@@ -102,6 +116,7 @@ class _Part(NamedTuple):
     state: ModelState
     logits: Tensor
     sampler: Sampler
+    rings: Rings | None  # None: a decode step of this many slots writes the states
 
 
 class _NoGraph(NamedTuple):
@@ -111,7 +126,15 @@ class _NoGraph(NamedTuple):
 
 
 class ModelRunner:
-    """States, logits and sampling of `slots` requests."""
+    """States, logits and sampling of `slots` requests.
+
+    replay: whether decode steps use replay decoding. By default those of `REPLAY_SLOTS` slots or
+        more do, on a GPU.
+
+    With replay, slots between `start` and `stop` may have tokens in their rings. Prefill never
+    touches these slots, so it knows of no ring. A step of fewer slots, which writes the states,
+    comes after all rings have been folded.
+    """
 
     def __init__(
         self,
@@ -119,10 +142,17 @@ class ModelRunner:
         slots: int,
         *,
         state_dtype: torch.dtype = torch.float32,
+        replay: bool | None = None,
     ) -> None:
         self.model, self.config, self.slots = model, model.config, slots
         self.device = device = model.device
         self._on_gpu = device.type == "cuda"
+        self._replay_from = replay_slots(model, replay)
+        self._rings: Rings | None = None
+        if self._replay_from is not None and slots >= self._replay_from:
+            self._rings = Rings.zeros(self.config, slots, dtype=model.dtype, device=device)
+        self._replaying = False  # whether rings may have tokens
+        self._decoding = set[int]()  # slots between `start` and `stop`
         # The last rows are not slots. They hold the states that prompts start from, after the
         # model's first token: without an adapter, and with each of them. Unused rows of a prefill
         # graph read 0 tokens from the first of them and write it back.
@@ -160,7 +190,10 @@ class ModelRunner:
 
     def _part(self, n: int) -> _Part:
         sampler = self._sampler if n == self.slots else self._sampler.first(n)
-        return _Part(self._state.rows(0, n), self._logits[:n], sampler)
+        rings = None
+        if self._rings is not None and self._replay_from is not None and n >= self._replay_from:
+            rings = self._rings.rows(0, n)
+        return _Part(self._state.rows(0, n), self._logits[:n], sampler, rings)
 
     # Slots
 
@@ -193,23 +226,49 @@ class ModelRunner:
         self._slot_states[slot].copy_(self._slot_states[self._start + number])
         self._logits[slot : slot + 1].copy_(self._start_logits[number])
 
+    @torch.inference_mode()
     def saved(self, slot: int) -> SavedState:
         """A copy of a slot's state."""
-        logits = self._logits[slot : slot + 1]
-        with torch.inference_mode():
-            return SavedState(self.config, self._slot_states[slot], logits).clone()
+        logits = self._logits[slot : slot + 1].clone()
+        return SavedState(self.config, self._copy_of(slot), logits)
+
+    def _copy_of(self, slot: int) -> ModelState:
+        """A copy of a slot's state, with the tokens of its ring."""
+        if self._rings is not None and self._replaying and slot in self._decoding:
+            return folded_copy(self._slot_states[slot], self._rings.rows(slot, slot + 1))
+        return self._slot_states[slot].clone()
 
     @torch.inference_mode()
     def move(self, source: int, target: int) -> None:
         """Moves a running request to another slot."""
         self.set_adapter(target, self._adapters[source])
-        self._slot_states[target].copy_(self._slot_states[source])
+        self._slot_states[target].copy_(self._copy_of(source))
         self._logits[target].copy_(self._logits[source])
         self._sampler.move_row(source, target)
+        self._decoding.discard(source)
+        self._start_ring(target)
 
     def stop(self, slot: int) -> None:
         """Stops decoding in a slot: later steps do not change it."""
         self._sampler.clear_row(slot)
+        self._decoding.discard(slot)
+
+    def _start_ring(self, slot: int) -> None:
+        """From now on the slot is decoded, from the state that it has."""
+        self._decoding.add(slot)
+        if self._rings is not None:
+            self._rings.folded[slot : slot + 1].copy_(self._state.tokens_seen[slot : slot + 1])
+
+    def _set_replay(self, part: _Part) -> None:
+        """Prepares the states for a decode step of these slots, by replay or not."""
+        if self._rings is None or self._replaying == (part.rings is not None):
+            return
+        if self._replaying:
+            for slot in self._decoding:
+                self._slot_states[slot].copy_(self._copy_of(slot))
+        else:  # all rings are empty
+            self._rings.folded.copy_(self._state.tokens_seen[: self.slots])
+        self._replaying = part.rings is not None
 
     # Prefill
 
@@ -300,12 +359,17 @@ class ModelRunner:
             self._single_step(n)
 
     def _single_step(self, n: int) -> None:
-        self._step(self._parts[n], self._single_tokens[:n])
+        self._step(self._parts[n]._replace(rings=None), self._single_tokens[:n])
 
     def _step(self, part: _Part, tokens: Tensor) -> None:
         live = tokens >= 0
         adapter = self._adapter_rows(0, len(tokens))
-        logits = self.model.step(tokens.clamp(min=0), part.state, live, adapter)
+        inputs = tokens.clamp(min=0), part.state, live, adapter
+        if part.rings is None:
+            logits = self.model.step(*inputs)
+        else:
+            assert isinstance(self.model, FusedModel)
+            logits = self.model.step(*inputs, part.rings)
         torch.where(live[:, None], logits, part.logits, out=part.logits)
 
     @torch.inference_mode()
@@ -349,6 +413,7 @@ class ModelRunner:
     ) -> None:
         """Starts sampling in a slot. `sample` then draws its first token."""
         self._sampler.set_row(slot, params, seed=seed, prompt=prompt, output=output)
+        self._start_ring(slot)
 
     def sample(self, slots: Sequence[int]) -> "Results":
         """Draws a token in these slots from their logits. Results are in the order of `slots`."""
@@ -360,6 +425,7 @@ class ModelRunner:
         """Reads the last token of every running slot and draws the next. Results are by slot."""
         n, needs = self.bucket(highest_slot + 1), self._needs()
         part = self._parts[n]
+        self._set_replay(part)
         self._run(("decode", n, needs), partial(self._decode, part, needs))
         return Results.of(part.sampler)
 
@@ -374,6 +440,7 @@ class ModelRunner:
         """Reads the last token of every running slot."""
         n = self.bucket(highest_slot + 1)
         part = self._parts[n]
+        self._set_replay(part)
         self._run(("forward", n), partial(self._step, part, part.sampler.pending))
 
     def set_masks(self, slots: Sequence[int], masks: Tensor) -> None:

@@ -25,6 +25,7 @@ class UnfusedModel:
     """
 
     uses_graphs = False  # a layer may do what a CUDA graph cannot record
+    uses_kernels = False
     adapter_count = 0
 
     def __init__(self, model: XLSTM) -> None:

@@ -3,6 +3,7 @@
     recurrent.py  MLSTMState, and the equations token by token: the reference for the tests
     parallel.py   all pairs of positions at once: a second reference
     chunkwise.py  chunk by chunk in plain PyTorch: runs on any device
+    replay.py     single steps from an older state and the tokens since (replay decoding)
     triton/       the chunkwise form and the single step as GPU kernels
     autocast.py   the cell stays in float32 under torch.autocast
 

@@ -128,7 +128,7 @@ def _describe(service: Service) -> dict[str, Any]:
         "dtype": str(engine.dtype).removeprefix("torch."),
         "state_dtype": str(engine.state_dtype).removeprefix("torch."),
         "slots": engine.slots,
-        "slots_gb": _in_gb(engine.slots * service.state_bytes),
+        "slots_gb": _in_gb(engine.slots * engine.slot_bytes),
         "memory_gb": _in_gb(peak_memory(engine.device)),  # of the GPU, or of this process
     }
 

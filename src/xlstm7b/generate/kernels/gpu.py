@@ -18,7 +18,9 @@ from xlstm7b.generate.kernels.pointwise import rms_norm, silu_and_multiply
 from xlstm7b.generate.kernels.quantized import multiply_codes
 from xlstm7b.generate.kernels.slot_states import gather_states, scatter_states
 from xlstm7b.mlstm import MLSTMState
-from xlstm7b.mlstm.triton.launch_params import step_tile
+from xlstm7b.mlstm.replay import Cursor, Ring
+from xlstm7b.mlstm.triton.launch_params import replay_tile, step_tile
+from xlstm7b.mlstm.triton.replay import launch_advance, launch_replay
 from xlstm7b.mlstm.triton.step import launch_step
 from xlstm7b.model.layers import product_float32
 from xlstm7b.quantize.gpu import Fp8Rows
@@ -26,11 +28,13 @@ from xlstm7b.quantize.weight import QuantizedWeight
 
 __all__ = [
     "add_product",
+    "advance",
     "gather_states",
     "head",
     "head_norm",
     "multiply",
     "project",
+    "replay_cell",
     "rms_norm",
     "scatter_states",
     "silu_and_multiply",
@@ -84,6 +88,36 @@ def step_cell(
     tile = step_tile(q.shape[0] * q.shape[1], q.shape[-1], v.shape[-1])
     overlaps = overlap_options(q.device)["OVERLAP"]
     return launch_step(q, k, v, i, f, *state, gate, norm, norm_eps, eps, tile, overlaps)
+
+
+def replay_cell(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    state: MLSTMState,
+    ring: Ring,
+    cursor: Cursor,
+    gate: Tensor,
+    norm: Tensor,
+    norm_eps: float,
+    eps: float,
+) -> Tensor:
+    """As `step_cell`, from a ring: writes one entry of it, and the state of rows that are due.
+
+    It may read state, ring and cursor before the previous launch has ended, as `step_cell` does.
+    """
+    tile = replay_tile(q.shape[-1], v.shape[-1])
+    overlaps = overlap_options(q.device)["OVERLAP"]
+    return launch_replay(
+        q, k, v, i, f, state, ring, cursor, gate, norm, norm_eps, eps, tile, overlaps
+    )
+
+
+def advance(cursor: Cursor) -> None:
+    """Counts the current token, after the last block."""
+    launch_advance(cursor)
 
 
 def head_norm(

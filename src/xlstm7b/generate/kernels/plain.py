@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xlstm7b.mlstm import MLSTMState, headwise_norm, mlstm_step
+from xlstm7b.mlstm.replay import Cursor, Ring, replay_step
 from xlstm7b.model.layers import linear, linear_float32, soft_cap
 from xlstm7b.quantize.gpu import Fp8Rows
 from xlstm7b.quantize.weight import QuantizedWeight
@@ -84,6 +85,30 @@ def step_cell(
     h = (q.unsqueeze(-2) @ C).squeeze(-2).div_(size.unsqueeze(-1))
     normed = F.group_norm(h.flatten(1), h.shape[1], norm, eps=norm_eps)
     return normed.view_as(h).mul_(torch.sigmoid(gate))
+
+
+def replay_cell(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    state: MLSTMState,
+    ring: Ring,
+    cursor: Cursor,
+    gate: Tensor,
+    norm: Tensor,
+    norm_eps: float,
+    eps: float,
+) -> Tensor:
+    """As `step_cell`, from a ring: writes one entry of it, and the state of rows that are due."""
+    h = replay_step(q, k, v, i, f, state, ring, cursor, eps=eps)
+    return headwise_norm(h, norm, norm_eps) * torch.sigmoid(gate)
+
+
+def advance(cursor: Cursor) -> None:
+    """Counts the current token, after the last block."""
+    cursor.advance()
 
 
 def head_norm(

@@ -1,8 +1,8 @@
 """Launch parameters of the cell's kernels: block sizes, warps, pipeline stages and dtypes.
 
 `_FAST` and the tiles of the single step were measured with `xlstm7b bench tune` on an
-H200 (Triton 3.6) for heads of 256/512 and 65,536 tokens; other head sizes use the same. `_WIDE` and
-`CARRY` were not tuned.
+H200 (Triton 3.6) for heads of 256/512 and 65,536 tokens; other head sizes use the same. `_WIDE`,
+`CARRY` and `replay_tile` were not tuned.
 """
 
 from dataclasses import dataclass, replace
@@ -79,6 +79,11 @@ def step_tile(rows: int, d_qk: int, d_hv: int) -> Tile:
     """The tile of a single step. A few rows use small tiles, so that every SM has work."""
     tile = Tile(1, 256, 16, 2, 1) if rows <= 16 else Tile(1, 64, 64, 4, 1)
     return (tile if rows <= 128 else Tile(1, 128, 64, 4, 1)).within(d_qk, d_hv)
+
+
+def replay_tile(d_qk: int, d_hv: int) -> Tile:
+    """The tile of a step by replay: that of a single step of many rows."""
+    return Tile(1, 128, 64, 4, 1).within(d_qk, d_hv)
 
 
 def padded(d: int) -> int:

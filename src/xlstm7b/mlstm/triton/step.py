@@ -131,6 +131,13 @@ class _Counters:
 _counters: dict[torch.device, _Counters] = {}
 
 
+def take_counters(rows: int, device: torch.device) -> Tensor:
+    """Counters for the programs of this many heads, all 0. The launch must leave them so."""
+    if device not in _counters:
+        _counters[device] = _Counters(device)
+    return _counters[device].take(rows)
+
+
 def launch_step(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, C: Tensor, n: Tensor, m: Tensor,
     gate: Tensor | None, norm_weight: Tensor | None, norm_eps: float, eps: float, tile: Tile,
@@ -147,11 +154,9 @@ def launch_step(
     d_v = v.shape[-1]
     h = torch.empty(batch, heads, d_v, dtype=v.dtype, device=v.device)
     raw = torch.empty(batch, heads, d_v, dtype=torch.float32, device=v.device)
-    if q.device not in _counters:
-        _counters[q.device] = _Counters(q.device)
     step_kernel[(triton.cdiv(d_v, tile.d_out), batch * heads)](
         q, k, v, i, f, v if gate is None else gate, v if norm_weight is None else norm_weight,
-        C, n, m, q if slots is None else slots, h, raw, _counters[q.device].take(batch * heads),
+        C, n, m, q if slots is None else slots, h, raw, take_counters(batch * heads, q.device),
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *i.stride(), *f.stride(),
         *(v if gate is None else gate).stride()[:2], C.stride(0), n.stride(0), m.stride(0),
         d_k**-0.5, eps, norm_eps, heads,

@@ -1,0 +1,79 @@
+"""Rings: the latest tokens of every slot, for replay decoding (see `mlstm/replay.py`).
+
+Only `ModelRunner` and `FusedModel` know of them. A state that leaves the runner is a copy with the
+ring's tokens folded in.
+"""
+
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from xlstm7b.config import ModelConfig
+from xlstm7b.mlstm.recurrent import MLSTMState
+from xlstm7b.mlstm.replay import Ring, folded_state
+from xlstm7b.model import ModelState
+
+# Tokens from one fold to the next. Twice as many would save 0.5% of a step's bytes and double the
+# rings.
+INTERVAL = 16
+
+
+class Rings(NamedTuple):
+    """One ring for each block, and how many tokens the state of each row has read."""
+
+    blocks: tuple[Ring, ...]
+    folded: Tensor  # int64 [B]
+    interval: int
+
+    @classmethod
+    def zeros(
+        cls,
+        config: ModelConfig,
+        batch: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+        interval: int = INTERVAL,
+        size: int | None = None,
+    ) -> Self:
+        """Rings for `size` tokens, by default as many as the interval, with k and v in this dtype.
+
+        In memory, the blocks of a row follow each other.
+        """
+        rows = (batch, config.num_blocks)
+        joined = Ring.zeros(
+            batch * config.num_blocks,
+            config.num_heads,
+            size or interval,
+            config.d_qk,
+            config.d_hv,
+            dtype=dtype,
+            device=device,
+        )
+        parts = zip(*(part.unflatten(0, rows).unbind(1) for part in joined), strict=True)
+        folded = torch.zeros(batch, dtype=torch.long, device=device)
+        return cls(tuple(Ring(*own) for own in parts), folded, interval)
+
+    def rows(self, start: int, end: int) -> Self:
+        """The rows start … end − 1, as views."""
+        blocks = tuple(Ring(*(part[start:end] for part in block)) for block in self.blocks)
+        return self._replace(blocks=blocks, folded=self.folded[start:end])
+
+
+def folded_copy(state: ModelState, rings: Rings) -> ModelState:
+    """A copy of some rows, with the tokens of their rings folded into it.
+
+    All blocks are folded together: few launches on a GPU.
+    """
+    count = len(state.blocks)
+    shape = len(state.tokens_seen), count
+
+    def joined(blocks: tuple[tuple[Tensor, ...], ...]) -> list[Tensor]:
+        return [torch.stack(part, dim=1).flatten(0, 1) for part in zip(*blocks, strict=True)]
+
+    folded, seen = (x[:, None].expand(shape).flatten() for x in (rings.folded, state.tokens_seen))
+    ring = Ring(*joined(rings.blocks))
+    new = folded_state(MLSTMState(*joined(state.blocks)), ring, folded, seen)
+    parts = zip(*(part.unflatten(0, shape).unbind(1) for part in new), strict=True)
+    return ModelState(tuple(MLSTMState(*own) for own in parts), state.tokens_seen.clone())

@@ -1,0 +1,217 @@
+"""`replay_step` as one kernel: cell, norm and gate (see `mlstm/replay.py` for the equations).
+
+Each program has a tile of one head's C, cut along d_hv, as in `step.py`. It reads the tile, adds
+the share of the ring's tokens and writes its part of one entry. It writes the tile only where the
+row is folded. Every program reads n and the k of the whole ring: the tiles of a head run next to
+each other, so most find them in the L2 cache.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from xlstm7b.mlstm import MLSTMState
+from xlstm7b.mlstm.replay import Cursor, Ring
+from xlstm7b.mlstm.triton.chunk_gates import log_sigmoid
+from xlstm7b.mlstm.triton.launch_params import Tile, padded
+from xlstm7b.mlstm.triton.step import take_counters
+
+# Of a thread: with 4 warps, four programs fit on a multiprocessor. Without a limit, three do.
+_MAX_REGISTERS = 128
+
+
+@triton.jit
+def replay_kernel(
+    q, k, v, i, f, gate, norm_weight, C, n, m, ring_k, ring_v, ring_i, ring_f,
+    folded, seen, live, h, raw, arrived,
+    q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h,
+    i_stride_b, i_stride_h, f_stride_b, f_stride_h, gate_stride_b, gate_stride_h,
+    C_stride_b, n_stride_b, m_stride_b, ring_k_stride_b, ring_v_stride_b, ring_i_stride_b,
+    scale, eps, norm_eps, NH, DK: tl.constexpr, DV: tl.constexpr,
+    SIZE: tl.constexpr, ENTRIES: tl.constexpr, INTERVAL: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PADDED_K: tl.constexpr, PADDED_V: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_V columns of one head's C, and the same elements of h.
+
+    ENTRIES is SIZE, the entries of the ring, padded to a power of two. Vectors over tokens are in
+    the order of age: 0 is the current token, which comes from k, v, i and f, 1 the one before it.
+    """
+    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = row // NH, row % NH
+    # A row that is not live has a head and a ring of size 0: nothing of it is read or written.
+    is_live = tl.load(live + batch).to(tl.int32)
+    width_k, width_v = DK * is_live, DV * is_live
+    token = tl.load(seen + batch)
+    in_ring = (token - tl.load(folded + batch)).to(tl.int32) * is_live
+    folds = tl.where((token + 1 + batch) % INTERVAL == 0, is_live, 0) != 0
+    d_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_v = d_v < width_v
+    C_head = C + batch * C_stride_b + head * DK * DV + d_v[None, :]
+    n_head, m_head = n + batch * n_stride_b + head * DK, m + batch * m_stride_b + head
+    q_head = q + batch * q_stride_b + head * q_stride_h
+    k_head = k + batch * k_stride_b + head * k_stride_h
+    ring_k_head = ring_k + batch * ring_k_stride_b + head * SIZE * DK
+    ring_v_head = ring_v + batch * ring_v_stride_b + head * SIZE * DV
+    ring_i_head = ring_i + batch * ring_i_stride_b + head * SIZE
+    ring_f_head = ring_f + batch * ring_i_stride_b + head * SIZE
+
+    # All that the previous launch does not write is loaded before it ends: C first.
+    d_k = tl.arange(0, BLOCK_K)
+    in_k = d_k < width_k
+    C_t = tl.load(C_head + d_k[:, None] * DV, mask=in_k[:, None] & in_v[None, :], other=0.0)
+    age = tl.arange(0, ENTRIES)
+    held = (age >= 1) & (age <= in_ring)
+    newest = (token % SIZE).to(tl.int32)  # the entry of the current token
+    entry = (newest - age + SIZE) % SIZE
+    K_at = ring_k_head + entry[:, None] * DK
+    K_t = tl.load(K_at + d_k[None, :], mask=held[:, None] & in_k[None, :], other=0.0)
+    V_at = ring_v_head + entry[:, None] * DV + d_v[None, :]
+    V_t = tl.load(V_at, mask=held[:, None] & in_v[None, :], other=0.0)
+    i_tokens = tl.load(ring_i_head + entry, mask=held, other=-float("inf"))
+    f_tokens = tl.load(ring_f_head + entry, mask=held, other=float("inf"))
+    all_k = tl.arange(0, PADDED_K)
+    in_all = all_k < width_k
+    n_old = tl.load(n_head + all_k, mask=in_all, other=0.0)
+    m_old = tl.load(m_head)
+    all_v = tl.arange(0, PADDED_V)
+    in_all_v = all_v < DV
+    norm_v = tl.load(norm_weight + head * DV + all_v, mask=in_all_v, other=0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    gate_at = gate + batch * gate_stride_b + head * gate_stride_h + all_v
+    gate_v = tl.load(gate_at, mask=in_all_v, other=0.0).to(tl.float32)
+    v_new = tl.load(v + batch * v_stride_b + head * v_stride_h + d_v, mask=in_v, other=0.0)
+    q_all = tl.load(q_head + all_k, mask=in_all, other=0.0).to(tl.float32)
+    i_new = tl.load(i + batch * i_stride_b + head * i_stride_h)
+    f_new = tl.load(f + batch * f_stride_b + head * f_stride_h)
+
+    # The new entry. No program of this launch reads it.
+    tl.store(ring_v_head + newest * DV + d_v, v_new, mask=in_v)
+    if tile == 0 and is_live != 0:
+        k_new = tl.load(k_head + all_k, mask=in_all, other=0.0)
+        tl.store(ring_k_head + newest * DK + all_k, k_new, mask=in_all)
+        tl.store(ring_i_head + newest, i_new)
+        tl.store(ring_f_head + newest, f_new)
+
+    # The weights of the tokens. g is summed from the newest token back.
+    log_f = log_sigmoid(tl.where(age == 0, f_new, f_tokens))
+    g = tl.sum(tl.where(age[None, :] < age[:, None], log_f[None, :], 0.0), 1)
+    g_i = g + tl.where(age == 0, i_new, i_tokens)
+    decayed = tl.sum(log_f, 0) + m_old
+    m_new = tl.maximum(decayed, tl.max(g_i, 0))
+    decay, weight = tl.exp(decayed - m_new), tl.exp(g_i - m_new)
+
+    from_state, scores = tl.zeros([BLOCK_V], tl.float32), tl.zeros([ENTRIES], tl.float32)
+    for start in tl.static_range(0, DK, BLOCK_K):
+        d_k = start + tl.arange(0, BLOCK_K)
+        in_k = d_k < width_k
+        if start > 0:
+            mask = in_k[:, None] & in_v[None, :]
+            C_t = tl.load(C_head + d_k[:, None] * DV, mask=mask, other=0.0)
+            K_t = tl.load(K_at + d_k[None, :], mask=held[:, None] & in_k[None, :], other=0.0)
+        q_t = tl.load(q_head + d_k, mask=in_k, other=0.0).to(tl.float32)
+        k_t = tl.load(k_head + d_k, mask=in_k, other=0.0)
+        from_state += tl.sum(q_t[:, None] * C_t.to(tl.float32), 0)
+        K_t = tl.where(age[:, None] == 0, k_t[None, :], K_t).to(tl.float32)
+        scores += tl.sum(K_t * q_t[None, :], 1)
+    from_token = weight * scale * scores
+    n_q = decay * scale * tl.sum(n_old * q_all, 0) + tl.sum(from_token, 0)
+    V_t = tl.where(age[:, None] == 0, v_new[None, :], V_t).to(tl.float32)
+    numerator = decay * scale * from_state + tl.sum(from_token[:, None] * V_t, 0)
+    h_t = numerator / (tl.maximum(tl.abs(n_q), tl.exp(-m_new)) + eps)
+    tl.store(raw + row * DV + d_v, h_t, mask=d_v < DV)
+
+    tl.debug_barrier()  # all threads have read and written their part
+    if tl.atomic_add(arrived + row, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(arrived + row, 0)
+        if folds:
+            k_all = tl.load(k_head + all_k, mask=in_all, other=0.0)
+            n_new = decay * n_old + _at(weight, age, 0) * k_all.to(tl.float32)
+            for older in range(1, in_ring + 1):
+                place = (newest - older + SIZE) % SIZE
+                k_all = tl.load(ring_k_head + place * DK + all_k, mask=in_all, other=0.0)
+                n_new += _at(weight, age, older) * k_all.to(tl.float32)
+            tl.store(n_head + all_k, n_new, mask=in_all)
+            tl.store(m_head, m_new)
+        # .cg skips the L1 cache, which may not have what other programs wrote.
+        x = tl.load(raw + row * DV + all_v, mask=in_all_v, other=0.0, cache_modifier=".cg")
+        centred = tl.where(in_all_v, x - tl.sum(x, 0) / DV, 0.0)
+        x = centred * tl.rsqrt(tl.sum(centred * centred, 0) / DV + norm_eps) * norm_v
+        tl.store(h + row * DV + all_v, x * tl.sigmoid(gate_v), mask=in_all_v)
+
+    # The tile is read a second time, most of it from the L2 cache. One step in INTERVAL does this.
+    if folds:
+        for begin in range(0, DK, BLOCK_K):
+            d_k = begin + tl.arange(0, BLOCK_K)
+            in_k = d_k < DK
+            C_block, mask = C_head + d_k[:, None] * DV, in_k[:, None] & in_v[None, :]
+            C_new = decay * tl.load(C_block, mask=mask, other=0.0).to(tl.float32)
+            k_in = tl.load(k_head + d_k, mask=in_k, other=0.0).to(tl.float32)
+            C_new += (_at(weight, age, 0) * k_in)[:, None] * v_new.to(tl.float32)[None, :]
+            for older in range(1, in_ring + 1):
+                place = (newest - older + SIZE) % SIZE
+                k_in = tl.load(ring_k_head + place * DK + d_k, mask=in_k, other=0.0).to(tl.float32)
+                v_in = tl.load(ring_v_head + place * DV + d_v, mask=in_v, other=0.0).to(tl.float32)
+                C_new += (_at(weight, age, older) * k_in)[:, None] * v_in[None, :]
+            tl.store(C_block, C_new, mask=mask)
+
+
+@triton.jit
+def _at(x, index, wanted):
+    """The element of a vector at one index."""
+    return tl.sum(tl.where(index == wanted, x, 0.0), 0)
+
+
+@triton.jit
+def advance_kernel(folded, seen, live, rows, INTERVAL: tl.constexpr, BLOCK: tl.constexpr):
+    """`Cursor.advance` in one program."""
+    row = tl.arange(0, BLOCK)
+    mask = row < rows
+    is_live = tl.load(live + row, mask=mask, other=0) != 0
+    tokens = tl.load(seen + row, mask=mask, other=0) + is_live.to(tl.int64)
+    tl.store(seen + row, tokens, mask=mask)
+    tl.store(folded + row, tokens, mask=mask & is_live & ((tokens + row) % INTERVAL == 0))
+
+
+def launch_replay(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: MLSTMState, ring: Ring,
+    cursor: Cursor, gate: Tensor, norm_weight: Tensor, norm_eps: float, eps: float, tile: Tile,
+    overlap: bool = False,
+) -> Tensor:  # fmt: skip
+    """Returns h of one token, [B, NH, d_hv]. Updates the ring, and the state of rows that are due.
+
+    With `overlap` the kernel reads state, ring and cursor before the previous kernel has ended: see
+    `launch_step`.
+    """
+    batch, heads, d_k = q.shape
+    d_v, size = v.shape[-1], ring.k.shape[2]
+    assert cursor.interval <= size
+    for part in (*state, *ring):
+        assert part[:1].is_contiguous()
+    h = torch.empty(batch, heads, d_v, dtype=v.dtype, device=v.device)
+    raw = torch.empty(batch, heads, d_v, dtype=torch.float32, device=v.device)
+    replay_kernel[(triton.cdiv(d_v, tile.d_out), batch * heads)](
+        q, k, v, i, f, gate, norm_weight, *state, *ring, *cursor[:3], h, raw,
+        take_counters(batch * heads, q.device),
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *i.stride(), *f.stride(),
+        *gate.stride()[:2], *(part.stride(0) for part in (*state, *ring[:3])),
+        d_k**-0.5, eps, norm_eps, heads, DK=d_k, DV=d_v,
+        SIZE=size, ENTRIES=triton.next_power_of_2(size), INTERVAL=cursor.interval,
+        BLOCK_K=tile.d_in, BLOCK_V=tile.d_out, PADDED_K=padded(d_k), PADDED_V=padded(d_v),
+        OVERLAP=overlap, maxnreg=_MAX_REGISTERS, **tile.options(),
+        **({"launch_pdl": True} if overlap else {}),
+    )  # fmt: skip
+    return h
+
+
+def launch_advance(cursor: Cursor) -> None:
+    """`Cursor.advance` as one launch."""
+    rows = len(cursor.seen)
+    advance_kernel[(1,)](
+        *cursor[:3], rows, INTERVAL=cursor.interval, BLOCK=max(16, triton.next_power_of_2(rows)),
+        num_warps=1,
+    )  # fmt: skip
