@@ -6,8 +6,11 @@ PACKAGE := $(VENV)/.package
 TOOLS := $(VENV)/.tools
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Compiled modules are kept, even if the environment turns that off. The tests start many processes,
+# and each would compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup test lint quickstart sanitize clean
+.PHONY: setup test lint pytest quickstart sanitize clean
 
 setup: $(TOOLS)
 
@@ -17,8 +20,9 @@ $(PACKAGE): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --editable '.[train]'
 	touch $@
 
+# Modules are compiled when they are first imported. Most of them never are.
 $(TOOLS): $(PACKAGE)
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-compile --editable '.[dev]'
 	touch $@
 
 lint: $(TOOLS)
@@ -27,7 +31,9 @@ lint: $(TOOLS)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-test: lint
+test: lint pytest
+
+pytest: $(TOOLS)
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal
 
 quickstart: $(PACKAGE)
