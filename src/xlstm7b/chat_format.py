@@ -15,8 +15,11 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 from xlstm7b.tokenizer import Tokenizer, read_object, token_text
 
-Messages = Sequence[Mapping[str, str]]
-"""Each message has a "role" (system, user or assistant) and a "content"."""
+Messages = Sequence[Mapping[str, Any]]
+"""Each message has a "role" (system, user or assistant) and a "content".
+
+Templates that know tools also take the role "tool", and "tool_calls" of the assistant.
+"""
 
 _ANSWER = "\N{WHITE SQUARE}an answer\N{WHITE SQUARE}"  # a placeholder for an answer
 _QUESTION = "\N{WHITE SQUARE}a question\N{WHITE SQUARE}"  # a placeholder for a user's message
@@ -62,12 +65,18 @@ class ChatTemplate:
     def __reduce__(self) -> tuple[Any, ...]:  # for other processes: Jinja's objects stay here
         return ChatTemplate, self.key
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool = False) -> str:
+    def render(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         try:
             return self._template.render(
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
-                tools=None,  # transformers defines these two, and templates test them
+                tools=tools,  # transformers defines these two, and templates test them
                 documents=None,
                 **self._special_tokens,
             )
@@ -184,6 +193,10 @@ class ChatFormat(Protocol):
     stop_string: str
     """The text after an answer, without white space. The model writes it to end its answer."""
 
+    @property
+    def source(self) -> str:
+        """The template, in Jinja's language."""
+
     def first_prompt(self, system: str | None, text: str) -> str:
         """The prompt for the user's first message, up to the start of the answer."""
         opening = [] if system is None else [_message("system", system)]
@@ -192,8 +205,30 @@ class ChatFormat(Protocol):
     def next_prompt(self, text: str) -> str:
         """The text after an answer, up to the next one: end of turn, user's message, new turn."""
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
-        """A whole conversation. With `add_generation_prompt`, the start of an answer is added."""
+    def render(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """A whole conversation. With `add_generation_prompt`, the start of an answer is added.
+
+        `tools` are functions that the model may call, for templates that know them.
+        """
+
+    def render_open(
+        self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        """A conversation whose last message goes on: it ends with the text of that message."""
+        *earlier, last = messages
+        marked = self.render(
+            [*earlier, {**last, "content": _ANSWER}], add_generation_prompt=False, tools=tools
+        )
+        before, mark, _ = marked.rpartition(_ANSWER)
+        if not mark:
+            raise ValueError("the chat template does not write the last message")
+        return before + str(last["content"])
 
 
 class TemplateFormat(ChatFormat):
@@ -222,13 +257,25 @@ class TemplateFormat(ChatFormat):
             )
         self.stop_string = template.answer_end
 
+    @property
+    def source(self) -> str:
+        return self._template.source
+
     def next_prompt(self, text: str) -> str:
         answer = _message("assistant", _ANSWER)
         whole = self.render([_message("user", "Hello"), answer, _message("user", text)])
         return whole.partition(_ANSWER)[2]  # the first one: the user's text may contain it too
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+    def render(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        return self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools
+        )
 
 
 class PlainFormat(TemplateFormat):

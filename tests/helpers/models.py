@@ -1,5 +1,7 @@
 """Small models for the tests."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -40,6 +42,27 @@ def spelling_model(letters: str) -> XLSTM:
     rows = 20 * model.lm_head.weight[ids]
     model.lm_head.weight.zero_()
     model.lm_head.weight[ids] = rows
+    return model
+
+
+@torch.no_grad()
+def bigram_model(followers: Mapping[str, str]) -> XLSTM:
+    """A byte-level model that writes, after a letter, the first follower that it may write.
+
+    The follower "\\0" is the end of text. After other letters, every token is as likely.
+    """
+    model = XLSTM(ModelConfig(128, 1, 2, vocab_size=320))
+    for name, parameter in model.named_parameters():
+        if "out_proj" in name or "proj_down" in name or "lm_head" in name or "embeddings" in name:
+            parameter.zero_()  # so that only the last letter counts
+    embeddings, head = model.backbone.embeddings.weight, model.lm_head.weight
+    embeddings[:, -1] = 1
+    for number, (letter, after) in enumerate(followers.items()):
+        (token,) = ByteTokenizer().encode(letter)
+        embeddings[token] = torch.eye(128)[number]
+        for follower, logit in zip(after, (50, 20, 10, 5), strict=False):
+            target = 0 if follower == "\0" else ByteTokenizer().encode(follower)[0]
+            head[target, number] += logit / 128**0.5
     return model
 
 

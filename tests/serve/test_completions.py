@@ -276,7 +276,7 @@ def test_the_default_max_tokens_is_within_the_limit(generator: Generator) -> Non
         ({"messages": []}, "messages must not be empty"),
         (
             {"messages": [{"role": "robot", "content": "a"}]},
-            'messages.0.role must be "system", "developer", "user" or "assistant"',
+            'messages.0.role must be "system", "developer", "user", "assistant" or "tool"',
         ),
         ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 1}, "needs logprobs"),
         (
@@ -285,7 +285,7 @@ def test_the_default_max_tokens_is_within_the_limit(generator: Generator) -> Non
         ),
         (
             {"messages": [{"role": "user", "content": "a"}], "tools": [{}]},
-            "tools must be an empty list: this server does not support it",
+            "tools.0.type is missing",
         ),
     ],
 )

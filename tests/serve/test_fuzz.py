@@ -32,7 +32,7 @@ VALUES = st.recursive(
 )
 TEXT = st.text(max_size=9)
 PROMPT = TEXT | st.lists(st.integers(0, 319), max_size=9)
-ROLES = st.sampled_from(["system", "developer", "user", "assistant"])
+ROLES = st.sampled_from(["system", "developer", "user", "assistant", "tool"])
 TALK = st.lists(st.fixed_dictionaries({"role": ROLES, "content": TEXT}), min_size=1, max_size=3)
 SAMPLING = {
     "n": st.integers(1, 3),
@@ -55,7 +55,8 @@ SAMPLING = {
     "max_completion_tokens": st.sampled_from([-1, 2]),
     "cache_prompt": st.booleans(),
     "skip_special_tokens": st.just(True),
-    "stop_token_ids": st.just([]),
+    "stop_token_ids": st.lists(st.integers(0, 319), max_size=3),
+    "include_stop_str_in_output": st.booleans(),
     "use_beam_search": st.just(False),
     "model": st.just("tiny"),
     "user": TEXT,
@@ -89,6 +90,52 @@ FORMS: dict[str, Any] = {
     ),
 }
 SAMPLING |= FORMS
+NAME = st.sampled_from(["f", "g"])
+FUNCTION = {"name": NAME, "parameters": SCHEMA | VALUES | st.none()}
+CALL = {"name": NAME, "arguments": st.sampled_from(["{}", '{"a": 1}', "x"]) | TEXT}
+CHOICE = st.sampled_from(["none", "auto", "required"])
+TOOLS: dict[str, Any] = {
+    "tools": st.lists(
+        st.fixed_dictionaries(
+            {"type": st.just("function"), "function": st.fixed_dictionaries(FUNCTION)}
+        ),
+        max_size=3,
+    ),
+    "tool_choice": CHOICE
+    | st.fixed_dictionaries(
+        {"type": st.just("function"), "function": st.fixed_dictionaries({"name": NAME})}
+    ),
+    "parallel_tool_calls": st.booleans(),
+}
+WITH_CALLS = st.tuples(
+    st.fixed_dictionaries(
+        {
+            "role": st.just("assistant"),
+            "tool_calls": st.lists(
+                st.fixed_dictionaries(
+                    {"id": st.just("x"), "function": st.fixed_dictionaries(CALL)}
+                ),
+                max_size=2,
+            ),
+        }
+    ),
+    st.fixed_dictionaries(
+        {"role": st.just("tool"), "tool_call_id": st.sampled_from("xy"), "content": TEXT}
+    ),
+).map(list)
+ITEM = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(
+            ["message", "function_call", "function_call_output", "item_reference"]
+        ),
+        "role": ROLES,
+        "content": TEXT,
+        "call_id": st.sampled_from("xy"),
+        "output": TEXT,
+        **CALL,
+    },
+)
 # The required and the optional fields of each route.
 ROUTES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "/v1/completions": (
@@ -103,7 +150,37 @@ ROUTES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "/v1/chat/completions": (
         {"messages": TALK, "max_tokens": st.just(2)},
-        {**SAMPLING, "logprobs": st.just(True), "top_logprobs": st.integers(0, 20)},
+        {
+            **SAMPLING,
+            **TOOLS,
+            "messages": TALK | WITH_CALLS,
+            "logprobs": st.just(True),
+            "top_logprobs": st.integers(0, 20),
+            "continue_final_message": st.booleans(),
+            "add_generation_prompt": st.booleans(),
+        },
+    ),
+    "/v1/responses": (
+        {"input": TEXT | TALK | st.lists(ITEM, max_size=3), "max_output_tokens": st.just(2)},
+        {
+            "instructions": TEXT,
+            "previous_response_id": TEXT,
+            "store": st.booleans(),
+            "stream": st.booleans(),
+            "temperature": st.floats(0, 1e300),
+            "top_p": st.floats(1e-300, 1),
+            "text": st.fixed_dictionaries(
+                {"format": st.fixed_dictionaries({"type": TEXT, "schema": SCHEMA | VALUES})}
+            )
+            | st.just({"format": {"type": "json_object"}}),
+            "tools": st.lists(
+                st.fixed_dictionaries({"type": st.just("function"), **FUNCTION}), max_size=3
+            ),
+            "tool_choice": CHOICE,
+            "parallel_tool_calls": st.booleans(),
+            "metadata": st.dictionaries(TEXT, TEXT, max_size=2),
+            "model": st.just("tiny"),
+        },
     ),
     "/tokenize": ({"prompt": PROMPT}, {"model": st.just("tiny")}),
     "/detokenize": ({"tokens": st.lists(st.integers(0, 319))}, {"model": st.just("tiny")}),
@@ -222,6 +299,38 @@ HALF = "half of a surrogate pair: \ud800"
         ),
         ("/tokenize", {"prompt": HALF}, "prompt"),
         ("/v1/states", {"prompt": HALF}, "prompt"),
+        ("/v1/responses", {"input": HALF}, "input"),
+        ("/v1/responses", {"input": "a", "instructions": HALF}, "instructions"),
+        ("/v1/responses", {"input": "a", "user": HALF}, "user"),
+        ("/v1/responses", {"input": "a", "metadata": {"a": HALF}}, "metadata.a"),
+        (
+            "/v1/responses",
+            {"input": "a", "text": {"format": {"type": "text", "name": HALF}}},
+            "text.format.name",
+        ),
+        (
+            "/v1/responses",
+            {
+                "input": "a",
+                "text": {"format": {"type": "json_schema", "schema": {"title": HALF}}},
+                "tools": [{"type": "function", "name": "f"}],
+                "tool_choice": "required",
+            },
+            "text.format.schema",
+        ),
+        (
+            "/v1/responses",
+            {"input": "a", "tools": [{"type": "function", "name": "f", "parameters": {"a": HALF}}]},
+            "tools.0.parameters",
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "tools": [{"type": "function", "function": {"name": "f", "description": HALF}}],
+            },
+            "tools.0.function.description",
+        ),
     ],
 )
 def test_halves_of_surrogate_pairs_are_refused(
@@ -248,7 +357,7 @@ def test_every_operation_of_the_openapi_schema(live: LiveServer) -> None:
 
         check()
         tried += 1
-    assert tried == 13
+    assert tried == 19
     assert live.post("/v1/completions", prompt="a", max_tokens=2)["choices"]
 
 

@@ -197,7 +197,7 @@ def test_the_log_says_how_a_stream_ended(
     assert last_line()["ended"] == "abort"
     assert last_line()["completion_tokens"] >= 10
     caplog.clear()
-    monkeypatch.setattr(ChoiceFormat, "chunk", fail)
+    monkeypatch.setattr(ChoiceFormat, "chunks", fail)
     with live.client.stream("POST", PATH, json={**ENDLESS, "stream": True}) as answer:
         received = [line for line in answer.iter_lines() if line]
     assert [json.loads(line.removeprefix("data: "))["error"]["message"] for line in received] == [

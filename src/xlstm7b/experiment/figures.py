@@ -111,10 +111,12 @@ def _speed(axes: Any, experiment: Experiment, runs: Mapping[str, Record]) -> Non
     ]
     axes.bar_label(bars, labels, fontsize="small")
     axes.invert_yaxis()  # the first run at the top
-    axes.margins(x=0.6)  # for the labels
+    axes.margins(x=0.9)  # for the labels
     if speeds and (ratio := max(speeds) / min(speeds)) > 10:
         axes.set(xscale="log", xlim=(min(speeds) / 3, ratio * max(speeds)))
-    axes.set(xlabel="tokens per second", title="speed, and × that of the first run of its group")
+    else:
+        axes.ticklabel_format(axis="x", style="sci", scilimits=(3, 3))
+    axes.set(xlabel="tokens per second", title="speed, and × the first of its group")
 
 
 def _accuracy_panels(runs: Mapping[str, Record]) -> list[Panel]:

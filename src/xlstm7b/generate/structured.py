@@ -31,7 +31,7 @@ _CPU_SECONDS = 0.5
 _STACK_BYTES = 256 << 20
 _MAX_LEXER_STATES = 50_000  # of up to 2 kB each
 # The model could write white space for ever. 40 characters are a deep indentation.
-_WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 
 _Words = NDArray[np.int32]
 _Result = TypeVar("_Result")
@@ -186,7 +186,7 @@ def _compile(vocabulary: Vocabulary, form: str, value: Any) -> Grammar:
             case "json":
                 own = json.loads(value).get("x-guidance")  # llguidance's options in a schema
                 is_set = isinstance(own, dict) and any(name.startswith("white") for name in own)
-                options: Any = None if is_set else {"whitespace_pattern": _WHITE_SPACE}
+                options: Any = None if is_set else {"whitespace_pattern": WHITE_SPACE}
                 grammar = matcher.grammar_from_json_schema(value, defaults=options)
             case "regex":
                 grammar = matcher.grammar_from_regex(value)

@@ -18,6 +18,8 @@ from xlstm7b.serve.body_errors import to_api_error
 from xlstm7b.serve.handlers import Service, router
 from xlstm7b.serve.middleware import ApiKeys, Gate, RequestLog, refuse
 from xlstm7b.serve.protocol import ApiError, ErrorAnswer
+from xlstm7b.serve.responses import StoredResponses
+from xlstm7b.serve.responses import router as responses_router
 
 _PAGE_FILES = {  # path: (file, media type)
     "/": ("index.html", "text/html"),
@@ -63,7 +65,9 @@ def create_app(
         )
     _add_error_handlers(app)
     app.state.service = service
+    app.state.responses = StoredResponses(service.limits.stored_bytes)
     app.include_router(router)
+    app.include_router(responses_router)
     _add_status_routes(app, service)
     _add_page(app)
     return app
@@ -76,6 +80,7 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
             "object": "model",
             "created": service.created,
             "owned_by": "xlstm7b",
+            "max_model_len": service.limits.prompt_tokens,
             "state_bytes": service.state_bytes,
         }
         for model in service.models
@@ -90,6 +95,29 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
     async def find_model(name: str) -> dict[str, Any]:
         """The model, by its name."""
         return models[service.find_model(name).id]
+
+    @app.get("/version")
+    async def version() -> dict[str, Any]:
+        """The version of the server."""
+        return {"version": __version__}
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        """The tokenizer and the chat template."""
+        config = service.config
+        return {
+            "tokenizer_class": type(service.tokenizer).__name__,
+            "vocab_size": service.tokenizer.vocab_size,
+            "bos_token_id": config.bos_token_id,
+            "eos_token_id": config.eos_token_id,
+            "pad_token_id": config.pad_token_id,
+            "chat_template": service.chat_format.source,
+        }
+
+    @app.post("/v1/embeddings", response_model=None)
+    async def embed() -> Response:
+        """Not served: this model writes text."""
+        raise ApiError(404, "this server has no embeddings: its model only writes text")
 
     @app.head("/health", response_model=None, include_in_schema=False)
     @app.get("/health", response_model=None)

@@ -5,6 +5,7 @@ submitted to the engine thread. 3. Their outputs become the response, whole or a
 """
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
@@ -22,6 +23,7 @@ from xlstm7b.chat_format import ChatFormat, answer_ends, without_prefix
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate import Completion, Request, RequestOutput, SamplingParams, SavedState
 from xlstm7b.generate.state import state_bytes
+from xlstm7b.generate.structured import StructuredOutputError, compile_grammar
 from xlstm7b.model.adapter import Adapter
 from xlstm7b.serve import protocol
 from xlstm7b.serve.engine_thread import EngineThread
@@ -30,6 +32,14 @@ from xlstm7b.serve.prometheus import Metrics
 from xlstm7b.serve.protocol import ApiError, ChatBody, CompletionBody, Json, SamplingBody, TextBody
 from xlstm7b.serve.saved_states import SavedStates
 from xlstm7b.serve.streaming import EventStream, OutputQueue, cancel_on_disconnect
+from xlstm7b.serve.tools import (
+    AnswerReader,
+    ToolFormat,
+    check_messages,
+    check_tools,
+    is_forced,
+    schemas_of,
+)
 from xlstm7b.tokenizer import CachingEncoder, Tokenizer, check_tokens
 
 router = APIRouter()
@@ -45,6 +55,7 @@ class ServedModel(NamedTuple):
 
     id: str
     chat_format: ChatFormat
+    tool_format: ToolFormat
     adapter: Adapter | None = None
 
     @property
@@ -87,11 +98,14 @@ class Service:
     @cached_property
     def models(self) -> list[ServedModel]:
         """The model without an adapter, then with each of them."""
-        adapted = [
-            ServedModel(f"{self.name}:{name}", chat_format, adapter)
-            for name, (adapter, chat_format) in self.adapters.items()
-        ]
-        return [ServedModel(self.name, self.chat_format), *adapted]
+        made = [ServedModel(self.name, self.chat_format, self._tool_format(self.chat_format))]
+        for name, (adapter, chat_format) in self.adapters.items():
+            tool_format = self._tool_format(chat_format)
+            made.append(ServedModel(f"{self.name}:{name}", chat_format, tool_format, adapter))
+        return made
+
+    def _tool_format(self, chat_format: ChatFormat) -> ToolFormat:
+        return ToolFormat(chat_format, self.tokenizer)
 
     def find_model(self, name: str | None) -> ServedModel:
         """By its id, or by the adapter's name alone. None is the model without an adapter."""
@@ -112,17 +126,30 @@ class Service:
 @router.post("/v1/completions", response_model=None)
 async def complete(body: CompletionBody, http: HttpRequest) -> Response:
     """Continue a prompt."""
-    return await _generate(http.app.state.service, body, http)
+    return await generate(http.app.state.service, body, http)
 
 
 @router.post("/v1/chat/completions", response_model=None)
 async def chat(body: ChatBody, http: HttpRequest) -> Response:
     """Answer a conversation."""
-    return await _generate(http.app.state.service, body, http)
+    return await generate(http.app.state.service, body, http)
 
 
-async def _generate(
-    service: Service, body: CompletionBody | ChatBody, http: HttpRequest
+class Converter(Protocol):
+    """Writes the response in another form than that of the body's own route."""
+
+    def whole(self, content: Json) -> Json:
+        """The whole response."""
+
+    def events(self, chunks: AsyncIterator[Json]) -> AsyncIterator[Json]:
+        """The events of a stream, each with a "type", which is its name."""
+
+
+async def generate(
+    service: Service,
+    body: CompletionBody | ChatBody,
+    http: HttpRequest,
+    converter: Converter | None = None,
 ) -> Response:
     """Generates the response. If the client disconnects, its requests are aborted."""
     with ExitStack() as cleanup:
@@ -146,11 +173,16 @@ async def _generate(
         # 3. Their outputs become the response.
         if body.stream:
             options = body.stream_options or protocol.StreamOptions()
-            stream = EventStream(_chunks(answer, queue, options))
+            events = _chunks(answer, queue, options)
+            if converter is not None:
+                events = converter.events(events)
+            stream = EventStream(events, are_named=converter is not None)
             cleanup.callback(lambda: add_to_log(http, **stream.outcome))
             stream.cleanup = cleanup.pop_all()  # the stream outlives this function
             return stream
         content = await cancel_on_disconnect(http.receive, _whole(answer, queue))
+        if converter is not None:
+            content = converter.whole(content)
     return await asyncio.to_thread(JSONResponse, content)  # slow for long outputs
 
 
@@ -170,31 +202,60 @@ async def _read_completion(service: Service, body: CompletionBody) -> _Input:
     state, _ = await _load_state(service, body)
     needs_no_prompt = state is not None and body.prompt is None
     prompts = [[]] if needs_no_prompt else await _encode(service, body, body.prompt, state)
-    return prompts, body.to_sampling_params(service.limits), state
+    ends = (service.config.eos_token_id,)
+    return prompts, body.to_sampling_params(service.limits, eos_token_id=ends), state
 
 
 async def _read_chat(service: Service, body: ChatBody) -> _Input:
-    chat_format = service.find_model(body.model).chat_format
+    model = service.find_model(body.model)
+    chat_format = model.chat_format
     state, text_after_answer = await _load_state(service, body)
     _check_messages(service, body.messages)
+    check_tools(body)
+    continues_last = _continues_last(body)
     if state is None or not state.has_text:
-        text = _render(chat_format, body.messages)
+        tools = [] if body.tool_choice == "none" else body.tools or []
+        text = _render(model, body.messages, tools, continues_last=continues_last)
     else:
         message, *others = body.messages
         if others or message.role != "user":
             error = "with a state, messages must be one user message: the state has read all others"
             raise ApiError(400, error, param="messages")
+        if body.tools:
+            error = "tools cannot be combined with a state that has read text"
+            raise ApiError(400, error, param="tools")
         turn = chat_format.next_prompt(message.to_template()["content"])
         text = without_prefix(turn, text_after_answer)
     stop_strings, eos_token_id = answer_ends(
         chat_format, service.tokenizer, service.config.eos_token_id
     )
-    if body.form() is not None:
+    grammar = model.tool_format.grammar(body) if body.offered_tools else None
+    if body.form() is not None or is_forced(body):
         stop_strings = ()  # the grammar ends the answer
     params = body.to_sampling_params(
-        service.limits, stop_strings=stop_strings, eos_token_id=eos_token_id
+        service.limits,
+        stop_strings=stop_strings,
+        eos_token_id=eos_token_id or (service.config.eos_token_id,),
+        grammar=grammar,
     )
     return await _encode(service, body, text, state), params, state
+
+
+def _continues_last(body: ChatBody) -> bool:
+    """True if the answer goes on with the last message."""
+    if not body.continue_final_message:
+        if body.add_generation_prompt is False:
+            message = "add_generation_prompt: false needs continue_final_message: true"
+            raise ApiError(400, message, param="add_generation_prompt")
+        return False
+    if body.add_generation_prompt:
+        message = "add_generation_prompt and continue_final_message cannot both be true"
+        raise ApiError(400, message, param="add_generation_prompt")
+    last = body.messages[-1]
+    if last.role != "assistant" or last.tool_calls:
+        message = "continue_final_message needs a last message of the assistant, without tool_calls"
+        raise ApiError(400, message, param="continue_final_message")
+    return True
 
 
 async def _load_state(service: Service, body: SamplingBody) -> tuple[SavedState | None, str]:
@@ -228,16 +289,13 @@ async def _encode(
 
 
 def _render(
-    chat_format: ChatFormat,
+    model: ServedModel,
     messages: Sequence[protocol.Message],
-    *,
-    add_generation_prompt: bool = True,
+    tools: Sequence[protocol.Tool] = (),
+    **options: bool,
 ) -> str:
     try:
-        return chat_format.render(
-            [message.to_template() for message in messages],
-            add_generation_prompt=add_generation_prompt,
-        )
+        return model.tool_format.render(messages, tools, **options)
     except ValueError as error:  # the chat template refuses them
         raise ApiError(400, str(error), param="messages") from error
 
@@ -247,6 +305,7 @@ def _check_messages(service: Service, messages: Sequence[protocol.Message]) -> N
     if count > allowed:
         message = f"messages must have at most {allowed} entries, not {count}"
         raise ApiError(400, message, param="messages")
+    check_messages(messages)
 
 
 def _check_limits(
@@ -319,7 +378,24 @@ async def _prepare(
             return await asyncio.get_running_loop().run_in_executor(_GRAMMARS, prepare)
         return await _off_loop(prepare, size=sum(len(one.prompt) for one in requests))
     except ValueError as error:
+        is_grammar = str(error).startswith("structured_outputs.grammar ")
+        if is_grammar and isinstance(body, ChatBody) and body.offered_tools:
+            await _check_schemas(service, body)
         raise protocol.request_error(error, body) from error
+
+
+async def _check_schemas(service: Service, body: ChatBody) -> None:
+    """Raises an `ApiError` that names the first function whose schema alone is refused."""
+
+    def check() -> None:
+        for name, schema in schemas_of(body):
+            try:
+                compile_grammar({"json": json.dumps(schema)}, service.config, service.tokenizer)
+            except StructuredOutputError as error:
+                message = str(error).replace("structured_outputs.json", name)
+                raise ApiError(400, message, param=name) from error
+
+    await asyncio.get_running_loop().run_in_executor(_GRAMMARS, check)
 
 
 async def _off_loop(work: Callable[[], _Result], size: int) -> _Result:
@@ -374,13 +450,20 @@ class _Answer:
         self._output_tokens += len(output.token_ids)
 
     def choice(self, index: int) -> protocol.ChoiceFormat:
-        logprobs = self.body.answer_logprobs
+        body, strips, reader = self.body, False, None
+        if isinstance(body, ChatBody):
+            # The space after "Assistant:" belongs to the chat format, but not where a grammar wrote
+            # it, or in the middle of an answer.
+            strips = body.form() is None and not body.continue_final_message
+            if body.offered_tools:
+                reader = AnswerReader(self._model.tool_format.calls)
         return protocol.ChoiceFormat(
             index,
             self._tokenizer,
             is_chat=self._is_chat,
-            logprobs=logprobs,
-            is_structured=self.body.form() is not None,
+            logprobs=body.answer_logprobs,
+            strips=strips,
+            reader=reader,
         )
 
     def to_json(self, choices: list[Json], usage: Json | None = None) -> Json:
@@ -413,13 +496,24 @@ class _Answer:
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
 
+    def stop_string(self, completion: Completion) -> str:
+        """The body's stop string that ended the text, if the client wants it there."""
+        if not self.body.include_stop_str_in_output:
+            return ""
+        after = self._text_after(completion)
+        return next((stop for stop in sorted(self.body.stops) if after.startswith(stop)), "")
+
+    def _text_after(self, completion: Completion) -> str:
+        """What was generated after the completion's text: a stop string, and what a token adds."""
+        written = self._tokenizer.decode(completion.token_ids, continues=True)
+        return written.removeprefix(completion.text)
+
     async def save_state(self, completion: Completion) -> Json:
         """Saves the final state, if requested. The response is sent even if that fails."""
         if not self.body.save_state:
             return {}
         assert completion.state is not None
-        written = self._tokenizer.decode(completion.token_ids, continues=True)
-        text_after_answer = written.removeprefix(completion.text)
+        text_after_answer = self._text_after(completion)
         save = self._service.saved_states().save
         try:
             adapter = self._model.fingerprint
@@ -451,7 +545,8 @@ def _choices(answer: _Answer) -> list[Json]:
                 completion.token_ids, completion.logprobs or (), completion.top_logprobs or ()
             )
             logprobs = protocol.join_logprobs(prompt_logprobs, own_logprobs)
-            choices.append(choice.whole(text + completion.text, logprobs, completion.finish_reason))
+            text += completion.text + answer.stop_string(completion)
+            choices.append(choice.whole(text, logprobs, completion.finish_reason))
     return choices
 
 
@@ -481,16 +576,23 @@ async def _chunks(
             for index, choice in enumerate(choices):
                 echo = partial(answer.echo, choice, index // body.candidates)
                 text, logprobs = await asyncio.to_thread(echo)
-                yield to_json(choice.chunk(text, logprobs, None))
+                for chunk in choice.chunks(text, logprobs, None):
+                    yield to_json(chunk)
             is_echoed = True
         for index, output in pending:
             choice, done = choices[index], output.completion
             if not (output.text or done or output.logprobs):
                 continue
             logprobs = choice.logprobs(output.token_ids, output.logprobs, output.top_logprobs)
-            reason = None if done is None else done.finish_reason
-            chunk = to_json(choice.chunk(output.text, logprobs, reason))
-            yield chunk if done is None else chunk | await answer.save_state(done)
+            if done is None:
+                for chunk in choice.chunks(output.text, logprobs, None):
+                    yield to_json(chunk)
+                continue
+            text = output.text + answer.stop_string(done)
+            *chunks, last = choice.chunks(text, logprobs, done.finish_reason)
+            for chunk in chunks:
+                yield to_json(chunk)
+            yield to_json(last) | await answer.save_state(done)
         pending.clear()
     if options.include_usage:
         yield answer.to_json([], answer.usage())
@@ -536,7 +638,7 @@ async def save_state(body: TextBody, http: HttpRequest) -> dict[str, Any]:
         assert completion.state is not None
         text_after_answer = ""
         if body.messages is not None:
-            text_after_answer = _start_of_next_turn(model.chat_format, body.messages)
+            text_after_answer = _start_of_next_turn(model, body.messages)
         save = partial(states.save, completion.state, text_after_answer, model.fingerprint)
         return await asyncio.to_thread(save)
 
@@ -596,15 +698,13 @@ async def _encode_text(
     prompt = body.prompt
     if body.messages is not None:
         _check_messages(service, body.messages)
-        prompt = _render(
-            model.chat_format, body.messages, add_generation_prompt=add_generation_prompt
-        )
+        prompt = _render(model, body.messages, add_generation_prompt=add_generation_prompt)
     return [] if prompt == [] else (await _encode(service, body, prompt))[0]
 
 
-def _start_of_next_turn(chat_format: ChatFormat, messages: Sequence[protocol.Message]) -> str:
+def _start_of_next_turn(model: ServedModel, messages: Sequence[protocol.Message]) -> str:
     """The end of the rendered conversation, where it equals the start of the next turn."""
-    text = _render(chat_format, messages, add_generation_prompt=False)
-    turn = chat_format.next_prompt("")
+    text = _render(model, messages, add_generation_prompt=False)
+    turn = model.chat_format.next_prompt("")
     lengths = range(min(len(text), len(turn)), 0, -1)
     return turn[: next((n for n in lengths if text.endswith(turn[:n])), 0)]

@@ -10,14 +10,24 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 from pydantic_core import PydanticKnownError
 from starlette.responses import JSONResponse
 
 from xlstm7b.generate.params import SamplingParams
 from xlstm7b.tokenizer import StreamDecoder, Tokenizer
+
+if TYPE_CHECKING:
+    from xlstm7b.serve.tools import AnswerReader
 
 Json = dict[str, Any]
 
@@ -82,6 +92,7 @@ class Limits:
     new_tokens: int = 1 << 16  # of each choice
     choices: int = MAX_CHOICES
     logprobs: int = 1 << 20  # numbers, over all choices and echoed prompts
+    stored_bytes: int = 64 << 20  # of the conversations of /v1/responses
 
 
 class Limiter:
@@ -114,9 +125,11 @@ def _check_entries(value: Any) -> Any:
 
 
 _Bounded = BeforeValidator(_check_entries)
+JsonObject = Annotated[Json, _Bounded]
 
 # A string with a maximum length is also checked for halves of surrogate pairs.
 Text = Annotated[str, Field(max_length=1 << 30)]
+Metadata = Annotated[dict[Text, Text], _Bounded]
 # Without fail_fast, a long list of wrong items would produce one error per item.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 _Texts = Annotated[list[Text], Field(fail_fast=True, max_length=MAX_CHOICES)]
@@ -124,7 +137,7 @@ _TokenIdLists = Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_C
 Prompt = Text | TokenIds | _Texts | _TokenIdLists
 _Stop = Annotated[str, Field(max_length=256)]  # the engine searches for each after every token
 _TokenKey = Annotated[int, Field(strict=False)]  # keys of a JSON object are strings
-_EmptyList = Annotated[list[Any], Field(max_length=0)]
+EmptyList = Annotated[list[Any], Field(max_length=0)]
 
 
 class Body(BaseModel):
@@ -153,7 +166,7 @@ class ResponseFormat(Body):
     """The form of the output. `json_schema` has `name`, `schema`, `description` and `strict`."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: Annotated[Json, _Bounded] | None = None
+    json_schema: JsonObject | None = None
 
 
 class SamplingBody(Body):
@@ -182,10 +195,12 @@ class SamplingBody(Body):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=128)] | None = None
+    include_stop_str_in_output: bool | None = None
     # The form of the output: OpenAI's field, vLLM's field, and vLLM's older fields:
     response_format: ResponseFormat | None = None
-    structured_outputs: Annotated[Json, _Bounded] | None = None
-    guided_json: Annotated[Json, _Bounded] | str | None = None
+    structured_outputs: JsonObject | None = None
+    guided_json: JsonObject | str | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     guided_grammar: str | None = None
@@ -194,7 +209,7 @@ class SamplingBody(Body):
     save_state: bool | None = None
     # Accepted, without effect:
     user: str | None = None
-    metadata: Annotated[dict[str, str], _Bounded] | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -202,7 +217,6 @@ class SamplingBody(Body):
     cache_prompt: bool | None = None
     # Accepted only with the values that change nothing:
     skip_special_tokens: Literal[True] | None = None
-    stop_token_ids: _EmptyList | None = None
     use_beam_search: Literal[False] | None = None
 
     default_max_tokens: ClassVar[int]
@@ -213,8 +227,13 @@ class SamplingBody(Body):
         *,
         stop_strings: tuple[str, ...] = (),
         eos_token_id: tuple[int, ...] | None = None,
+        grammar: str | None = None,
     ) -> SamplingParams:
-        """The body as sampling parameters. `stop_strings` are added to the body's own."""
+        """The body as sampling parameters. `stop_strings` are added to the body's own.
+
+        With `stop_token_ids` in the body, `eos_token_id` is needed. A `grammar` replaces the body's
+        form of the output.
+        """
         name, max_tokens = self._max_tokens()
         if max_tokens is None:
             max_tokens = min(self.default_max_tokens, limits.new_tokens)
@@ -229,16 +248,19 @@ class SamplingBody(Body):
         options: Json = {name: getattr(self, name, None) for name in names}
         form = self.form()
         # 2. Fields with another name or form.
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        ends = () if self._ignores_eos() else eos_token_id
+        if self.stop_token_ids:
+            ends = (*(ends or ()), *self.stop_token_ids)
+        structured = None if form is None else form[1]
         options |= {
             "max_new_tokens": max_tokens,
             "min_new_tokens": self.min_tokens,
             "top_k": 0 if self.top_k == -1 else self.top_k,
-            "stop_strings": (*stop, *stop_strings),
-            "eos_token_id": () if self._ignores_eos() else eos_token_id,
+            "stop_strings": (*self.stops, *stop_strings),
+            "eos_token_id": ends,
             "logprobs": logprobs,
             "seed": None if self.seed is None else self.seed % (1 << 64),  # OpenAI's are signed
-            "structured_outputs": None if form is None else form[1],
+            "structured_outputs": structured if grammar is None else {"grammar": grammar},
         }
         # 3. The rest has the defaults of SamplingParams.
         try:
@@ -271,6 +293,16 @@ class SamplingBody(Body):
             message = f"{given[0][0]} and {given[1][0]} cannot be combined"
             raise ApiError(400, message, param=given[1][0])
         return given[0] if given else None
+
+    def form_field(self) -> str | None:
+        """The field that error messages about the form of the output name."""
+        form = self.form()
+        return None if form is None else form[0]
+
+    @property
+    def stops(self) -> list[str]:
+        """The strings that end the output."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def choices(self) -> int:
@@ -314,11 +346,12 @@ class SamplingBody(Body):
 def request_error(error: ValueError, body: "SamplingBody | TextBody") -> ApiError:
     """A mistake in a prompt or in sampling parameters, with the names of the body's fields."""
     message = str(error).replace("_new_tokens", "_tokens")
+    message = message.replace("eos_token_id", "stop_token_ids")
     name = message.partition(" ")[0]
-    form = body.form() if isinstance(body, SamplingBody) else None
-    if form is not None and name.startswith("structured_outputs"):
-        if form[0] != "structured_outputs":
-            message, name = message.replace(name, form[0], 1), form[0]
+    field = body.form_field() if isinstance(body, SamplingBody) else None
+    if field is not None and name.startswith("structured_outputs"):
+        if field != "structured_outputs":
+            message, name = message.replace(name, field, 1), field
         return ApiError(400, message, param=name)
     if isinstance(body, ChatBody):
         message = message.replace("logprobs must", "top_logprobs must")
@@ -375,17 +408,75 @@ class TextPart(Body):
     text: Text
 
 
+def is_name(text: str) -> bool:
+    """True for what may be a part of a function's name."""
+    return re.fullmatch(r"[\w.:/-]*", text, re.ASCII) is not None
+
+
+def _check_name(name: str) -> str:
+    if not 1 <= len(name) <= 128 or not is_name(name):
+        raise ValueError("must be 1 to 128 letters, digits and characters of _ . : / -")
+    return name
+
+
+# Names stand in prompts and grammars.
+FunctionName = Annotated[str, AfterValidator(_check_name)]
+
+
+class Function(Body):
+    """A function that the model may call. `parameters` is the JSON schema of its arguments."""
+
+    name: FunctionName
+    description: Text | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None  # without effect: arguments always match the schema
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class _ChosenFunction(Body):
+    name: str
+
+
+class ChosenTool(Body):
+    """The function that the model must call."""
+
+    type: Literal["function"]
+    function: _ChosenFunction
+
+
+class _CalledFunction(Body):
+    name: FunctionName
+    arguments: Text
+    parsed_arguments: Any = None  # added by OpenAI's client: without effect
+
+
+class ToolCall(Body):
+    """A call in a past message. `arguments` is JSON: an object."""
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: _CalledFunction
+    index: int | None = None  # of a call that was streamed: without effect
+
+
 class Message(Body):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(max_length=1024)] | None = None
     name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=128)] | None = None
+    tool_call_id: Text | None = None  # of the call whose result a message with role "tool" is
     reasoning_content: Text | None = None  # of past turns: without effect
+    parsed: Any = None  # added by OpenAI's client: without effect
+    provider_specific_fields: Any = None  # added by litellm: without effect
     refusal: None = None
-    tool_calls: _EmptyList | None = None
-    annotations: _EmptyList | None = None
+    annotations: EmptyList | None = None
 
     def to_template(self) -> dict[str, str]:
-        """The message in the form that chat templates take."""
+        """Role and content in the form that chat templates take. `tools.py` adds calls."""
         content = self.content or ""
         if not isinstance(content, str):
             content = "".join(part.text for part in content)
@@ -401,16 +492,17 @@ class ChatBody(SamplingBody):
     messages: Messages
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     # Accepted, without effect:
     reasoning_effort: str | None = None
-    # Accepted only with the values that mean plain text without tools:
+    # Accepted only with the values that change nothing:
     modalities: list[Literal["text"]] | None = None
-    tools: _EmptyList | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
-    functions: _EmptyList | None = None
+    functions: EmptyList | None = None
     function_call: Literal["none", "auto"] | None = None
-    add_generation_prompt: Literal[True] | None = None
 
     default_max_tokens = 1024
 
@@ -419,6 +511,17 @@ class ChatBody(SamplingBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def offered_tools(self) -> list[Function]:
+        """The functions that the model may call in this answer."""
+        offered = [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
+        if isinstance(self.tool_choice, ChosenTool):
+            return [one for one in offered if one.name == self.tool_choice.function.name]
+        return offered
+
+    def form_field(self) -> str | None:
+        return "tools" if self.offered_tools else super().form_field()
 
 
 class TextBody(Body):
@@ -449,32 +552,69 @@ class ChoiceFormat:
         *,
         is_chat: bool,
         logprobs: int | None,
-        is_structured: bool = False,
+        strips: bool = False,
+        reader: "AnswerReader | None" = None,
     ) -> None:
-        self._index, self._is_chat = index, is_chat
-        # The space after "Assistant:" belongs to the chat format, but not where a grammar wrote it.
-        self._strips = is_chat and not is_structured
+        """strips: white space before a text is left out.
+        reader: finds calls of tools in an answer.
+        """
+        self._index, self._is_chat, self._strips = index, is_chat, strips
+        self._reader = reader
         self._tokenizer, self._logprobs = tokenizer, logprobs
         self._decoder, self._text_offset = StreamDecoder(tokenizer), 0
         self._is_first, self._has_text = True, False
 
     def whole(self, text: str, logprobs: Json | None, finish_reason: str) -> Json:
-        if self._is_chat:
-            content = text.lstrip() if self._strips else text
-            message = {"role": "assistant", "content": content, "refusal": None}
-            return self._choice("message", message, logprobs, finish_reason)
-        return self._choice("text", text, logprobs, finish_reason)
-
-    def chunk(self, text: str, logprobs: Json | None, finish_reason: str | None) -> Json:
         if not self._is_chat:
             return self._choice("text", text, logprobs, finish_reason)
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        if self._reader is not None:
+            text, calls = self._reader.read(text)
+            if calls:
+                message = {"role": "assistant", "content": None, "refusal": None}
+                message["tool_calls"] = calls
+            finish_reason = self._reader.finish_reason(finish_reason)
+        text = text.lstrip() if self._strips else text
+        if text or "tool_calls" not in message:
+            message["content"] = text
+        return self._choice("message", message, logprobs, finish_reason)
+
+    def chunks(self, text: str, logprobs: Json | None, finish_reason: str | None) -> list[Json]:
+        """The chunks of a piece of text: one, or with tools one for each part of a call.
+
+        With tools there is none while the reader holds back all of the text.
+        """
+        if not self._is_chat:
+            return [self._choice("text", text, logprobs, finish_reason)]
+        calls = list[Json]()
+        if self._reader is not None:
+            text, calls = self._reader.push(text, is_last=finish_reason is not None)
+            if finish_reason is not None:
+                finish_reason = self._reader.finish_reason(finish_reason)
+            elif not (text or calls or logprobs):
+                return []
         if self._strips and not self._has_text:
             text = text.lstrip()
             self._has_text = text != ""
-        delta = {"content": text}
+        deltas: list[Json] = [{"content": text}] if text else []
+        deltas += [{"tool_calls": [call]} for call in calls]
+        if finish_reason == "tool_calls":
+            deltas.append({})
+        elif not deltas:
+            deltas.append({"content": ""})
         if self._is_first:
-            delta, self._is_first = {"role": "assistant", "content": text}, False
-        return self._choice("delta", delta, logprobs, finish_reason)
+            deltas[0] = {"role": "assistant", "content": None, **deltas[0]}
+            self._is_first = False
+        last = len(deltas) - 1
+        return [
+            self._choice(
+                "delta",
+                delta,
+                logprobs if number == 0 else None,
+                finish_reason if number == last else None,
+            )
+            for number, delta in enumerate(deltas)
+        ]
 
     def logprobs(
         self,

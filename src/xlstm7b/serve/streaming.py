@@ -156,6 +156,9 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 class EventStream(StreamingResponse):
     """Server-sent events, ended by [DONE] or by an error event.
 
+    are_named: each event has a "type", which is its name. Their own last event ends the stream: it
+        tells of errors, too.
+
     `cleanup` is closed however the stream ends. `outcome` says how it ended, for the log.
     FastAPI's EventSourceResponse has no error events, more work per event, and cleans up only when
     its generator is garbage collected.
@@ -163,8 +166,9 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[Json]) -> None:
+    def __init__(self, events: AsyncIterator[Json], *, are_named: bool = False) -> None:
         super().__init__((), headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._are_named = are_named
         self._events, self.cleanup = events, ExitStack()
         self.outcome = {"ended": "abort"}  # or "whole", or "error" with the reason
 
@@ -176,21 +180,24 @@ class EventStream(StreamingResponse):
         head = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **head})
 
-        async def send_event(data: str) -> None:
-            body = f"data: {data}\n\n".encode()
+        async def send_event(data: str, name: str = "") -> None:
+            body = f"{name}data: {data}\n\n".encode()
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
         failure: Exception | None = None
         try:
             async for event in self._events:
-                await send_event(_to_json(event))
-            await send_event("[DONE]")
+                name = f"event: {event['type']}\n" if self._are_named else ""
+                await send_event(_to_json(event), name)
+            if not self._are_named:
+                await send_event("[DONE]")
             self.outcome = {"ended": "whole"}
         except Exception as error:
             failure = error
             known = error if isinstance(error, ApiError) else ApiError(500, "internal server error")
             self.outcome = {"ended": "error", "error": known.message}
-            await send_event(_to_json(known.content))
+            if not self._are_named:
+                await send_event(_to_json(known.content))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         if failure is not None and not isinstance(failure, ApiError):
             raise failure  # for the request log
