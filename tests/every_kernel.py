@@ -148,6 +148,9 @@ def run_step(dtype: torch.dtype, d_qk: int, d_hv: int) -> None:
     state = MLSTMState(draw(3, 2, d_qk, d_hv), draw(3, 2, d_qk), draw(3, 2))
     q, k, v = (draw(3, 2, d, dtype=dtype) for d in (d_qk, d_qk, d_hv))
     mlstm_step(q, k, v, draw(3, 2), draw(3, 2, shift=4), state)
+    larger = MLSTMState(*(torch.cat([part, part]) for part in state))
+    slots = torch.tensor([4, 0, 3], dtype=torch.int32, device=DEVICE)
+    mlstm_step(q, k, v, draw(3, 2), draw(3, 2, shift=4), larger, inplace=True, slots=slots)
 
 
 # Under initcheck, kernels that read bfloat16 products of cuBLAS were reported, others were not. The

@@ -2,6 +2,7 @@
 
 import ctypes
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -71,10 +72,13 @@ def json_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False, default=plain) + "\n").encode()
 
 
-def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
-    """Writes a new file, flushes it to the disk, and returns its sha256."""
+def write_hashed(path: Path, pieces: Iterable[bytes | memoryview], *, mode: int = 0o666) -> str:
+    """Writes a new file, flushes it to the disk, and returns its sha256.
+
+    `mode` is the mode of the file, less the process's umask.
+    """
     digest = hashlib.sha256()
-    with path.open("xb") as file:
+    with open(path, "xb", opener=functools.partial(os.open, mode=mode)) as file:
         try:
             for piece in pieces:
                 digest.update(piece)
@@ -167,11 +171,15 @@ def read_headers(files: Iterable[Path], dtypes: Mapping[str, torch.dtype] = DTYP
 
 
 def write_safetensors(
-    path: Path, tensors: dict[str, torch.Tensor], metadata: Mapping[str, str]
+    path: Path,
+    tensors: dict[str, torch.Tensor],
+    metadata: Mapping[str, str],
+    *,
+    mode: int = 0o666,
 ) -> None:
     """Writes a safetensors file with `write_aside`. Removes the tensors from `tensors`."""
     with write_aside(path) as aside:
-        write_hashed(aside, safetensors_pieces(tensors, metadata=metadata))
+        write_hashed(aside, safetensors_pieces(tensors, metadata=metadata), mode=mode)
 
 
 def safetensors_pieces(

@@ -107,6 +107,10 @@ def test_adapters_of_a_server(cli: Cli, speller: Path, adapter: Path, tmp_path: 
         ([adapter, f"again={adapter}"], f"{adapter} is the same as {adapter}"),
         ([f"a:b={adapter}"], "a colon or a character that is not printable: use NAME=FOLDER"),
         ([speller], "holds no adapter_config.json: not an adapter"),
+        (
+            [f"{speller.name}={adapter}"],
+            f"{speller.name!r} is the name of the model too: use NAME=FOLDER, or --name",
+        ),
     ):
         options = [part for one in given for part in ("--adapter", one)]
         assert refused(cli("serve", speller, *options)).endswith(message)

@@ -266,6 +266,22 @@ def test_generate_continues_from_a_saved_state(cli: Cli, speller: Path, tmp_path
     assert two == f"=== 1 of 2 ===\n{last}\n=== 2 of 2 ===\n{last}\n"
 
 
+def test_a_state_file_belongs_to_its_weights(cli: Cli, speller: Path, tmp_path: Path) -> None:
+    """The config is the same, the weights are others: the state would mean something else."""
+    other = tmp_path / "other"
+    torch.manual_seed(5)
+    XLSTM(read_config(speller)).save_pretrained(other)
+    assert read_config(other) == read_config(speller)
+    path = tmp_path / "state"
+    assert cli("generate", speller, "a", "--max-new-tokens", 2, "--save-state", path).code == 0
+    message = f"{path} belongs to other weights than those in {other}"
+    assert message in refused(cli("generate", other, "--load-state", path))
+    short = ("--max-new-tokens", 2)
+    assert cli("chat", speller, *short, stdin=f"a\n/save {path}\n").code == 0
+    assert message in cli("chat", other, stdin=f"/load {path}\n").err
+    assert "Loaded" in cli("chat", speller, stdin=f"/load {path}\n").err
+
+
 def test_generate_in_bfloat16_states(cli: Cli, speller: Path, tmp_path: Path) -> None:
     path = tmp_path / "state"
     narrow = ("--state-dtype", "bfloat16", "--max-new-tokens", 3)

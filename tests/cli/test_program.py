@@ -92,7 +92,9 @@ def test_words_are_completed() -> None:
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("command", ["info 7b", "info 7b --json", "train --reference"])
+@pytest.mark.parametrize(
+    "command", ["info 7b", "info 7b --json", "train --reference", "-h", "info -h"]
+)
 def test_a_closed_pipe_is_no_error(command: str, unbuffered: str) -> None:
     piped = f"{sys.executable} -m xlstm7b {command} | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(

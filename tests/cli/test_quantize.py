@@ -39,7 +39,9 @@ def test_a_quantised_folder_works_with_every_command(
     assert all(scheme in row and "%" in row for row in rows)
     assert printed.splitlines()[-1].startswith(f"wrote {folder}: ")
     assert "files match" in succeeded(cli("verify", folder))
-    assert scheme in succeeded(cli("info", folder))
+    shown = succeeded(cli("info", folder))
+    assert scheme in shown
+    assert "lm_head" in shown
     assert scheme in json.loads(succeeded(cli("info", folder, "--json")))["quantization"].values()
 
     back = tmp_path / "back"

@@ -78,8 +78,8 @@ def test_a_text_becomes_a_state_file(
         cli("generate", "other", *state),
         cli("eval", "ppl", "other", "texts.jsonl", *state),
     ):
-        assert "was trained for other weights than those in" in refused(command)
+        assert "belongs to other weights than those in" in refused(command)
     said = cli("chat", "other", stdin="/load ab.safetensors\n").err
-    assert "was trained for other weights" in said
+    assert "belongs to other weights" in said
     message = refused(cli("eval", "ppl", "--peer", "x", "texts.jsonl", *state))
     assert message == "--load-state is for our model, not for a peer"

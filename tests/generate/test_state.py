@@ -1,9 +1,11 @@
 """SavedState: copied, saved and loaded without a bit changed. StateStore: files, two policies."""
 
+import gc
 import json
 import os
 import re
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from checkpoint_files import CONFIG, names_in, save_small
 from xlstm7b import files
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate import Generator, SavedState, StateStore
-from xlstm7b.generate.state import StoreFull, state_bytes
+from xlstm7b.generate.state import StateLabel, StoreFull, state_bytes
 from xlstm7b.mlstm import MLSTMState
 from xlstm7b.model import XLSTM, ModelState
 from xlstm7b.tokenizer import ByteTokenizer
@@ -460,13 +462,13 @@ def test_files_of_others_are_neither_counted_nor_touched(tmp_path, evict):
         assert [found.name for found in kept.list()] == ["state-two"]
     others = store(tmp_path, prefix="prefix-")
     assert others.nbytes == 80_000
-    assert others.list() == []  # it is no state
+    assert [(found.name, found.status) for found in others.list()] == [("prefix-1", "damaged")]
     for name in foreign:
         assert (tmp_path / name).read_bytes() == b"not ours" * 10_000
 
 
 @pytest.mark.parametrize("damage", ["cut", "garbage", "empty", "other model"])
-def test_a_damaged_file_is_not_listed_and_can_be_deleted(tmp_path, damage):
+def test_a_damaged_file_is_listed_as_such_and_can_be_deleted(tmp_path, damage):
     kept = store(tmp_path)
     kept.save("state-one", random_state(1))
     kept.save("state-two", random_state(1))
@@ -482,12 +484,10 @@ def test_a_damaged_file_is_not_listed_and_can_be_deleted(tmp_path, damage):
             random_state(1, config=replace(SMALL, num_blocks=4)).save(path)
     with pytest.raises(ValueError, match=re.escape(str(path))):
         kept.load("state-one")
-    if damage == "other model":
-        assert len(kept.list()) == 2
-    else:
-        assert [found.name for found in kept.list()] == ["state-two"]
-        with pytest.raises(KeyError):
-            kept.find("state-one")
+    status = "other_model" if damage == "other model" else "damaged"
+    listed = {found.name: found.status for found in kept.list()}
+    assert listed == {"state-one": status, "state-two": "ok"}
+    assert kept.find("state-one").nbytes == path.stat().st_size
     kept.delete("state-one")
     assert names_in(tmp_path) == {"state-two.safetensors"}
 
@@ -556,9 +556,10 @@ def test_a_state_that_cannot_be_written_leaves_no_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(SavedState, "save", full)
     with pytest.raises(OSError, match="no space left"):
-        kept.save("state-one", random_state(1))
+        kept.save("state-one", random_state(1), StateLabel("one"))
     monkeypatch.undo()
     assert kept.list() == []
+    assert names_in(tmp_path) == set()
     kept.save("state-one", random_state(1))  # the lock was released
 
 
@@ -569,6 +570,95 @@ def test_a_store_in_a_folder_that_is_not_there(tmp_path):
         kept.load("state-one")
     with pytest.raises(FileNotFoundError):
         kept.save("state-one", random_state(1))
+
+
+def test_saving_and_checking_for_room_do_not_list_the_folder(tmp_path, monkeypatch):
+    kept = store(tmp_path)
+    kept.save("state-one", random_state(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", lambda *_: pytest.fail("the folder was listed"))
+        for n in range(3):
+            kept.check_room(SIZE)
+            kept.save(f"state-{n}", random_state(1), StateLabel(str(n)))
+            assert kept.find(f"state-{n}").label.name == str(n)
+        kept.delete("state-1")
+        kept.set_label("state-2", StateLabel("other"))
+    assert {found.name for found in kept.list()} == {"state-one", "state-0", "state-2"}
+    assert kept.nbytes == sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+
+
+def test_the_index_follows_other_processes(tmp_path, monkeypatch):
+    one, two = store(tmp_path, 2.5), store(tmp_path, 2.5)
+    one.save("state-1", random_state(1))
+    assert two.find("state-1").status == "ok"
+    two.set_label("state-1", StateLabel("mine", ("a", "b")))
+    assert one.find("state-1").label == StateLabel("mine", ("a", "b"))
+    assert one.names(tag="a") == ["state-1"]
+    two.set_label("state-1", StateLabel())
+    assert one.names(tag="a") == []
+    one.save("state-2", random_state(1))
+    two.delete("state-1")
+    one.save("state-3", random_state(1))  # it seems full: the folder is listed first
+    assert [found.name for found in two.list()] == ["state-3", "state-2"]
+    with pytest.raises(StoreFull):
+        two.check_room(SIZE)
+    one.delete("state-2")
+    two.check_room(SIZE)
+    # What others save counts at the latest when the index is ten seconds old.
+    one.save("state-4", random_state(1))
+    two.check_room(SIZE)
+    now = time.monotonic()
+    monkeypatch.setattr("xlstm7b.generate.state.time.monotonic", lambda: now + 11)
+    with pytest.raises(StoreFull):
+        two.check_room(SIZE)
+
+
+def test_labels_are_kept_and_expire(tmp_path, monkeypatch):
+    kept, now = store(tmp_path), time.time()
+    kept.save("state-1", random_state(1), StateLabel("é😀", ("x",), now + 100), title="note")
+    kept.save("state-2", random_state(1), StateLabel(expires=now + 300))
+    kept.save("state-3", random_state(1))
+    found = store(tmp_path).find("state-1")
+    assert (found.label, found.notes) == (StateLabel("é😀", ("x",), now + 100), {"title": "note"})
+    assert names_in(tmp_path) == {
+        *(f"state-{n}.safetensors" for n in (1, 2, 3)), "state-1.json", "state-2.json"}  # fmt: skip
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+    monkeypatch.setattr("xlstm7b.generate.state.time.time", lambda: now + 200)
+    with pytest.raises(KeyError):
+        kept.find("state-1")
+    assert [found.name for found in store(tmp_path).list()] == ["state-3", "state-2"]
+    assert names_in(tmp_path) == {"state-2.safetensors", "state-2.json", "state-3.safetensors"}
+    for content in ("", "{", "[]", '{"name": 1, "tags": [], "expires": null}', "[" * 100_000):
+        (tmp_path / "state-2.json").write_text(content)
+        assert kept.find("state-2").label == StateLabel()
+    kept.delete("state-2")
+    assert names_in(tmp_path) == {"state-3.safetensors"}
+    with pytest.raises(KeyError):
+        kept.set_label("state-2", StateLabel("late"))
+    assert names_in(tmp_path) == {"state-3.safetensors"}
+
+
+def test_files_of_a_killed_save_are_removed(tmp_path):
+    """Not while another process may be writing them, unless they are old."""
+    half, foreign = ".state-1.safetensors.0123abcd", ".others.safetensors.0123abcd"
+
+    def killed():
+        for name in (half, foreign, "state-9.json"):
+            (tmp_path / name).write_bytes(b"half")
+
+    killed()
+    kept = store(tmp_path)
+    assert names_in(tmp_path) == {foreign}
+    killed()
+    other = store(tmp_path)  # as of another process: each has a lock of its own
+    assert names_in(tmp_path) == {half, foreign, "state-9.json"}
+    os.utime(tmp_path / half, (1000, 1000))
+    third = store(tmp_path)
+    assert names_in(tmp_path) == {foreign, "state-9.json"}
+    del kept, other, third
+    gc.collect()
+    store(tmp_path)
+    assert names_in(tmp_path) == {foreign}
 
 
 @pytest.mark.parametrize("evict", [False, True])

@@ -733,6 +733,13 @@ def test_mistakes_are_one_sentence(ours):
         ours(ids, attention_mask=torch.ones(2, 7))
     with pytest.raises(ValueError, match=r"position_ids must be \[2, 8\], not \[3, 2, 8\]"):
         ours(ids, position_ids=torch.ones(3, 2, 8))
+    for rows in (0, 3):  # of another batch
+        with pytest.raises(ValueError, match=rf"attention_mask must be .*, not \[{rows}, 8\]"):
+            ours(ids, attention_mask=torch.ones(rows, 8))
+        with pytest.raises(ValueError, match=rf"position_ids must be .*, not \[{rows}, 8\]"):
+            ours(ids, position_ids=torch.ones(rows, 8))
+    with pytest.raises(ValueError, match=r"position_ids must be \[2, 8\], not \[\]"):
+        ours(ids, position_ids=torch.tensor(1))
     with pytest.raises(ValueError, match="no tokens to read"):
         ours(ids[:, :0])
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):

@@ -115,3 +115,35 @@ def test_wrong_shapes_are_refused(part, index):
     name = part if part in extras else f"the state's {part}"
     with pytest.raises(ValueError, match=f"{name} must have the shape"):
         mlstm_step(*one_token(case, 0), state, **extras)
+
+
+@pytest.mark.parametrize("backend", ["recurrent", "triton"])
+def test_slots_of_a_larger_state_are_updated_in_place(backend):
+    """The rows of the larger state are apart in memory, as in the cache of vLLM."""
+    case = random_case(5, 3, 1, 2, 16, 32, dtype=torch.float32)
+    weight, gate = torch.rand(64), torch.randn(3, 2, 32)
+    options = {"gate": gate, "norm_weight": weight, "backend": backend}
+    want, want_state = mlstm_step(*one_token(case, 0), case.state, **options)
+    memory = torch.randn(6, 2 * (16 * 32 + 16 + 1) + 30)
+    C, n, m, _ = memory.split([2 * 16 * 32, 2 * 16, 2, 30], dim=1)
+    larger = MLSTMState(C.unflatten(1, (2, 16, 32)), n.unflatten(1, (2, 16)), m)
+    slots = torch.tensor([4, 1, 3], dtype=torch.int32)
+    for part, rows in zip(larger, case.state, strict=True):
+        part[slots.long()] = rows
+    before = memory.clone()
+    got, same = mlstm_step(*one_token(case, 0), larger, **options, inplace=True, slots=slots)
+    assert same is larger
+    assert torch.equal(got, want)
+    for part, want_part in zip(larger, want_state, strict=True):
+        assert torch.equal(part[slots.long()], want_part)
+    others = [0, 2, 5]
+    assert torch.equal(memory[others], before[others])
+    assert torch.equal(memory[:, -30:], before[:, -30:])
+
+
+def test_slots_are_checked():
+    case = random_case(6, 2, 1, 2, 4, 4)
+    with pytest.raises(ValueError, match="slots can only be given with inplace=True"):
+        mlstm_step(*one_token(case, 0), case.state, slots=torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"slots must have the shape \[2\], not \[3\]"):
+        mlstm_step(*one_token(case, 0), case.state, inplace=True, slots=torch.tensor([0, 1, 1]))

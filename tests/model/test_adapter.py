@@ -202,6 +202,14 @@ def test_adapters_that_do_not_fit(edit, message, adapter, tmp_path):
         load_adapter(tmp_path / "changed", CONFIG)
 
 
+def test_a_pattern_that_takes_years_is_refused(adapter, tmp_path, monkeypatch):
+    monkeypatch.setattr("xlstm7b.model.adapter._MATCH_SECONDS", 1)
+    years = {"(.*)*(.*)*!": 3}
+    change(adapter, tmp_path / "changed", lambda c, t: c.update(alpha_pattern=years))
+    with pytest.raises(ValueError, match="in alpha_pattern take more than 1 s"):
+        load_adapter(tmp_path / "changed", CONFIG)
+
+
 @pytest.mark.parametrize("fingerprint", ["[1]", '"x"', "[" * 100_000, "{"])
 def test_damaged_fingerprints_of_the_base(fingerprint, adapter, tmp_path):
     tensors = load_file(adapter / "adapter_model.safetensors")

@@ -11,8 +11,10 @@ from models import SMALL, random_model, random_tokens
 from torch import Tensor
 
 from xlstm7b.accounting import state_tuning_parameters
+from xlstm7b.generate import Engine, Generator
 from xlstm7b.model import XLSTM, ModelState
 from xlstm7b.model.initial_state import InitialState, add_initial_state, values_of
+from xlstm7b.tokenizer import ByteTokenizer
 
 # The norm of each head's output cancels most of what n does, unless its ε is large.
 CONFIG = replace(SMALL, cell_norm_eps=0.1)
@@ -110,3 +112,13 @@ def test_the_low_rank_start_is_the_best_approximation():
         tail = torch.linalg.svdvals(exact)[..., rank:].norm() / exact.norm()
         assert errors[-1] == pytest.approx(tail.item(), abs=1e-5)
     assert errors[0] > errors[1] > errors[2]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_generation_refuses_a_model_that_starts_from_a_state_of_its_own(fused):
+    """It would start from zeros. The state is given to `generate` instead."""
+    model, _ = tuned(None, 0, torch.float32)
+    with pytest.raises(ValueError, match="has an initial_state, which generation would ignore"):
+        Generator(model, ByteTokenizer(), fused=fused)
+    with pytest.raises(ValueError, match="has an initial_state, which generation would ignore"):
+        Engine(model, ByteTokenizer(), fused=fused)

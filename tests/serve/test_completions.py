@@ -1,9 +1,12 @@
 """/v1/completions, /v1/chat/completions and /tokenize against the library's own results."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from live_server import GREEDY, LiveServer, error_of, serving
 
 from xlstm7b.generate import Generator
@@ -170,13 +173,37 @@ def test_the_chunks_of_a_stream_add_up_to_the_whole_answer(live: LiveServer) -> 
 
 def test_tokenize_and_detokenize(live: LiveServer) -> None:
     ids = ByteTokenizer().encode("Grüße")
-    assert live.post("/tokenize", prompt="Grüße") == {"tokens": ids, "count": 7}
-    assert live.post("/detokenize", tokens=ids) == {"prompt": "Grüße"}
+    first = live.service.config.bos_token_id
+    assert live.post("/tokenize", prompt="Grüße") == {"tokens": [first, *ids], "count": 8}
+    without = live.post("/tokenize", prompt="Grüße", add_special_tokens=False)
+    assert without == {"tokens": ids, "count": 7}
+    for tokens in (ids, [first, *ids]):
+        assert live.post("/detokenize", tokens=tokens) == {"prompt": "Grüße"}
     talk = [{"role": "user", "content": "Hi"}]
     written = ByteTokenizer().encode("User: Hi\nAssistant:")
-    assert live.post("/tokenize", messages=talk)["tokens"] == written
+    assert live.post("/tokenize", messages=talk)["tokens"] == [first, *written]
     assert "outside the vocabulary of 320" in live.refused("/detokenize", 400, tokens=[320])
     assert "exactly one of prompt and messages" in live.refused("/tokenize", 400)
+
+
+PROMPTS = st.text(max_size=20) | st.lists(st.integers(0, 319), min_size=1, max_size=20)
+ROLES = st.sampled_from(["system", "user", "assistant"])
+TALKS = st.lists(st.fixed_dictionaries({"role": ROLES, "content": st.text(max_size=9)}), min_size=1)
+
+
+@settings(max_examples=12)
+@given(prompt=PROMPTS, talk=TALKS)
+def test_tokenize_counts_as_usage_does(live: LiveServer, prompt: Any, talk: Any) -> None:
+    count = live.post("/tokenize", prompt=prompt)["count"]
+    answer = live.post("/v1/completions", prompt=prompt, max_tokens=1)
+    assert answer["usage"]["prompt_tokens"] == count
+    assert live.post("/v1/states", prompt=prompt)["usage"]["prompt_tokens"] == count
+    tokens = live.post("/tokenize", messages=talk)["tokens"]
+    answer = live.post("/v1/chat/completions", messages=talk, max_tokens=1)
+    assert answer["usage"]["prompt_tokens"] == len(tokens)
+    # The tokens can be sent as they are.
+    answer = live.post("/v1/completions", prompt=tokens, max_tokens=1)
+    assert answer["usage"]["prompt_tokens"] == len(tokens)
 
 
 @pytest.mark.parametrize(

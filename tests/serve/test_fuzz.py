@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -90,6 +91,11 @@ FORMS: dict[str, Any] = {
     ),
 }
 SAMPLING |= FORMS
+LABEL = {
+    "name": TEXT,
+    "tags": st.lists(TEXT, max_size=3),
+    "expires_in": st.integers(0, 10**8),
+}
 NAME = st.sampled_from(["f", "g"])
 FUNCTION = {"name": NAME, "parameters": SCHEMA | VALUES | st.none()}
 CALL = {"name": NAME, "arguments": st.sampled_from(["{}", '{"a": 1}', "x"]) | TEXT}
@@ -182,9 +188,16 @@ ROUTES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "model": st.just("tiny"),
         },
     ),
-    "/tokenize": ({"prompt": PROMPT}, {"model": st.just("tiny")}),
+    "/tokenize": (
+        {"prompt": PROMPT},
+        {"model": st.just("tiny"), "add_special_tokens": st.booleans()},
+    ),
+    "/markdown": ({"texts": st.lists(st.text(max_size=9))}, {"texts": st.just([])}),
     "/detokenize": ({"tokens": st.lists(st.integers(0, 319))}, {"model": st.just("tiny")}),
-    "/v1/states": ({"messages": TALK}, {"model": st.just("tiny")}),
+    "/v1/states": (
+        {"messages": TALK},
+        {"model": st.just("tiny"), **LABEL, "stream": st.booleans()},
+    ),
 }
 
 
@@ -250,6 +263,51 @@ def test_any_form_of_the_output_is_refused_or_answered(live: LiveServer) -> None
     check()
     assert min(answers[200], answers[400]) > 30
     assert live.client.get("/health").json() == {"status": "ok"}
+
+
+def test_states_with_any_fields_queries_and_content(live: LiveServer) -> None:
+    """PUT, PATCH and GET, with states that are there and ids that are not."""
+    known = live.post("/v1/states", prompt="a")["id"]
+    live.post("/v1/states", prompt="a", name="b", tags=["c"])
+    file = live.client.get(f"/v1/states/{known}/content").content
+    ids = st.sampled_from([known, known[:-1], "state-" + "0" * 24, "../x", "", "é"])
+    odd_text = ODD.map(str).filter(str.isprintable)
+    queries = st.dictionaries(
+        st.sampled_from([*LABEL, "model", "state", "stream", "limit", "after", "tag", "x"]),
+        st.sampled_from(["tiny", known, "true", "0", "7", "-1", "", "é", "9" * 5000]) | odd_text,
+        max_size=3,
+    )
+    kinds = st.sampled_from(["text/plain", "text/plain; charset=x", "", "application/json", "é/b"])
+    contents = st.binary(max_size=40) | st.just(file) | st.integers(0, 4000).map(lambda n: file[:n])
+    bodies = st.fixed_dictionaries({}, optional={name: LABEL[name] | VALUES for name in LABEL})
+    answers = Counter[int]()
+
+    @settings(max_examples=150, suppress_health_check=[*HealthCheck])
+    @given(query=queries, kind=kinds, content=contents, state_id=ids, body=bodies)
+    def check(query: Any, kind: str, content: bytes, state_id: str, body: Any) -> None:
+        path = f"/v1/states/{quote(state_id, safe='')}"
+        encoded = kind.encode()
+        for answer in (
+            live.client.put(
+                "/v1/states", params=query, content=content, headers={"content-type": encoded}
+            ),
+            live.client.get("/v1/states", params=query),
+            live.client.get(path, params=query),
+            live.client.get(f"{path}/content", params=query),
+            live.client.patch(
+                path, content=json.dumps(body), headers={"content-type": "application/json"}
+            ),
+        ):
+            assert answer.status_code in (200, 400, 404, 405, 409), answer.text
+            if answer.status_code != 200:
+                message = error_of(answer)["message"]
+                assert not re.search("Input should|should have|Field required|permitted", message)
+            answers[answer.status_code] += 1
+
+    check()
+    assert min(answers[200], answers[400], answers[404]) > 30
+    assert live.client.get("/health").json() == {"status": "ok"}
+    assert live.client.get(f"/v1/states/{known}").json()["status"] == "ok"
 
 
 @pytest.mark.parametrize(
@@ -357,7 +415,7 @@ def test_every_operation_of_the_openapi_schema(live: LiveServer) -> None:
 
         check()
         tried += 1
-    assert tried == 19
+    assert tried == 22
     assert live.post("/v1/completions", prompt="a", max_tokens=2)["choices"]
 
 

@@ -1,7 +1,10 @@
 """/v1/states: states are saved, listed, continued from and deleted."""
 
 import json
+import threading
+import time
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -9,13 +12,13 @@ import torch
 from commands import CHATML
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from live_server import GREEDY, LiveServer, serving, wait_for
+from live_server import GREEDY, LiveServer, error_of, events, serving, wait_for
 
 from xlstm7b.chat_format import ChatTemplate, TemplateFormat
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate import Generator, SavedState, StateStore
 from xlstm7b.model import XLSTM
-from xlstm7b.serve.protocol import ApiError, Limiter
+from xlstm7b.serve.protocol import ApiError, Limiter, Limits
 from xlstm7b.serve.saved_states import SavedStates
 from xlstm7b.tokenizer import ByteTokenizer
 
@@ -144,12 +147,26 @@ def test_states_that_are_damaged_or_of_another_model(generator: Generator, tmp_p
         saved = live.post(STATES, prompt="a")["id"]
         path = tmp_path / f"{saved}.safetensors"
         whole = path.read_bytes()
-        path.write_bytes(whole[: len(whole) // 2])
-        assert "there is no saved state" in live.refused(COMPLETIONS, 404, state=saved)
         other = Generator(XLSTM(ModelConfig(64, 1, 2, vocab_size=320)), ByteTokenizer())
-        other.read("a").save(path)
-        message = live.refused(COMPLETIONS, 409, state=saved)
-        assert message == f"the state {saved} is damaged or was saved by another model"
+        message = f"the state {saved} is damaged or was saved by another model"
+        for status, damage in (
+            ("damaged", lambda: path.write_bytes(whole[: len(whole) // 2])),
+            ("other_model", lambda: other.read("a").save(path)),
+        ):
+            damage()
+            (listed,) = live.client.get(STATES).json()["data"]
+            assert (listed["id"], listed["status"], listed["model"]) == (saved, status, None)
+            assert live.refused(COMPLETIONS, 409, state=saved) == message
+            assert live.refused(STATES, 409, state=saved, prompt="b") == message
+            found = live.client.get(f"{STATES}/{saved}")
+            assert found.status_code == (409 if status == "damaged" else 200)
+            content = live.client.get(f"{STATES}/{saved}/content")
+            assert content.status_code == found.status_code
+        path.write_bytes(whole)
+        assert live.post(COMPLETIONS, state=saved, max_tokens=1)["choices"]
+        path.write_bytes(b"")
+        assert live.client.delete(f"{STATES}/{saved}").status_code == 200
+        assert live.client.get(STATES).json()["data"] == []
 
 
 IDS = st.one_of(
@@ -242,21 +259,332 @@ def test_other_files_are_not_uploaded(live: LiveServer, tmp_path: Path) -> None:
     assert len(live.client.get(STATES).json()["data"]) == before
 
 
-def test_a_trained_state_needs_the_weights_it_was_trained_for(
-    generator: Generator, tmp_path: Path
-) -> None:
+def test_a_state_needs_the_weights_that_it_belongs_to(generator: Generator, tmp_path: Path) -> None:
     ours = {"quantization": "", "matrices": "a", "others": "b"}
     store = StateStore(tmp_path, generator.config, 1 << 30, evict=False)
-    states = SavedStates(store, lambda: ours)
+    states = SavedStates(store, ours)
     file = tmp_path / "tuned.safetensors"
     generator.read("a").save(file, weights=json.dumps(ours))
-    saved = states.upload(file.read_bytes())["id"]
+    saved = states.upload(file.read_bytes()).name
     assert states.load(saved)[0].tokens_seen == [2]
-    after_a_restart = SavedStates(store, lambda: {**ours, "matrices": "c"})
-    with pytest.raises(ApiError, match="trained for other weights") as raised:
-        after_a_restart.load(saved)
-    assert raised.value.status == 409
+    read = states.save(generator.read("a")).name
+    after_a_restart = SavedStates(store, {**ours, "matrices": "c"})
+    for state_id in (saved, read):
+        assert states.describe(states.find(state_id), {"": "tiny"})["status"] == "ok"
+        with pytest.raises(ApiError, match="belongs to other weights") as raised:
+            after_a_restart.load(state_id)
+        assert raised.value.status == 409
+        found = after_a_restart.find(state_id)
+        assert after_a_restart.describe(found, {"": "tiny"})["status"] == "other_model"
     for note in (json.dumps({**ours, "others": "c"}), "[]", "{"):
         generator.read("a").save(file, weights=note)
-        with pytest.raises(ApiError, match="trained for other weights"):
+        with pytest.raises(ApiError, match="belongs to other weights"):
             states.upload(file.read_bytes())
+
+
+# Reading a text into a state
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    (choice,) = answer["choices"]
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+@pytest.mark.parametrize("kind", ["text", "ids"])
+def test_a_state_is_extended_without_generating(live: LiveServer, kind: str) -> None:
+    def prompt(text: str) -> Any:
+        return text if kind == "text" else ByteTokenizer().encode(text, continues=True)
+
+    first = live.post(STATES, prompt=prompt("The sea"))
+    second = live.post(STATES, state=first["id"], prompt=prompt(" was"))
+    assert (first["tokens"], second["tokens"]) == (8, 12)
+    assert second["usage"]["prompt_tokens"] == 4
+    want = live.post(COMPLETIONS, prompt="The sea was", max_tokens=8, **GREEDY)
+    found = live.post(COMPLETIONS, state=second["id"], max_tokens=8, **GREEDY)
+    assert text_of(found) == text_of(want)
+    found = live.post(COMPLETIONS, state=first["id"], prompt=" was", max_tokens=8, **GREEDY)
+    assert text_of(found) == text_of(want)  # the first state is as it was
+    copy = live.post(STATES, state=first["id"], prompt="")
+    assert (copy["tokens"], copy["usage"]["prompt_tokens"]) == (8, 0)
+    message = live.refused(STATES, 400, state=first["id"])
+    assert message == "exactly one of prompt and messages is needed"
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_a_conversation_is_extended_without_generating(
+    generator: Generator, tmp_path: Path, template: str | None
+) -> None:
+    chat_format = None if template is None else TemplateFormat(ChatTemplate(template, {}))
+    talk = [
+        {"role": "system", "content": "A long book."},
+        *user("Hello"),
+        {"role": "assistant", "content": "Hi"},
+        *user("Who?"),
+        {"role": "assistant", "content": "Me"},
+    ]
+    with serving(generator, states=tmp_path, chat_format=chat_format) as live:
+        last = {"messages": user("Go on."), "max_tokens": 8, **GREEDY}
+        want = live.post(CHAT, **{**last, "messages": [*talk, *user("Go on.")]})
+        for cut in (1, 3, 5):
+            state = live.post(STATES, messages=talk[:cut])["id"]
+            if cut < 5:
+                state = live.post(STATES, state=state, messages=talk[cut:])["id"]
+            read = live.client.get(f"{STATES}/{state}").json()["tokens"]
+            assert read == live.post(STATES, messages=talk)["tokens"]
+            assert text_of(live.post(CHAT, state=state, **last)) == text_of(want), cut
+
+
+def test_a_reading_shows_its_progress(generator: Generator, tmp_path: Path) -> None:
+    text = "The sea was calm. " * 600
+    with serving(generator, states=tmp_path) as live:
+        parts = live.stream(STATES, prompt=text, name="Sea")
+        *progress, saved = parts
+        assert {part["object"] for part in progress} == {"state.progress"}
+        assert {part["tokens_total"] for part in progress} == {len(text) + 1}
+        read = [part["tokens_read"] for part in progress]
+        assert read == sorted(set(read))
+        assert read[0] == 0
+        assert read[-1] <= len(text) + 1
+        assert (saved["object"], saved["name"], saved["tokens"]) == ("state", "Sea", len(text) + 1)
+        assert saved["usage"]["prompt_tokens"] == len(text) + 1
+        whole = live.post(STATES, prompt=text)
+        assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == len(text) + 1
+        again = live.client.get(f"{STATES}/{saved['id']}").json()
+        assert again == {name: value for name, value in saved.items() if name != "usage"}
+        # What is refused before reading has a status; what fails later is an event.
+        assert live.refused(STATES, 404, prompt="a", state="state-" + "0" * 24, stream=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SavedState, "save", _full)
+            with live.client.stream("POST", STATES, json={"prompt": "a", "stream": True}) as answer:
+                lines = [line for line in answer.iter_lines() if line]
+        error = json.loads(lines[-1].removeprefix("data: "))["error"]
+        assert "could not be saved" in error["message"]
+        assert len(live.client.get(STATES).json()["data"]) == 2
+
+
+def _full(*_: object, **__: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("method", ["POST", "PUT"])
+def test_a_client_that_disconnects_ends_the_reading(
+    generator: Generator, tmp_path: Path, stream: bool, method: str
+) -> None:
+    text = "The sea was calm. " * 40_000  # minutes of reading
+    with serving(generator, states=tmp_path) as live, live.connect() as connection:
+        if method == "POST":
+            content = json.dumps({"prompt": text, "stream": stream}).encode()
+            head = f"POST {STATES} HTTP/1.1\r\ncontent-type: application/json"
+        else:
+            content = text.encode()
+            head = f"PUT {STATES}?stream={stream} HTTP/1.1\r\ncontent-type: text/plain"
+        head += f"\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n\r\n"
+        connection.sendall(head.encode() + content)
+        wait_for(lambda: live.service.engine.stats().running == 1)
+        connection.close()
+        wait_for(live.is_idle)
+        assert live.client.get(STATES).json()["data"] == []
+        assert live.metric("request_aborts_total") == 1
+        assert [*tmp_path.iterdir()] == []
+
+
+def test_a_text_file_is_read_into_a_state(live: LiveServer) -> None:
+    def put(content: bytes, kind: str = "text/plain", **query: Any) -> Any:
+        return live.client.put(
+            STATES, content=content, params=query, headers={"content-type": kind}
+        )
+
+    want = live.post(STATES, prompt="Grüße")
+    for content, kind in (
+        ("Grüße".encode(), "text/plain"),
+        ("Grüße".encode("utf-8-sig"), "Text/Plain; charset=utf-8"),
+    ):
+        answer = put(content, kind, name="Gruß", tags=["a", "b"], expires_in=60)
+        assert answer.status_code == 200, answer.text
+        found = answer.json()
+        assert (found["tokens"], found["name"], found["tags"]) == (8, "Gruß", ["a", "b"])
+        assert found["expires"] - found["created"] in (59, 60, 61)
+        assert found["usage"]["prompt_tokens"] == want["usage"]["prompt_tokens"]
+    longer = put(b" und", state=found["id"], model="tiny").json()
+    assert longer["tokens"] == 12
+    streamed = put(b"abc", stream="true")
+    *progress, last = events(iter(streamed.text.split("\n\n")))
+    assert progress[0] == {"object": "state.progress", "tokens_read": 0, "tokens_total": 4}
+    assert last["tokens"] == 4
+    refused = put("Grüße".encode("latin-1"))
+    assert refused.status_code == 400
+    assert error_of(refused)["message"] == "the file is not UTF-8 text: byte 0xfc at position 2"
+    # These fields mean nothing for a state file.
+    for name, value in {"model": "tiny", "state": found["id"], "stream": "false"}.items():
+        refused = put(b"", "application/octet-stream", **{name: value})
+        assert (refused.status_code, error_of(refused)["param"]) == (400, name)
+
+
+def test_limits_of_a_text_file(generator: Generator, tmp_path: Path) -> None:
+    limits = Limits(body_bytes=100, prompt_tokens=50, upload_seconds=0.3)
+    kind = {"content-type": "text/plain"}
+    with serving(generator, states=tmp_path, limits=limits) as live:
+        for size, status in ((49, 200), (60, 400), (100, 400), (101, 413)):
+            answer = live.client.put(STATES, content=b"a" * size, headers=kind)
+            assert answer.status_code == status, answer.text
+        assert error_of(answer)["message"] == "a text file may have at most 100 bytes"
+        head = f"PUT {STATES} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n"
+        with live.connect() as connection:
+            connection.sendall(head.encode())
+            assert b" 408 " in connection.recv(1000)
+
+
+# Labels, pages and files
+
+
+def test_a_state_has_a_name_tags_and_an_expiry(live: LiveServer) -> None:
+    state = live.post(STATES, prompt="a", name="Book", tags=["x", "y", "x"], expires_in=100)
+    path = f"{STATES}/{state['id']}"
+    assert (state["name"], state["tags"]) == ("Book", ["x", "y"])
+    assert 98 <= state["expires"] - state["created"] <= 101
+    assert (state["status"], state["model"]) == ("ok", "tiny")
+
+    def patch(**body: Any) -> dict[str, Any]:
+        answer = live.client.patch(path, json=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json() == live.client.get(path).json()
+        return answer.json()
+
+    del state["usage"]
+    assert patch(name="Büch 😀") == {**state, "name": "Büch 😀"}
+    assert patch() == {**state, "name": "Büch 😀"}
+    assert patch(tags=[])["tags"] == []
+    assert patch(name="")["name"] == ""
+    assert patch(expires_in=0)["expires"] is None
+    assert patch(tags=["z"], name=None)["tags"] == ["z"]
+    for body, param in (
+        ({"name": "a" * 201}, "name"),
+        ({"name": "a\nb"}, "name"),
+        ({"name": 1}, "name"),
+        ({"tags": "a"}, "tags"),
+        ({"tags": [""]}, "tags.0"),
+        ({"tags": ["a" * 65]}, "tags.0"),
+        ({"tags": ["a"] * 17}, "tags"),
+        ({"expires_in": -1}, "expires_in"),
+        ({"expires_in": 1.5}, "expires_in"),
+        ({"expires_in": 10**10}, "expires_in"),
+        ({"tokens": 1}, "tokens"),
+    ):
+        for answer in (
+            live.client.patch(path, json=body),
+            live.client.post(STATES, json={"prompt": "a", **body}),
+        ):
+            assert answer.status_code == 400, answer.text
+            assert error_of(answer)["param"] == param
+            assert "Input should" not in answer.text
+    assert live.client.patch(f"{STATES}/state-{'0' * 24}", json={}).status_code == 404
+
+
+def test_an_expired_state_is_gone(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    short = live.post(STATES, prompt="a", expires_in=50)
+    long = live.post(STATES, prompt="a", expires_in=500)
+    now = time.time()
+    monkeypatch.setattr("xlstm7b.generate.state.time.time", lambda: now + 100)
+    for method, path in (
+        ("GET", f"{STATES}/{short['id']}"),
+        ("GET", f"{STATES}/{short['id']}/content"),
+        ("DELETE", f"{STATES}/{short['id']}"),
+    ):
+        assert live.client.request(method, path).status_code == 404
+    assert live.client.post(COMPLETIONS, json={"state": short["id"]}).status_code == 404
+    listed = {state["id"] for state in live.client.get(STATES).json()["data"]}
+    assert long["id"] in listed
+    assert short["id"] not in listed
+    folder = live.service.states._store.folder
+    assert [path for path in folder.iterdir() if short["id"] in path.name] == []
+
+
+def test_pages(generator: Generator, tmp_path: Path) -> None:
+    with serving(generator, states=tmp_path) as live:
+        ids = [live.post(STATES, prompt="a", tags=["odd"] * (n % 2))["id"] for n in range(7)]
+        newest = ids[::-1]
+
+        def page(**query: Any) -> tuple[list[str], bool]:
+            answer = live.client.get(STATES, params=query).json()
+            found = [state["id"] for state in answer["data"]]
+            ends = (found[0], found[-1]) if found else (None, None)
+            assert (answer["first_id"], answer["last_id"]) == ends
+            return found, answer["has_more"]
+
+        assert page() == (newest, False)
+        assert page(limit=7) == (newest, False)
+        found, has_more = page(limit=3)
+        while has_more:
+            more, has_more = page(limit=3, after=found[-1])
+            found += more
+        assert found == newest
+        assert page(tag="odd") == ([ids[5], ids[3], ids[1]], False)
+        assert page(tag="odd", limit=1, after=ids[5]) == ([ids[3]], True)
+        assert page(tag="other") == ([], False)
+        for query, status, message in (
+            ({"limit": 0}, 400, 'limit must be at least 1, not "0"'),
+            ({"limit": 1001}, 400, 'limit must be at most 1000, not "1001"'),
+            ({"limit": "x"}, 400, 'limit must be a whole number, not "x"'),
+            ({"limit": "9" * 5000}, 400, "limit must be a whole number"),
+            ({"limt": 1}, 400, "limt is not a field that this server knows"),
+            ({"after": "state-0"}, 404, "after: there is no saved state 'state-0' in this list"),
+            ({"after": ids[0], "tag": "odd"}, 404, "after: there is no saved state"),
+        ):
+            answer = live.client.get(STATES, params=query)
+            assert answer.status_code == status, answer.text
+            assert error_of(answer)["message"].startswith(message)
+            assert error_of(answer)["param"] == next(iter(query))
+
+
+def test_a_state_is_downloaded_and_uploaded_again(live: LiveServer, tmp_path: Path) -> None:
+    saved = live.post(STATES, messages=user("Hello"))
+    answer = live.client.get(f"{STATES}/{saved['id']}/content")
+    assert answer.status_code == 200
+    assert int(answer.headers["content-length"]) == len(answer.content) == saved["bytes"]
+    assert answer.headers["content-type"] == "application/octet-stream"
+    file_name = f'attachment; filename="{saved["id"]}.safetensors"'
+    assert answer.headers["content-disposition"] == file_name
+    (tmp_path / "state").write_bytes(answer.content)
+    assert SavedState.load(tmp_path / "state", live.service.config).tokens_seen == [saved["tokens"]]
+    again = live.client.put(STATES, content=answer.content, params={"name": "copy", "tags": "t"})
+    assert again.status_code == 200, again.text
+    assert (again.json()["name"], again.json()["tags"]) == ("copy", ["t"])
+    turn = {"messages": user("Go on."), "max_tokens": 8, **GREEDY}
+    answers = [live.post(CHAT, state=one["id"], **turn) for one in (saved, again.json())]
+    assert text_of(answers[0]) == text_of(answers[1])
+
+
+def test_a_state_is_used_by_several_requests_at_once(live: LiveServer) -> None:
+    book = live.post(STATES, prompt="The sea was calm. " * 20)["id"]
+    want = {
+        text: text_of(live.post(COMPLETIONS, state=book, prompt=text, max_tokens=20, **GREEDY))
+        for text in "abcdefgh"
+    }
+    found: dict[str, str] = {}
+
+    def ask(text: str) -> None:
+        body = {"state": book, "prompt": text, "max_tokens": 20, **GREEDY}
+        found[text] = text_of(live.post(COMPLETIONS, **body))
+
+    threads = [threading.Thread(target=ask, args=(text,)) for text in want]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == want
+
+
+def test_files_are_private_and_a_restart_keeps_the_labels(
+    generator: Generator, tmp_path: Path
+) -> None:
+    with serving(generator, states=tmp_path) as live:
+        saved = live.post(STATES, prompt="a", name="Book")
+        done = live.post(COMPLETIONS, prompt="a", max_tokens=1, save_state=True)["state_id"]
+    paths = [*tmp_path.iterdir()]
+    assert {path.stat().st_mode & 0o777 for path in paths} == {0o600}
+    assert len(paths) == 3
+    with serving(generator, states=tmp_path) as live:
+        listed = {state["id"]: state["name"] for state in live.client.get(STATES).json()["data"]}
+        assert listed == {saved["id"]: "Book", done: ""}

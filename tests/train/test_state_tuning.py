@@ -220,7 +220,7 @@ def test_an_exported_state_knows_its_weights(bases, data, tmp_path):
         export_run(tmp_path / "run", tmp_path / "narrow", dtype=torch.bfloat16)
     torch.manual_seed(9)
     XLSTM(CONFIG).save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match=r"was trained for other weights than those in .*other"):
+    with pytest.raises(ValueError, match=r"belongs to other weights than those in .*other"):
         check_state_weights(file, open_checkpoint(tmp_path / "other"))
     with pytest.raises(ValueError, match="was saved from another model"):
         SavedState.load(file, ModelConfig(64, 1, 2, vocab_size=320))
@@ -228,7 +228,7 @@ def test_an_exported_state_knows_its_weights(bases, data, tmp_path):
     setting = f"state_tuning.init_state={file}"
     run(0, state_recipe(data, bases / "float32", setting, "run.steps=4"), tmp_path / "again")
     assert losses(tmp_path / "again")[0] < losses(tmp_path / "run")[0]
-    with pytest.raises(ValueError, match="was trained for other weights"):
+    with pytest.raises(ValueError, match="belongs to other weights"):
         run(0, state_recipe(data, tmp_path / "other", setting), tmp_path / "third")
     assert not saved_steps(tmp_path / "third/checkpoints")
 

@@ -96,6 +96,11 @@ def main() -> None:
     """Runs the command line. A user's mistake prints one sentence and exits with code 2."""
     try:
         app()
+    except SystemExit as end:
+        # rich and typer exit with code 1 if the reader of a help text has exited, as `true` does.
+        if isinstance(end.__context__, BrokenPipeError):
+            sys.exit(0)
+        raise
     except (ValueError, OSError) as error:
         _fail(str(error), 2)
     except FloatingPointError as error:  # a model or a run that diverged: not the user's mistake

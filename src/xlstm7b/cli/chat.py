@@ -158,7 +158,7 @@ def _run_command(conversation: "Chat", line: str, opened: OpenedModel) -> None:
         raise ValueError(f"/{name} needs a path: /{name} PATH")
     match name:
         case "save":
-            conversation.save(to_target(path))
+            conversation.save(to_target(path), **opened.state_notes())
             _notify(f"Saved the conversation to {path}.")
         case "load":
             opened.check_state(path)

@@ -145,7 +145,10 @@ def generate(
             completions = _print_several(generator, text, shown, num_return_sequences, sampling)
         else:
             count = len(request.prompt_token_ids)
-            completions = [_stream(generator, text, shown, count, save_state, sampling)]
+            completions = [_stream(generator, text, shown, count, sampling, save_state is not None)]
+            if save_state is not None:
+                assert completions[0].state is not None
+                completions[0].state.save(save_state, **opened.state_notes())
     if verbose:
         _print_speeds(generator, completions, peak_tbs)
     if interrupted():
@@ -180,11 +183,10 @@ def _stream(
     prompt: str | None,
     shown: str,
     prompt_tokens: int,
-    save_state: Path | None,
     sampling: dict[str, Any],
+    keep_state: bool,
 ) -> "Completion":
     """Prints one output while it is generated, after `shown`."""
-    keep_state = save_state is not None
     with count_progress("reading", prompt_tokens, shown=prompt_tokens > _LONG_PROMPT) as read:
         outputs = generator.stream(prompt, keep_state=keep_state, progress=read, **sampling)
         first = next(outputs)
@@ -194,9 +196,6 @@ def _stream(
     print()
     completion = output.completion
     assert completion is not None
-    if save_state is not None:
-        assert completion.state is not None
-        completion.state.save(save_state)
     return completion
 
 

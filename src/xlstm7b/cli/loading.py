@@ -1,5 +1,6 @@
 """A model for a command, opened in two steps so that mistakes show before the weights are read."""
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,11 +77,20 @@ class OpenedModel:
     adapter: "Adapter | None" = None
 
     def check_state(self, path: Path) -> None:
-        """`ValueError` if a state file was trained for other weights."""
+        """`ValueError` if a state file belongs to other weights."""
         from xlstm7b.checkpoint import open_checkpoint
         from xlstm7b.model.saved_state import check_state_weights
 
         check_state_weights(path, open_checkpoint(self.folder))
+
+    def state_notes(self) -> dict[str, str]:
+        """Notes for a state file: the weights and the adapter that it belongs to."""
+        from xlstm7b.checkpoint import open_checkpoint
+        from xlstm7b.model.saved_state import ADAPTER_NOTE, WEIGHTS_NOTE
+
+        weights = json.dumps(open_checkpoint(self.folder).fingerprint())
+        adapter = "" if self.adapter is None else self.adapter.fingerprint
+        return {WEIGHTS_NOTE: weights, ADAPTER_NOTE: adapter}
 
     def load_model(self) -> "XLSTM":
         """Reads the weights."""

@@ -12,7 +12,8 @@ def print_sections(title: str, sections: dict[str, dict[str, Any]]) -> None:
 
     def add_rows(section: str, values: dict[str, Any], indent: str = "  ") -> None:
         for key, value in values.items():
-            name = Text(indent + key.replace("_", " "))
+            is_layer = section == "quantization"
+            name = Text(indent + (key if is_layer else key.replace("_", " ")))
             if isinstance(value, dict):
                 table.add_row(name, "")
                 add_rows(section, value, indent + "  ")

@@ -162,7 +162,12 @@ def serve(
         model, tokenizer=tokenizer, dtype=dtype, device=device, state_dtype=state_dtype
     )
     chat_format = opened.chat_format()
+    shown = name or name_of(model)
     adapters = read_adapters(adapter or (), opened)
+    if shown in adapters:
+        raise ValueError(
+            f"--adapter: {shown!r} is the name of the model too: use NAME=FOLDER, or --name"
+        )
     bound = bind(host, port)
     _create_folder("--states-folder", states_folder)
     _create_folder("--cache-folder", cache_folder)
@@ -205,8 +210,7 @@ def serve(
     states = None
     if states_folder is not None:
         store = StateStore(states_folder, opened.config, int(states_gb * 1e9), evict=False)
-        states = SavedStates(store, functools.cache(open_checkpoint(opened.folder).fingerprint))
-    shown = name or name_of(model)
+        states = SavedStates(store, open_checkpoint(opened.folder).fingerprint())
     service = Service(thread, chat_format, shown, limits, Metrics(thread, shown), states, adapters)
     accepted = ApiKeys(keys)
     if api_key_file is not None:

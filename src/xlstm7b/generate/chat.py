@@ -143,13 +143,16 @@ class Chat:
         self._now = _Snapshot()
         self._past.clear()
 
-    def save(self, path: str | Path) -> None:
-        """Saves the state of the conversation, which is all that `load` needs."""
+    def save(self, path: str | Path, **notes: str) -> None:
+        """Saves the state of the conversation, which is all that `load` needs.
+
+        Notes are the caller's own, as those of `SavedState.save`.
+        """
         now = self._now
         if now.state is None:
             raise ValueError("there is nothing to save: the conversation is empty")
-        notes = {"note": now.overread, "exchanges": str(now.exchanges)} if now.started else {}
-        now.state.save(path, **notes)
+        own = {"note": now.overread, "exchanges": str(now.exchanges)} if now.started else {}
+        now.state.save(path, **notes, **own)
 
     def load(self, path: str | Path) -> None:
         """Continues from a saved state: of a conversation, or of any text that comes before it.

@@ -19,11 +19,20 @@ _UNUSED = ("training", "dropout", "config")
 
 
 def check_language_model(model: object) -> None:
-    """A `TypeError` for other modules. A wrapper that has the config of its model is accepted."""
+    """A `TypeError` for other modules. A wrapper that has the config of its model is accepted.
+
+    A model in state tuning is a `ValueError`.
+    """
     if not isinstance(getattr(model, "config", None), ModelConfig):
         raise TypeError(
             f"the model must be an XLSTM, which has an embedding and a head, not "
             f"{type(model).__name__}"
+        )
+    if getattr(getattr(model, "backbone", None), "initial_state", None) is not None:
+        raise ValueError(
+            "the model has an initial_state, which generation would ignore: save it as a "
+            "SavedState, as `xlstm7b export` does, and give that as the state of a model without "
+            "it"
         )
 
 

@@ -267,7 +267,8 @@ class xLSTMForCausalLM(_theirs.xLSTMForCausalLM):  # noqa: N801
             graph = find_graph(self, cache, input_ids)
             if graph is not None:
                 assert input_ids is not None
-                live = None if attention_mask is None else attention_mask[:, -1].bool()
+                padded = _padded(attention_mask, len(input_ids), 1)
+                live = None if padded is None else ~padded[:, 0]
                 logits = graph.step(cache, input_ids[:, 0], live)
                 return XLSTMCausalLMOutput(logits=logits[:, None], past_key_values=cache)
         output = self.backbone(
@@ -388,11 +389,9 @@ def _padded(attention_mask: Tensor | None, batch: int, length: int) -> Tensor | 
     """bool [B, T], True where the mask is 0; None without a mask."""
     if attention_mask is None:
         return None
-    if attention_mask.dim() != 2 or attention_mask.shape[1] < length:
-        raise ValueError(
-            f"attention_mask must be [{batch}, {length}] or longer, "
-            f"not {list(attention_mask.shape)}"
-        )
+    shape = attention_mask.shape
+    if len(shape) != 2 or shape[0] not in (1, batch) or shape[1] < length:
+        raise ValueError(f"attention_mask must be [{batch}, {length}] or longer, not {list(shape)}")
     return (attention_mask[:, -length:] == 0).expand(batch, length)
 
 
@@ -405,10 +404,10 @@ def _resets(
     """
     if position_ids is None or length == 1:
         return None
-    if position_ids.dim() > 2 or position_ids.shape[-1] < length:
-        raise ValueError(
-            f"position_ids must be [{batch}, {length}], not {list(position_ids.shape)}"
-        )
+    shape = position_ids.shape
+    is_wrong = len(shape) not in (1, 2) or shape[-1] < length
+    if is_wrong or (len(shape) == 2 and shape[0] not in (1, batch)):
+        raise ValueError(f"position_ids must be [{batch}, {length}], not {list(shape)}")
     resets = (position_ids[..., -length:] == 0).expand(batch, length)
     resets = resets & (torch.arange(length, device=resets.device) > 0)
     return resets if padded is None else resets & ~padded

@@ -96,17 +96,25 @@ def mlstm_step(
     norm_eps: float = 1e-6,
     eps: float = 1e-6,
     inplace: bool = False,
+    slots: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, MLSTMState]:
     """One token: q, k [B, NH, d_qk], v [B, NH, d_hv], i, f [B, NH]. Returns h, like v, and state.
 
     With `norm_weight` [NH · d_hv], h is normalised per head; with `gate` (like v) it is multiplied
     by σ(gate). With `inplace`, the tensors of `state` are overwritten and returned; C may then be
-    bfloat16, n and m not, because the decay would be lost (see `MLSTMState`). The Triton kernel has
-    no backward pass: if an input requires a gradient, PyTorch is used.
+    bfloat16, n and m not, because the decay would be lost (see `MLSTMState`). With `slots` [B] too,
+    row r of the batch has the row slots[r] of a larger state; no slot may occur twice. The Triton
+    kernel has no backward pass: if an input requires a gradient, PyTorch is used.
     """
     _check_inputs(q, k, v, i, f)
-    _check_state(state, q, v)
+    if slots is None:
+        _check_state(state, q, v)
+    else:
+        if not inplace:
+            raise ValueError("slots can only be given with inplace=True")
+        _check_shape("slots", slots, (len(q),))
+        _check_state(state, q, v, len(state.C))
     for name, part in (("n", state.n), ("m", state.m)):
         if inplace and part.dtype.itemsize < 4:
             raise ValueError(
@@ -122,9 +130,16 @@ def mlstm_step(
     if _pick(backend, q.device.type != "cpu", reason, "recurrent", ("recurrent",)) == "triton":
         from xlstm7b.mlstm.triton.step import triton_step
 
-        return triton_step(q, k, v, i, f, state, gate, norm_weight, norm_eps, eps, inplace)
+        return triton_step(q, k, v, i, f, state, gate, norm_weight, norm_eps, eps, inplace, slots)
     with without_autocast(q.device):
-        h, new = recurrent_step(q, k, v, i, f, state, eps=eps, inplace=inplace)
+        rows = state
+        if slots is not None:
+            rows = MLSTMState(*(part.index_select(0, slots) for part in state))
+        h, new = recurrent_step(q, k, v, i, f, rows, eps=eps, inplace=inplace)
+        if slots is not None:
+            for part, new_part in zip(state, new, strict=True):
+                part.index_copy_(0, slots.long(), new_part)
+            new = state
     if norm_weight is not None:
         h = headwise_norm(h, norm_weight, norm_eps)
     if gate is not None:
@@ -187,9 +202,13 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> torc
     return q.shape
 
 
-def _check_state(state: MLSTMState, q: Tensor, v: Tensor) -> None:
-    """A wrong shape would otherwise broadcast, or a kernel would write outside the state."""
-    batch, heads, d_qk, d_hv = q.shape[0], q.shape[-2], q.shape[-1], v.shape[-1]
+def _check_state(state: MLSTMState, q: Tensor, v: Tensor, rows: int | None = None) -> None:
+    """A wrong shape would otherwise broadcast, or a kernel would write outside the state.
+
+    The state has as many rows as q, or this many.
+    """
+    batch = q.shape[0] if rows is None else rows
+    heads, d_qk, d_hv = q.shape[-2], q.shape[-1], v.shape[-1]
     _check_shape("the state's C", state.C, (batch, heads, d_qk, d_hv))
     _check_shape("the state's n", state.n, (batch, heads, d_qk))
     _check_shape("the state's m", state.m, (batch, heads))

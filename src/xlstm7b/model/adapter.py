@@ -11,6 +11,8 @@ import hashlib
 import json
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +42,14 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 # Fields of the config that may have any value: they do not change what an adapter computes.
 _INITIAL = {"eva_config", "loftq_config"}
+# A program that matches patterns, and the time that it may take.
+_MATCH = """
+import json, re, sys
+patterns, layers = json.load(sys.stdin)
+found = [next((n for n, p in enumerate(patterns) if re.match(p, layer)), None) for layer in layers]
+json.dump(found, sys.stdout)
+"""
+_MATCH_SECONDS = 10
 # Ways to start an adapter that change the base's weights too.
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -106,6 +116,8 @@ def load_adapter(folder_or_hub_id: str | Path, config: ModelConfig) -> Adapter:
             parts[layer][side] = tensor
             digest.update(key.encode() + tensor.float().flatten().view(torch.uint8).numpy().data)
     layers = {}
+    ranks = _by_layer(folder / CONFIG, settings, "r", "rank_pattern", parts)
+    alphas = _by_layer(folder / CONFIG, settings, "lora_alpha", "alpha_pattern", parts)
     for layer, sides in parts.items():
         rows, columns = shapes[f"{layer}.weight"]
         given = {side: tuple(tensor.shape) for side, tensor in sides.items()}
@@ -115,7 +127,12 @@ def load_adapter(folder_or_hub_id: str | Path, config: ModelConfig) -> Adapter:
                 f"{path}: A and B of {layer} have the shapes {given}, "
                 f"for a matrix of {rows} × {columns}"
             )
-        scale = _scale(folder / CONFIG, settings, layer, rank)
+        if ranks[layer] != rank:
+            raise ValueError(
+                f"{folder / CONFIG}: the rank of {layer} is {ranks[layer]!r}, "
+                f"but A and B have {rank}"
+            )
+        scale = _scale(folder / CONFIG, settings, alphas[layer], rank)
         layers[layer] = LowRank(sides["A"], sides["B"], scale)
         digest.update(repr(scale).encode())
     if not layers:
@@ -162,12 +179,8 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _scale(path: Path, settings: Mapping[str, Any], layer: str, rank: int) -> float:
-    """alpha / rank, or alpha / √rank with `use_rslora`. The rank must be that of the settings."""
-    expected = _of_layer(path, settings, "r", "rank_pattern", layer)
-    if expected != rank:
-        raise ValueError(f"{path}: the rank of {layer} is {expected!r}, but A and B have {rank}")
-    alpha = _of_layer(path, settings, "lora_alpha", "alpha_pattern", layer)
+def _scale(path: Path, settings: Mapping[str, Any], alpha: Any, rank: int) -> float:
+    """alpha / rank, or alpha / √rank with `use_rslora`."""
     try:
         scale = float(alpha / rank**0.5 if settings.get("use_rslora") else alpha / rank)
     except (TypeError, OverflowError):
@@ -177,23 +190,54 @@ def _scale(path: Path, settings: Mapping[str, Any], layer: str, rank: int) -> fl
     return scale
 
 
-def _of_layer(path: Path, settings: Mapping[str, Any], name: str, patterns: str, layer: str) -> Any:
-    """A setting of one layer: that of the first pattern that matches it, else that of `name`.
+def _by_layer(
+    path: Path, settings: Mapping[str, Any], name: str, patterns: str, layers: Iterable[str]
+) -> dict[str, Any]:
+    """A setting of each layer: that of the first pattern that matches it, else that of `name`.
 
     As in PEFT, a pattern matches the end of the layer's path.
     """
     given = settings.get(patterns) or {}
     if not isinstance(given, dict):
         raise ValueError(f"{path}: {patterns} is {given!r}, not an object of patterns and numbers")
-    for pattern, value in given.items():
+    wholes = {pattern: rf"(.*\.)?({pattern})$" for pattern in given}
+    for pattern, whole in wholes.items():
         try:
-            if re.match(rf"(.*\.)?({pattern})$", layer):
-                return value
-        except re.error as error:
+            re.compile(whole)
+        except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(
                 f"{path}: {pattern!r} in {patterns} is no regular expression: {error}"
             ) from error
-    return settings.get(name, 8)  # PEFT's default of both
+    found = dict.fromkeys(layers, settings.get(name, 8))  # PEFT's default of both
+    if given:
+        try:
+            matches = _first_matches([*wholes.values()], [*found])
+        except subprocess.TimeoutExpired as error:
+            raise ValueError(
+                f"{path}: the regular expressions in {patterns} take more than {_MATCH_SECONDS} s"
+            ) from error
+        values = [*given.values()]
+        for layer, number in zip(found, matches, strict=True):
+            if number is not None:
+                found[layer] = values[number]
+    return found
+
+
+def _first_matches(patterns: list[str], layers: list[str]) -> list[int | None]:
+    """The number of the first pattern that matches each layer.
+
+    In a process of its own: some regular expressions take years, and only a process can be ended.
+    """
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", _MATCH],
+        input=json.dumps([patterns, layers]),
+        capture_output=True,
+        text=True,
+        timeout=_MATCH_SECONDS,
+        check=True,
+    )
+    numbers: list[int | None] = json.loads(done.stdout)
+    return numbers
 
 
 def save_adapter(

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -15,8 +15,10 @@ from xlstm7b.files import opened_safetensors, write_safetensors
 from xlstm7b.model.model_state import ModelState
 
 _FORMAT = "xlstm7b-state-1"
-OWN_NOTES = ("format", "config", "tokens_seen")
-WEIGHTS_NOTE = "weights"  # fingerprint of the weights that a state was trained for, as JSON
+_OWN_NOTES = ("format", "config", "tokens_seen")
+_NO_CONFIG = (KeyError, ValueError, TypeError, AttributeError, RecursionError)
+WEIGHTS_NOTE = "weights"  # fingerprint of the weights that a state belongs to, as JSON
+ADAPTER_NOTE = "adapter"  # fingerprint of the adapter that has read the text; empty without one
 
 
 @dataclass(frozen=True)
@@ -86,10 +88,11 @@ class SavedState:
         if self.config != config:
             raise ValueError(f"this state was saved by another model: {_differences(self, config)}")
 
-    def save(self, path: str | Path, **notes: str) -> None:
+    def save(self, path: str | Path, mode: int = 0o666, /, **notes: str) -> None:
         """Writes one safetensors file; an existing file is replaced only when it is complete.
 
-        Notes are strings for the caller's own use; `read_notes` returns them.
+        `mode` is that of the file, less the process's umask. Notes are strings for the caller's own
+        use; `read_notes` returns them.
         """
         for name, note in notes.items():
             if not isinstance(note, str):
@@ -104,10 +107,10 @@ class SavedState:
         metadata = {
             **notes,
             "format": _FORMAT,
-            "config": json.dumps(self.config.to_dict()),
+            "config": config_text(self.config),
             "tokens_seen": json.dumps(self.tokens_seen),
         }
-        write_safetensors(Path(path), tensors, metadata)
+        write_safetensors(Path(path), tensors, metadata, mode=mode)
 
     @classmethod
     def load(
@@ -116,14 +119,14 @@ class SavedState:
         """Reads what `save` wrote. `ValueError` for another model's state or another file."""
         path = Path(path)
         with opened_safetensors(path) as file:
-            metadata = read_metadata(path, file)
+            metadata = _read_metadata(path, file)
             saved = cls(_config(path, metadata), ModelState((), torch.empty(0)), torch.empty(0))
             spelled = ModelConfig.from_dict(config.to_dict())  # as `save` does it
             if saved.config != spelled:
                 raise ValueError(
                     f"{path} was saved from another model: {_differences(saved, spelled)}"
                 )
-            seen = read_tokens_seen(path, metadata)
+            seen = _read_tokens_seen(path, metadata)
             own = config.state_parts()
             shapes = {name: (config.num_blocks, *part.shape) for name, part in own.items()}
             shapes["logits"] = (config.vocab_size,)
@@ -150,24 +153,23 @@ class SavedState:
     @staticmethod
     def read_notes(path: str | Path) -> dict[str, str]:
         """The notes that `save` was given."""
-        with opened_safetensors(Path(path)) as file:
-            metadata = read_metadata(Path(path), file)
-        return {name: note for name, note in metadata.items() if name not in OWN_NOTES}
+        return describe_file(Path(path)).notes
 
     def _with(self, model_state: ModelState, logits: Tensor) -> Self:
         return type(self)(self.config, model_state, logits)
 
 
 def check_state_weights(path: str | Path, base: Checkpoint) -> None:
-    """`ValueError` if a state file was trained for other weights than these (state tuning).
+    """`ValueError` if a state file belongs to other weights than these.
 
-    States of texts do not know their weights; `SavedState.load` compares the configs.
+    A file knows its weights if state tuning, a command or a server wrote it. What Python code saved
+    may not; `SavedState.load` compares the configs of all.
     """
     note = SavedState.read_notes(path).get(WEIGHTS_NOTE)
     if note is not None and not fits_weights(note, base.fingerprint()):
         raise ValueError(
-            f"{path} was trained for other weights than those in {base.folder}: give the model "
-            "that it was trained with"
+            f"{path} belongs to other weights than those in {base.folder}: give the model that it "
+            "was saved with"
         )
 
 
@@ -188,7 +190,38 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def read_metadata(path: Path, file: Any) -> dict[str, str]:
+class Description(NamedTuple):
+    """What a state file says of itself."""
+
+    config: str  # as `config_text` writes it
+    tokens_seen: list[int]
+    notes: dict[str, str]
+
+
+def describe_file(path: Path) -> Description:
+    """Reads the header of a state file, but no tensor. `ValueError` if it is damaged."""
+    with opened_safetensors(path) as file:
+        metadata = _read_metadata(path, file)
+    notes = {name: note for name, note in metadata.items() if name not in _OWN_NOTES}
+    return Description(metadata.get("config", ""), _read_tokens_seen(path, metadata), notes)
+
+
+def config_text(config: ModelConfig) -> str:
+    """A config as state files hold it."""
+    return json.dumps(config.to_dict())
+
+
+def is_same_config(text: str, other: str) -> bool:
+    """True if two texts of `config_text` stand for the same config. `other` must be valid."""
+    if text == other:  # fast: a store compares thousands
+        return True
+    try:  # other versions may spell it differently
+        return ModelConfig.from_dict(json.loads(text)) == ModelConfig.from_dict(json.loads(other))
+    except _NO_CONFIG:
+        return False
+
+
+def _read_metadata(path: Path, file: Any) -> dict[str, str]:
     metadata: dict[str, str] = file.metadata() or {}
     if metadata.get("format") != _FORMAT:
         raise ValueError(f"{path} holds no saved state")
@@ -198,7 +231,7 @@ def read_metadata(path: Path, file: Any) -> dict[str, str]:
 def _config(path: Path, metadata: dict[str, str]) -> ModelConfig:
     try:
         return ModelConfig.from_dict(json.loads(metadata["config"]))
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except _NO_CONFIG as error:
         raise ValueError(f"{path} is damaged: it does not say which model it is of") from error
 
 
@@ -211,7 +244,7 @@ def _differences(state: SavedState, config: ModelConfig) -> str:
     return "; ".join(parts)
 
 
-def read_tokens_seen(path: Path, metadata: dict[str, str]) -> list[int]:
+def _read_tokens_seen(path: Path, metadata: dict[str, str]) -> list[int]:
     try:
         seen = json.loads(metadata["tokens_seen"])
     except (KeyError, ValueError, RecursionError) as error:

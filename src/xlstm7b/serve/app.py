@@ -1,7 +1,7 @@
 """The FastAPI application: routes, middleware and error responses."""
 
-from collections.abc import Collection, Sequence
-from importlib.resources import files
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,28 +11,18 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from xlstm7b import __version__
+from xlstm7b.chat_format import PlainFormat
 from xlstm7b.serve.body_errors import to_api_error
 from xlstm7b.serve.handlers import Service, router
 from xlstm7b.serve.middleware import ApiKeys, Gate, RequestLog, refuse
+from xlstm7b.serve.page_routes import MARKDOWN_PATH, MarkdownProcess, page_files
+from xlstm7b.serve.page_routes import router as page_router
 from xlstm7b.serve.protocol import ApiError, ErrorAnswer
 from xlstm7b.serve.responses import StoredResponses
 from xlstm7b.serve.responses import router as responses_router
-
-_PAGE_FILES = {  # path: (file, media type)
-    "/": ("index.html", "text/html"),
-    "/app.js": ("app.js", "text/javascript"),
-    "/server.js": ("server.js", "text/javascript"),
-    "/style.css": ("style.css", "text/css"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
-}
-_PAGE_HEADERS = {
-    "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-}
+from xlstm7b.serve.state_routes import router as state_router
 
 
 def create_app(
@@ -48,17 +38,26 @@ def create_app(
     muted: paths whose requests have no log line, unless they are refused.
     is_local: the server listens on a loopback address.
     """
+    markdown = MarkdownProcess()
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        markdown.close()
+
     app = FastAPI(
         title="xlstm7b",
         version=__version__,
         docs_url=None,  # these pages would load scripts from other sites
         redoc_url=None,
         redirect_slashes=False,
+        lifespan=lifespan,
         responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
     )
     # The last one added is the first one that a request meets.
     app.add_middleware(Gate, service.limits, keys, local_only=is_local and not keys)
-    app.add_middleware(RequestLog, metrics=service.metrics, muted=muted)
+    # The page asks for Markdown several times a second.
+    app.add_middleware(RequestLog, metrics=service.metrics, muted={MARKDOWN_PATH, *muted})
     if cors:
         app.add_middleware(
             CORSMiddleware, allow_origins=cors, allow_methods=["*"], allow_headers=["*"]
@@ -66,10 +65,13 @@ def create_app(
     _add_error_handlers(app)
     app.state.service = service
     app.state.responses = StoredResponses(service.limits.stored_bytes)
+    app.state.markdown = markdown
     app.include_router(router)
     app.include_router(responses_router)
+    app.include_router(page_router)
+    app.include_router(state_router)
     _add_status_routes(app, service)
-    _add_page(app)
+    app.routes.extend(page_files())
     return app
 
 
@@ -82,6 +84,8 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
             "owned_by": "xlstm7b",
             "max_model_len": service.limits.prompt_tokens,
             "state_bytes": service.state_bytes,
+            "has_chat_template": not isinstance(model.chat_format, PlainFormat),
+            "saves_states": service.states is not None,
         }
         for model in service.models
     }
@@ -135,14 +139,6 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         """Metrics for Prometheus."""
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
-
-
-def _add_page(app: FastAPI) -> None:
-    """The chat page. StaticFiles at "/" would hide the 405 responses of all other routes."""
-    for path, (name, media_type) in _PAGE_FILES.items():
-        content = (files("xlstm7b.serve") / "page" / name).read_bytes()
-        response = Response(content, media_type=media_type, headers=_PAGE_HEADERS)
-        app.routes.append(Route(path, response, methods=["GET"]))  # a response is an ASGI app
 
 
 def _add_error_handlers(app: FastAPI) -> None:

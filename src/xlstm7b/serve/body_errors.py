@@ -24,6 +24,11 @@ _WANTED = {  # by pydantic's type of error
     "greater_than_equal": "at least {ge}",
     "less_than_equal": "at most {le}",
     "string_too_long": "a string of at most {max_length} characters",
+    "string_too_short": "a string of at least {min_length} characters",
+    # Of values in a URL, which are all text:
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number",
+    "bool_parsing": "true or false",
 }
 _SHOWN = 60  # characters of a wrong value
 
@@ -43,7 +48,7 @@ def to_api_error(errors: Sequence[Any], body: Any) -> ApiError:
         message = f"{name} is missing"
     elif kind == "extra_forbidden":
         message = f"{name} is not a field that this server knows"
-    elif kind == "int_parsing":  # the only text that is read as a number is an object's key
+    elif kind == "int_parsing" and first["loc"][0] == "body":  # only keys of objects are text
         message = f"{name}: the keys must be token ids"
     elif kind == "value_error":
         message = f"{name}: {first['ctx']['error']}"
@@ -87,6 +92,8 @@ def _shown(value: Any) -> str:
 
 def _field_path(error: Any, body: Any) -> list[str]:
     """The path of the wrong field, without pydantic's names of the types in a union."""
+    if error["loc"][0] == "query":
+        return [str(part) for part in error["loc"][1:]]
     path = []
     for part in error["loc"][1:]:
         keys = body if isinstance(body, dict) else range(len(body) if isinstance(body, list) else 0)

@@ -1,4 +1,4 @@
-"""The routes that use the model: completions, chats, tokens and saved states.
+"""The routes that use the model: completions, chats and tokens.
 
 A completion takes three steps. 1. The body becomes engine requests, within all limits. 2. They are
 submitted to the engine thread. 3. Their outputs become the response, whole or as a stream.
@@ -40,11 +40,11 @@ from xlstm7b.serve.tools import (
     is_forced,
     schemas_of,
 )
-from xlstm7b.tokenizer import CachingEncoder, Tokenizer, check_tokens
+from xlstm7b.tokenizer import CachingEncoder, Tokenizer, check_tokens, with_first_token
 
 router = APIRouter()
 _SHORT = 4096  # tokens or characters
-_MAX_STATE_HEADER = 1 << 20  # bytes of a state file besides its numbers
+_ANSWER = "\N{WHITE SQUARE}an answer\N{WHITE SQUARE}"  # a placeholder for an answer
 # Grammars that take long to compile do not hold up other work in threads.
 _GRAMMARS = ThreadPoolExecutor(4, thread_name_prefix="prepare")
 _Result = TypeVar("_Result")
@@ -217,15 +217,18 @@ async def _read_chat(service: Service, body: ChatBody) -> _Input:
         tools = [] if body.tool_choice == "none" else body.tools or []
         text = _render(model, body.messages, tools, continues_last=continues_last)
     else:
-        message, *others = body.messages
-        if others or message.role != "user":
-            error = "with a state, messages must be one user message: the state has read all others"
+        ends = (body.messages[0].role, body.messages[-1].role)
+        if ends != ("user", "assistant" if continues_last else "user"):
+            error = (
+                "with a state, messages must be one user message, or several that start and end "
+                "with one: they follow what the state has read"
+            )
             raise ApiError(400, error, param="messages")
         if body.tools:
             error = "tools cannot be combined with a state that has read text"
             raise ApiError(400, error, param="tools")
-        turn = chat_format.next_prompt(message.to_template()["content"])
-        text = without_prefix(turn, text_after_answer)
+        later = _render_later(model, body.messages, continues_last=continues_last)
+        text = without_prefix(later, text_after_answer)
     stop_strings, eos_token_id = answer_ends(
         chat_format, service.tokenizer, service.config.eos_token_id
     )
@@ -298,6 +301,16 @@ def _render(
         return model.tool_format.render(messages, tools, **options)
     except ValueError as error:  # the chat template refuses them
         raise ApiError(400, str(error), param="messages") from error
+
+
+def _render_later(model: ServedModel, messages: Sequence[protocol.Message], **options: bool) -> str:
+    """The text of messages that follow an answer, from the end of its turn on."""
+    talk = [
+        protocol.Message(role="user", content="Hello"),
+        protocol.Message(role="assistant", content=_ANSWER),
+        *messages,
+    ]
+    return _render(model, talk, (), **options).partition(_ANSWER)[2]
 
 
 def _check_messages(service: Service, messages: Sequence[protocol.Message]) -> None:
@@ -520,7 +533,7 @@ class _Answer:
             saved = await asyncio.to_thread(save, completion.state, text_after_answer, adapter)
         except ApiError as error:
             return {"state_id": None, "state_error": error.message}
-        return {"state_id": saved["id"]}
+        return {"state_id": saved.name}
 
 
 async def _whole(answer: _Answer, queue: OutputQueue) -> Json:
@@ -598,13 +611,16 @@ async def _chunks(
         yield answer.to_json([], answer.usage())
 
 
-# Tokens and saved states
+# Tokens
 
 
 @router.post("/tokenize")
-async def tokenize(body: TextBody, http: HttpRequest) -> dict[str, Any]:
+async def tokenize(body: protocol.TokenizeBody, http: HttpRequest) -> dict[str, Any]:
     """Token ids of a text, or of a conversation up to its next answer."""
-    ids = await _encode_text(http.app.state.service, body)
+    service: Service = http.app.state.service
+    ids = await _encode_text(service, body)
+    if body.add_special_tokens and service.config.force_bos_token_insert:
+        ids = with_first_token(service.config, ids)
     return {"tokens": ids, "count": len(ids)}
 
 
@@ -620,91 +636,48 @@ async def detokenize(body: protocol.TokensBody, http: HttpRequest) -> dict[str, 
     return {"prompt": service.tokenizer.decode(body.tokens)}
 
 
-@router.post("/v1/states")
-async def save_state(body: TextBody, http: HttpRequest) -> dict[str, Any]:
-    """Read a text or a conversation and save the state after it."""
-    service: Service = http.app.state.service
-    states, model = service.saved_states(), service.find_model(body.model)
-    with states.in_memory.count():
-        await asyncio.to_thread(states.check_room, service.state_bytes)
-        ids = await _encode_text(service, body, add_generation_prompt=False)
-        request = Request(ids, keep_state=True, prefill_only=True, adapter=model.adapter)
-        queue = OutputQueue(service.engine, service.metrics)
-        queue.submit(await _prepare(service, [request], body))
-        try:
-            completion = await cancel_on_disconnect(http.receive, _completion(queue))
-        finally:
-            queue.abort()
-        assert completion.state is not None
-        text_after_answer = ""
-        if body.messages is not None:
-            text_after_answer = _start_of_next_turn(model, body.messages)
-        save = partial(states.save, completion.state, text_after_answer, model.fingerprint)
-        return await asyncio.to_thread(save)
-
-
-@router.put(protocol.UPLOAD_PATH)
-async def upload_state(http: HttpRequest) -> dict[str, Any]:
-    """Save a state file, such as one of state tuning. The body is the file."""
-    service: Service = http.app.state.service
-    states, seconds = service.saved_states(), service.limits.upload_seconds
-    most = state_bytes(service.config) + _MAX_STATE_HEADER
-    content = bytearray()
-    with states.in_memory.count():
-        try:
-            async with asyncio.timeout(seconds):
-                async for piece in http.stream():
-                    content += piece
-                    if len(content) > most:
-                        raise ApiError(413, f"a state of this model has at most {most} bytes")
-        except TimeoutError as error:
-            raise ApiError(408, f"the file did not arrive within {seconds:g} s") from error
-        return await asyncio.to_thread(states.upload, bytes(content))
-
-
-@router.get("/v1/states")
-async def list_states(http: HttpRequest) -> dict[str, Any]:
-    """All saved states, newest first."""
-    states = await asyncio.to_thread(http.app.state.service.saved_states().list)
-    return {"object": "list", "data": states}
-
-
-@router.get("/v1/states/{state_id}")
-async def find_state(state_id: str, http: HttpRequest) -> dict[str, Any]:
-    """One saved state."""
-    service: Service = http.app.state.service
-    return await asyncio.to_thread(service.saved_states().find, state_id)
-
-
-@router.delete("/v1/states/{state_id}")
-async def delete_state(state_id: str, http: HttpRequest) -> dict[str, Any]:
-    """Delete a saved state."""
-    await asyncio.to_thread(http.app.state.service.saved_states().delete, state_id)
-    return {"id": state_id, "object": "state", "deleted": True}
-
-
-async def _completion(queue: OutputQueue) -> Completion:
-    outputs = [output async for _, output in queue.outputs()]
-    assert outputs[-1].completion is not None
-    return outputs[-1].completion
-
-
-async def _encode_text(
-    service: Service, body: TextBody, *, add_generation_prompt: bool = True
-) -> list[int]:
+async def _encode_text(service: Service, body: TextBody) -> list[int]:
     model = service.find_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "exactly one of prompt and messages is needed", param="prompt")
+    _check_one_text(body)
     prompt = body.prompt
     if body.messages is not None:
         _check_messages(service, body.messages)
-        prompt = _render(model, body.messages, add_generation_prompt=add_generation_prompt)
+        prompt = _render(model, body.messages)
     return [] if prompt == [] else (await _encode(service, body, prompt))[0]
 
 
-def _start_of_next_turn(model: ServedModel, messages: Sequence[protocol.Message]) -> str:
-    """The end of the rendered conversation, where it equals the start of the next turn."""
-    text = _render(model, messages, add_generation_prompt=False)
-    turn = model.chat_format.next_prompt("")
+def _check_one_text(body: TextBody) -> None:
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "exactly one of prompt and messages is needed", param="prompt")
+
+
+async def reading_request(
+    service: Service, body: protocol.StateBody, state: SavedState | None, text_after_answer: str
+) -> tuple[Request, str]:
+    """A request that reads a text after a state, without generating.
+
+    `text_after_answer` is what the state has read after an answer. The second result is that of the
+    state after this text.
+    """
+    model = service.find_model(body.model)
+    _check_one_text(body)
+    prompt, after = body.prompt, ""
+    if body.messages is not None:
+        _check_messages(service, body.messages)
+        if state is not None and state.has_text:
+            later = _render_later(model, body.messages, add_generation_prompt=False)
+            prompt = without_prefix(later, text_after_answer)
+        else:
+            prompt = _render(model, body.messages, add_generation_prompt=False)
+        after = _start_of_next_turn(model.chat_format, prompt)
+    ids = [] if prompt == [] else (await _encode(service, body, prompt, state))[0]
+    request = Request(ids, state=state, keep_state=True, prefill_only=True, adapter=model.adapter)
+    await _prepare(service, [request], body)
+    return request, after
+
+
+def _start_of_next_turn(chat_format: ChatFormat, text: str) -> str:
+    """The end of a conversation's text, where it equals the start of the next turn."""
+    turn = chat_format.next_prompt("")
     lengths = range(min(len(text), len(turn)), 0, -1)
     return turn[: next((n for n in lengths if text.endswith(turn[:n])), 0)]

@@ -116,7 +116,7 @@ class ApiKeys:
 class Gate:
     """Checks host and API key, limits requests at the same time, and reads bodies within limits.
 
-    The route that takes a state file reads its body itself, with limits of its own.
+    The route that takes files reads its body itself, with limits of its own.
 
     local_only: refuse a `Host` header that is neither localhost nor an IP address. A web page can
         let its own host name resolve to this machine (DNS rebinding), and its scripts could then

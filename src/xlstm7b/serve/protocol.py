@@ -12,14 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticKnownError
 from starlette.responses import JSONResponse
 
@@ -74,7 +67,7 @@ class ErrorAnswer(BaseModel):
 
 MAX_CHOICES = 128
 MAX_MESSAGES = 1 << 16  # the most that `Limits.messages` may be
-UPLOAD_PATH = "/v1/states"  # with PUT, for a state file
+UPLOAD_PATH = "/v1/states"  # with PUT, for a state file or a text file
 _MAX_ENTRIES = 1024  # of a JSON object
 _SCHEMA_FIELDS = {"name", "schema", "description", "strict"}  # of response_format.json_schema
 
@@ -86,7 +79,7 @@ class Limits:
     body_bytes: int = 4 << 20
     body_seconds: float = 30.0
     messages: int = 4096
-    upload_seconds: float = 300.0  # for a state file
+    upload_seconds: float = 300.0  # for a state file or a text file
     requests: int = 512  # HTTP requests at the same time
     prompt_tokens: int = 1 << 20  # of all choices together
     new_tokens: int = 1 << 16  # of each choice
@@ -525,11 +518,66 @@ class ChatBody(SamplingBody):
 
 
 class TextBody(Body):
-    """POST /tokenize and POST /v1/states: a text or a conversation"""
+    """A text or a conversation"""
 
     model: str | None = None
     prompt: Text | TokenIds | None = None
     messages: Messages | None = None
+
+
+class TokenizeBody(TextBody):
+    """POST /tokenize"""
+
+    add_special_tokens: bool = True  # the model's first token
+
+
+def _check_printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("it must not have line breaks or other characters that are not printable")
+    return text
+
+
+_Printable = AfterValidator(_check_printable)
+_StateName = Annotated[str, Field(max_length=200), _Printable]
+_Tag = Annotated[str, Field(min_length=1, max_length=64), _Printable]
+
+
+class LabelBody(Body):
+    """PATCH /v1/states/ID. A field that is absent is not changed; "", [] and 0 clear it."""
+
+    name: _StateName | None = None
+    tags: Annotated[list[_Tag], Field(fail_fast=True, max_length=16)] | None = None
+    expires_in: Annotated[int, Field(ge=0, le=10 * 365 * 24 * 3600)] | None = None  # seconds
+
+
+class StateBody(TextBody, LabelBody):
+    """POST /v1/states"""
+
+    state: str | None = None  # id of the saved state to continue from
+    stream: bool | None = None  # events that say how much is read
+
+
+class UploadQuery(LabelBody):
+    """PUT /v1/states. The last three fields are for text files."""
+
+    model_config = ConfigDict(extra="forbid", strict=False)
+
+    model: str | None = None
+    state: str | None = None
+    stream: bool | None = None
+
+    def given(self) -> Json:
+        return self.model_dump(exclude_none=True)
+
+
+class ListQuery(Body):
+    """GET /v1/states"""
+
+    model_config = ConfigDict(extra="forbid", strict=False)
+
+    limit: Annotated[int, Field(ge=1, le=1000)] = 100
+    after: str | None = None  # the last id of the page before
+    tag: str | None = None
 
 
 class TokensBody(Body):

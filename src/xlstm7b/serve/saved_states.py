@@ -1,32 +1,38 @@
 """Saved states for /v1/states: files of a `StateStore`, found by an id that the server chose."""
 
+import json
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import BinaryIO
 
-from xlstm7b.generate.state import SavedState, StateStore, StoredState, StoreFull
-from xlstm7b.model.saved_state import WEIGHTS_NOTE, fits_weights
+from xlstm7b.generate.state import (
+    NO_LABEL,
+    SavedState,
+    StateLabel,
+    StateStore,
+    StoredState,
+    StoreFull,
+)
+from xlstm7b.model.saved_state import ADAPTER_NOTE, WEIGHTS_NOTE, fits_weights
 from xlstm7b.serve.protocol import ApiError, Json, Limiter
 
 MAX_IN_MEMORY = 16  # requests with a saved state at the same time: each holds 134 MB for the 7B
 _LOG = logging.getLogger("xlstm7b.serve")
 _ID = re.compile(r"state-[0-9a-f]{24}")  # files have no other names
-_ADAPTER = "adapter"  # the fingerprint of the adapter that has read the text; empty without one
 _NOTE = "note"  # in the file; `xlstm7b chat` uses the same name
-_KEPT = (_NOTE, "exchanges", _ADAPTER, WEIGHTS_NOTE)  # notes of an uploaded file
+_KEPT = (_NOTE, "exchanges", ADAPTER_NOTE, WEIGHTS_NOTE)  # notes of an uploaded file
 
 
 class SavedStates:
     """A store of states whose errors are HTTP errors, which never name a path."""
 
-    def __init__(
-        self, store: StateStore, weights: Callable[[], Mapping[str, str]] | None = None
-    ) -> None:
-        """`weights` returns the fingerprint of the server's weights, for states trained for it."""
+    def __init__(self, store: StateStore, weights: Mapping[str, str] | None = None) -> None:
+        """`weights` is the fingerprint of the server's weights. New states are saved with it."""
         self._store, self._weights = store, weights
         # Requests that may hold a state in addition to the engine's slots.
         self.in_memory = Limiter(MAX_IN_MEMORY, "requests with saved states")
@@ -35,18 +41,25 @@ class SavedStates:
         with _http_errors():
             self._store.check_room(nbytes)
 
-    def save(self, state: SavedState, text_after_answer: str = "", adapter: str = "") -> Json:
-        """Saves a state and returns its description. `adapter` is that which has read the text.
+    def save(
+        self,
+        state: SavedState,
+        text_after_answer: str = "",
+        adapter: str = "",
+        label: StateLabel = NO_LABEL,
+    ) -> StoredState:
+        """Saves a state. `adapter` is that which has read the text.
 
         `text_after_answer`: what the state has read after the end of the answer, such as a stop
         string. The next prompt must not repeat it.
         """
-        state_id = f"state-{secrets.token_hex(12)}"
-        notes = {_NOTE: text_after_answer, _ADAPTER: adapter}
+        notes = {_NOTE: text_after_answer, ADAPTER_NOTE: adapter}
+        if self._weights is not None:
+            notes[WEIGHTS_NOTE] = json.dumps(self._weights)
         with _http_errors():
-            return _describe(self._store.save(state_id, state, **notes))
+            return self._store.save(_new_id(), state, label, **notes)
 
-    def upload(self, content: bytes) -> Json:
+    def upload(self, content: bytes, label: StateLabel = NO_LABEL) -> StoredState:
         """Saves a state file: of state tuning, of `xlstm7b generate` or of a conversation."""
         with _http_errors():
             self._store.check_room(len(content))
@@ -65,50 +78,98 @@ class SavedStates:
         self._check_weights(notes, 400)
         kept = {name: note for name, note in notes.items() if name in _KEPT}
         with _http_errors():
-            return _describe(self._store.save(f"state-{secrets.token_hex(12)}", state, **kept))
+            return self._store.save(_new_id(), state, label, **kept)
 
-    def _check_weights(self, notes: Mapping[str, str], status: int) -> None:
-        note = notes.get(WEIGHTS_NOTE)
-        if note is None or self._weights is None or fits_weights(note, self._weights()):
-            return
-        message = "the state was trained for other weights than those of this server"
-        raise ApiError(status, message)
+    def list(
+        self, limit: int, after: str | None = None, tag: str | None = None
+    ) -> tuple[Sequence[StoredState], bool]:
+        """A page of states, newest first, and whether more follow. `after`: the last one before."""
+        with _http_errors():
+            names = [name for name in self._store.names(tag) if _ID.fullmatch(name)]
+            first = 0
+            if after is not None:
+                if after not in names:
+                    message = f"after: there is no saved state {after[:80]!r} in this list"
+                    raise ApiError(404, message, param="after", code="state_not_found")
+                first = names.index(after) + 1
+            found = []
+            for name in names[first : first + limit]:
+                try:
+                    found.append(self._store.find(name))
+                except KeyError:  # deleted meanwhile
+                    continue
+        return found, len(names) > first + limit
 
-    def list(self) -> list[Json]:
-        """Descriptions of all saved states, newest first."""
-        return [_describe(stored) for stored in self._store.list() if _ID.fullmatch(stored.name)]
-
-    def find(self, state_id: str) -> Json:
+    def find(self, state_id: str) -> StoredState:
+        """The properties of a state. A damaged one is a 409."""
         with _http_errors(state_id):
-            return _describe(self._store.find(state_id))
+            stored = self._store.find(state_id)
+            if stored.status == "damaged":
+                raise ValueError("the file is damaged")
+            return stored
 
     def load(self, state_id: str, adapter: str = "") -> tuple[SavedState, str]:
         """The state, on the CPU, and the text that it has read after the end of the answer."""
+        notes = self.find(state_id).notes
+        if notes.get(ADAPTER_NOTE, "") != adapter:
+            raise ApiError(
+                409,
+                f"the state {state_id} was saved with another adapter, or without one: name "
+                "the model that saved it",
+                param="model",
+            )
+        self._check_weights(notes, 409)
         with _http_errors(state_id):
-            notes = self._store.find(state_id).notes
-            if notes.get(_ADAPTER, "") != adapter:
-                raise ApiError(
-                    409,
-                    f"the state {state_id} was saved with another adapter, or without one: name "
-                    "the model that saved it",
-                    param="model",
-                )
-            self._check_weights(notes, 409)
             return self._store.load(state_id, device="cpu"), notes.get(_NOTE, "")
+
+    def open(self, state_id: str) -> BinaryIO:
+        """The file of a state. It can be read to its end even if it is deleted meanwhile."""
+        self.find(state_id)
+        with _http_errors(state_id):
+            try:
+                return self._store.path(state_id).open("rb")
+            except FileNotFoundError as error:
+                raise KeyError(state_id) from error
+
+    def set_label(self, state_id: str, label: StateLabel) -> StoredState:
+        self.find(state_id)
+        with _http_errors(state_id):
+            return self._store.set_label(state_id, label)
 
     def delete(self, state_id: str) -> None:
         with _http_errors(state_id):
             self._store.delete(state_id)
 
+    def describe(self, stored: StoredState, models: Mapping[str, str]) -> Json:
+        """A state for clients. `models` are the ids of the served models by adapter."""
+        status, model = stored.status, models.get(stored.notes.get(ADAPTER_NOTE, ""))
+        if status == "ok" and (model is None or not self._fits_weights(stored.notes)):
+            status = "other_model"
+        return {
+            "object": "state",
+            "id": stored.name,
+            "created": int(stored.created),
+            "tokens": sum(stored.tokens_seen),
+            "bytes": stored.nbytes,
+            "name": stored.label.name,
+            "tags": [*stored.label.tags],
+            "expires": stored.label.expires,
+            "model": model if status == "ok" else None,
+            "status": status,
+        }
 
-def _describe(stored: StoredState) -> Json:
-    return {
-        "object": "state",
-        "id": stored.name,
-        "created": int(stored.created),
-        "tokens": sum(stored.tokens_seen),
-        "bytes": stored.nbytes,
-    }
+    def _fits_weights(self, notes: Mapping[str, str]) -> bool:
+        note = notes.get(WEIGHTS_NOTE)
+        return note is None or self._weights is None or fits_weights(note, self._weights)
+
+    def _check_weights(self, notes: Mapping[str, str], status: int) -> None:
+        if not self._fits_weights(notes):
+            message = "the state belongs to other weights than those of this server"
+            raise ApiError(status, message)
+
+
+def _new_id() -> str:
+    return f"state-{secrets.token_hex(12)}"
 
 
 @contextmanager

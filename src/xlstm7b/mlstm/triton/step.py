@@ -18,13 +18,14 @@ from xlstm7b.mlstm.triton.launch_params import Tile, padded, step_tile
 
 @triton.jit
 def step_kernel(
-    q, k, v, i, f, gate, norm_weight, C, n, m, h, raw, arrived,
+    q, k, v, i, f, gate, norm_weight, C, n, m, slots, h, raw, arrived,
     q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h,
     i_stride_b, i_stride_h, f_stride_b, f_stride_h, gate_stride_b, gate_stride_h,
     C_stride_b, n_stride_b, m_stride_b,
     scale, eps, norm_eps, NH, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PADDED_K: tl.constexpr, PADDED_V: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_GATE: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_GATE: tl.constexpr, HAS_SLOTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_V columns of one head's C, and the same elements of h.
 
@@ -34,8 +35,11 @@ def step_kernel(
     batch, head = row // NH, row % NH
     d_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     in_v = d_v < DV
-    C_head = C + batch * C_stride_b + head * DK * DV + d_v[None, :]
-    n_head, m_head = n + batch * n_stride_b + head * DK, m + batch * m_stride_b + head
+    slot = batch  # the row of the state
+    if HAS_SLOTS:
+        slot = tl.load(slots + batch).to(tl.int64)
+    C_head = C + slot * C_stride_b + head * DK * DV + d_v[None, :]
+    n_head, m_head = n + slot * n_stride_b + head * DK, m + slot * m_stride_b + head
     q_head = q + batch * q_stride_b + head * q_stride_h
     k_head = k + batch * k_stride_b + head * k_stride_h
     # Nearly all bytes are in C, so its first block is loaded before anything else.
@@ -130,10 +134,11 @@ _counters: dict[torch.device, _Counters] = {}
 def launch_step(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, C: Tensor, n: Tensor, m: Tensor,
     gate: Tensor | None, norm_weight: Tensor | None, norm_eps: float, eps: float, tile: Tile,
-    overlap: bool = False,
+    overlap: bool = False, slots: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns h of one token, [B, NH, d_hv]. Updates the state in place.
 
+    With `slots` [B], integers, row r of the batch has the row slots[r] of the state.
     With `overlap` (programmatic dependent launch, Hopper and later) the kernel reads the state
     before the previous kernel has ended, so at least one other kernel must run between the one
     that wrote the state and this one.
@@ -146,13 +151,14 @@ def launch_step(
         _counters[q.device] = _Counters(q.device)
     step_kernel[(triton.cdiv(d_v, tile.d_out), batch * heads)](
         q, k, v, i, f, v if gate is None else gate, v if norm_weight is None else norm_weight,
-        C, n, m, h, raw, _counters[q.device].take(batch * heads),
+        C, n, m, q if slots is None else slots, h, raw, _counters[q.device].take(batch * heads),
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *i.stride(), *f.stride(),
         *(v if gate is None else gate).stride()[:2], C.stride(0), n.stride(0), m.stride(0),
         d_k**-0.5, eps, norm_eps, heads,
         DK=d_k, DV=d_v, BLOCK_K=tile.d_in, BLOCK_V=tile.d_out,
         PADDED_K=padded(d_k), PADDED_V=padded(d_v),
-        HAS_NORM=norm_weight is not None, HAS_GATE=gate is not None, OVERLAP=overlap,
+        HAS_NORM=norm_weight is not None, HAS_GATE=gate is not None, HAS_SLOTS=slots is not None,
+        OVERLAP=overlap,
         **tile.options(), **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     return h
@@ -162,19 +168,21 @@ def launch_step(
 def mlstm_fused_step(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, C: Tensor, n: Tensor, m: Tensor,
     gate: Tensor | None, norm_weight: Tensor | None, norm_eps: float, eps: float,
+    slots: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     tile = step_tile(q.shape[0] * q.shape[1], q.shape[-1], v.shape[-1])
-    return launch_step(q, k, v, i, f, C, n, m, gate, norm_weight, norm_eps, eps, tile)
+    return launch_step(q, k, v, i, f, C, n, m, gate, norm_weight, norm_eps, eps, tile, slots=slots)
 
 
 @mlstm_fused_step.register_fake
-def _(q, k, v, i, f, C, n, m, gate, norm_weight, norm_eps, eps):
+def _(q, k, v, i, f, C, n, m, gate, norm_weight, norm_eps, eps, slots=None):
     return v.new_empty(v.shape)
 
 
 def triton_step(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: MLSTMState,
     gate: Tensor | None, norm_weight: Tensor | None, norm_eps: float, eps: float, inplace: bool,
+    slots: Tensor | None = None,
 ) -> tuple[Tensor, MLSTMState]:  # fmt: skip
     """`mlstm_step` by the fused kernel, on the given state or on a copy of it."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -184,5 +192,7 @@ def triton_step(
         raise ValueError("with inplace=True, each row of the state must be contiguous")
     if not inplace:
         state = MLSTMState(*(part.clone(memory_format=torch.contiguous_format) for part in state))
-    h = mlstm_fused_step(q, k, v, i, f, *state, gate, norm_weight, norm_eps, eps)
+    if slots is not None:
+        slots = slots.contiguous()
+    h = mlstm_fused_step(q, k, v, i, f, *state, gate, norm_weight, norm_eps, eps, slots)
     return h, state

@@ -1,234 +1,318 @@
-// A chat page for /v1/chat/completions. Conversations are stored in this browser only, each under
-// its own key, so that several tabs do not overwrite each other. Every request sends the whole
+// The chat page: the conversation in view, and what its controls do. Every request sends the whole
 // conversation; the server finds the part that it has read before in its prefix cache.
 
-import { callServer, stream } from "./server.js";
+import "./theme.js";
+import {
+  answer, answerUnderWay, continueAnswer, conversationsUnderWay, showStatus, stop, toRequest,
+} from "./answers.js";
+import { ask } from "./dialog.js";
+import { announce, download, element, find, toFileName, toSize } from "./dom.js";
+import { onStart, openMemories, saveMemory } from "./memories.js";
+import { edit, onAction, scrollToEnd, showMessages } from "./messages.js";
+import { callServer, getJson, useKey } from "./server.js";
+import { closeDrawer, nameOf, onSidebar, showConversations } from "./sidebar.js";
+import {
+  exportConversations, importConversations, onFull, onOtherTab, readConversations, readForTab,
+  readSetting, removeConversation, saveConversation, saveForTab, saveSetting,
+} from "./store.js";
+import { add, countFrom, createConversation, fork, path, remove, toTitle } from "./tree.js";
 
-const find = (id) => document.getElementById(id);
-const list = find("messages"), input = find("input"), picker = find("conversations");
-const settingsForm = document.querySelector("#settings form");
-const CONVERSATION = "xlstm7b/"; // and a conversation's id: its key in localStorage
-const SETTINGS = "xlstm7b-settings", CURRENT = "xlstm7b-current", KEY = "xlstm7b-key";
+const input = find("input");
+const HINT = "Enter sends, Shift+Enter starts a new line, Esc stops.";
+// On a phone Enter breaks the line: its keyboard has no Shift+Enter.
+const touch = matchMedia("(pointer: coarse)");
 
-let stateBytes = 0;
-let settings = attempt(() => JSON.parse(localStorage.getItem(SETTINGS))) ?? {};
+const statuses = new WeakMap(); // a conversation: the line about its last answer
+
+let models = [];
+let model = null; // the one that answers; null until the server has said
 let conversations = load();
-let current = conversations.find((one) => one.id === attempt(() => Number(sessionStorage[CURRENT])))
-  ?? conversations.at(-1);
-let answering = null; // an AbortController while an answer streams
-
-function attempt(work) {
-  try {
-    return work();
-  } catch { /* storage is disabled, or holds something else */ }
-}
+let current = conversations.find((one) => one.id === readForTab("current"))
+  ?? newest() ?? createConversation();
 
 function load() {
-  const stored = attempt(() => Object.keys(localStorage)) ?? [];
-  const keys = stored.filter((key) => key.startsWith(CONVERSATION));
-  const found = keys.map((key) => attempt(() => JSON.parse(localStorage.getItem(key))))
-    .filter((one) => one?.messages).sort((a, b) => a.id - b.id);
-  for (const { messages } of found) { // the page was closed before the answer's first word
-    if (messages.at(-1)?.content === "") messages.pop();
+  const found = readConversations();
+  for (const one of found) { // the page was closed before the answer's first word
+    const last = path(one).at(-1);
+    if (last?.role === "assistant" && !last.content) remove(one, last);
   }
-  return found.length ? found : [newConversation(0)];
+  return found;
 }
 
-function newConversation(lastId, title = "New conversation", messages = []) {
-  return { id: Math.max(Date.now(), lastId + 1), title, messages, draft: "" };
+function newest() {
+  return conversations.toSorted((a, b) => b.updated - a.updated)[0];
 }
 
 function save() {
-  try {
-    localStorage.setItem(CONVERSATION + current.id, JSON.stringify(current));
-    localStorage.setItem(SETTINGS, JSON.stringify(settings));
-    sessionStorage.setItem(CURRENT, current.id);
-  } catch {
-    showError("The browser's storage is full: new messages are lost when this page is closed.");
-  }
+  saveConversation(current);
+  saveForTab("current", current.id);
 }
 
 function open(conversation) {
-  if (!conversations.includes(conversation)) conversations.push(conversation);
+  save(); // the draft
   current = conversation;
+  if (!conversations.includes(current)) conversations.push(current);
+  const isKept = (one) => one === current || one.shown || one.draft || one.state;
+  conversations = conversations.filter(isKept);
   save();
+  hideError();
   show();
-  input.focus();
-}
-
-function element(name, text, properties = {}) {
-  const created = document.createElement(name);
-  created.textContent = text;
-  return Object.assign(created, properties);
-}
-
-function show() {
-  picker.replaceChildren(...conversations.map((one) =>
-    element("option", one.title, { value: one.id, selected: one === current })));
-  list.replaceChildren(...current.messages.map(toArticle));
-  list.scrollTop = list.scrollHeight;
+  scrollToEnd();
   input.value = current.draft;
   fitInput();
+  if (!touch.matches) input.focus();
 }
 
-function setAnswering(controller) {
-  answering = controller;
-  const busy = controller !== null;
-  document.body.classList.toggle("busy", busy);
-  list.ariaBusy = busy; // screen readers wait until it is complete
-  find("send").hidden = busy;
-  find("stop").hidden = !busy;
-  for (const control of [picker, find("new"), find("delete")]) control.disabled = busy;
+function showSidebar() {
+  showConversations(conversations, current, conversationsUnderWay());
 }
 
-function toArticle(message, index) {
-  const article = element("article", "", { className: message.role });
-  const actions = element("div", "", { className: "actions" });
-  if (message.role === "assistant") {
-    actions.append(
-      element("button", "Regenerate", { type: "button", onclick: () => regenerate(index) }),
-      element("button", "Fork", { type: "button", onclick: () => fork(index + 1) }),
-    );
-  } else if (index === current.messages.length - 1) {
-    actions.append(element("button", "Try again", { type: "button", onclick: () => answer() }));
+// Shows everything that depends on the current conversation.
+function show() {
+  const own = answerUnderWay(current);
+  showSidebar();
+  showMessages(current, own?.message);
+  const isEmpty = current.shown === null;
+  const isBusy = own !== null;
+  find("title").textContent = nameOf(current);
+  document.title = current.title || model?.id || "xlstm7b";
+  find("welcome").hidden = !isEmpty;
+  find("welcome-documents").hidden = !model?.saves_states || current.state !== null;
+  find("origin").hidden = !current.state;
+  if (current.state) {
+    const tokens = Number(current.state.tokens).toLocaleString();
+    const origin = `Starts from the memory “${current.state.name}” (${tokens} tokens)`;
+    find("origin").textContent = origin;
   }
-  article.append(
-    element("h2", message.role === "user" ? "You" : "Model"),
-    element("p", message.content),
-    actions,
-  );
-  return article;
+  document.body.classList.toggle("busy", isBusy);
+  find("messages").ariaBusy = isBusy;
+  find("send").hidden = isBusy;
+  find("stop").hidden = !isBusy;
+  find("save-memory").hidden = !model?.saves_states || !lastAnswer();
+  find("save-memory").disabled = isBusy;
+  find("open-memories").hidden = !model?.saves_states;
+  showStatus(own?.status ?? statuses.get(current) ?? (touch.matches ? "" : HINT));
 }
 
-function fork(length) {
-  const { title, messages } = current;
-  const forks = conversations.filter((one) => one.title.startsWith(`${title} / `)).length;
-  const copy = structuredClone(messages.slice(0, length));
-  open(newConversation(conversations.at(-1).id, `${title} / ${forks + 1}`, copy));
+function lastAnswer() {
+  return path(current).findLast((one) => one.role === "assistant");
 }
 
-// Replaces the last answer. For an earlier answer it makes a fork, so that later messages are kept.
-function regenerate(index) {
-  if (index < current.messages.length - 1) {
-    fork(index);
-    answer();
-  } else {
-    answer(current.messages.pop());
-  }
+// Runs `work`, which answers in a conversation, and shows what becomes of it.
+async function generate(conversation, work) {
+  if (!model) await showModel();
+  if (!model || answerUnderWay(conversation)) return;
+  hideError();
+  const error = await work(model, (isStart) => {
+    if (isStart) {
+      saveConversation(conversation);
+      show();
+      if (conversation === current) scrollToEnd();
+    } else if (conversation === current) {
+      statuses.set(conversation, answerUnderWay(conversation).status);
+      showStatus(statuses.get(conversation));
+    }
+  });
+  if (conversations.includes(conversation)) saveConversation(conversation); // else it was deleted
+  if (conversation === current) show();
+  else showSidebar();
+  if (error) showFailure(error);
+  else if (conversation === current && !touch.matches && isNothingFocused()) input.focus();
+}
+
+function isNothingFocused() {
+  return [document.body, find("stop"), null].includes(document.activeElement);
+}
+
+function reply(conversation, question) {
+  return generate(conversation, (...rest) => answer(conversation, question, ...rest));
 }
 
 function send() {
   const text = input.value.trim();
-  if (answering || !text) return;
-  if (!current.messages.length) current.title = text.slice(0, 40);
-  current.messages.push({ role: "user", content: text });
-  current.draft = "";
-  answer();
+  if (!text || answerUnderWay(current)) return;
+  // A message without an answer is replaced by the new one, as a branch: many chat templates refuse
+  // two messages of the user in a row.
+  const last = path(current).at(-1);
+  const parent = last?.role === "user" ? last.parent : last?.id ?? null;
+  const question = add(current, parent, "user", text);
+  input.value = current.draft = "";
+  fitInput();
+  reply(current, question);
 }
 
-function readSettings() {
-  const numbers = {};
-  for (const field of settingsForm.elements) {
-    if (!field.name) continue;
-    settings[field.name] = field.value;
-    if (field.type === "number" && field.value !== "") numbers[field.name] = Number(field.value);
-  }
-  return numbers;
-}
-
-// `previous` is the answer to restore if there is no new one.
-async function answer(previous) {
-  const { messages } = current;
-  const numbers = readSettings();
-  const system = settings.system.trim();
-  const sent = [...(system ? [{ role: "system", content: system }] : []), ...messages];
-  const reply = { role: "assistant", content: "" };
-  messages.push(reply);
-  setAnswering(new AbortController());
-  find("error").hidden = true;
-  if (!previous) save();
-  show();
-  const article = list.lastElementChild;
-  article.classList.add("growing");
-  const meter = startMeter();
-  // Drawn once per frame: drawing every chunk of a fast stream would freeze the page.
-  let frame = 0, shown = 0;
-  const showMore = () => {
-    frame = 0;
-    const atEnd = list.scrollHeight - list.scrollTop - list.clientHeight < 60;
-    article.querySelector("p").append(reply.content.slice(shown));
-    shown = reply.content.length;
-    if (atEnd) list.scrollTop = list.scrollHeight;
-  };
-  let failure = null;
-  try {
-    const body = { messages: sent, ...numbers };
-    await stream(body, find("key").value, answering.signal, (event) => {
-      reply.content += event.choices[0]?.delta.content ?? "";
-      frame ||= requestAnimationFrame(showMore);
-      meter(event);
+onAction({
+  Branch() {
+    save();
+    show();
+  },
+  Edit(message) {
+    const isAnswer = message.role === "assistant";
+    edit(message, isAnswer ? "Save" : "Send", (text) => {
+      const changed = add(current, message.parent, message.role, text);
+      if (!isAnswer) return reply(current, changed);
+      save();
+      show();
     });
+  },
+  Regenerate: (message) => reply(current, current.messages[message.parent]),
+  "Try again": (message) => reply(current, message),
+  Continue: (message) => generate(current, (...rest) => continueAnswer(current, message, ...rest)),
+  Fork: (message) => open(fork(current, message)),
+  async Delete(message) {
+    const later = countFrom(current, message) - 1;
+    const what = later > 1 ? "later messages go" : "later message goes";
+    const text = later ? `${later} ${what} with it.` : "";
+    const title = "Delete this message?";
+    if (!await ask({ title, text, action: "Delete", isDanger: true })) return;
+    remove(current, message);
+    save();
+    show();
+    input.focus();
+  },
+});
+
+onSidebar({
+  open,
+  async Rename(conversation) {
+    const value = nameOf(conversation);
+    const title = await ask({ title: "Rename the conversation", action: "Rename", value });
+    if (!title) return;
+    conversation.title = title;
+    saveConversation(conversation);
+    show();
+  },
+  Export(conversation) {
+    exportFile(toFileName(nameOf(conversation), ".json"), [conversation]);
+  },
+  async Delete(conversation) {
+    const title = `Delete “${nameOf(conversation)}”?`, text = "This cannot be undone.";
+    if (!await ask({ title, text, action: "Delete", isDanger: true })) return;
+    stop(conversation);
+    removeConversation(conversation);
+    conversations = conversations.filter((one) => one !== conversation);
+    if (conversation === current) {
+      current = newest() ?? createConversation();
+      open(current);
+    } else {
+      show();
+    }
+  },
+});
+
+function exportFile(name, chosen) {
+  download(name, new Blob([exportConversations(chosen)], { type: "application/json" }));
+}
+
+find("export-all").addEventListener("click", () => {
+  exportFile("xlstm7b-conversations.json", conversations.filter((one) => one.shown));
+});
+find("import-file").addEventListener("change", async (event) => {
+  const [file] = event.target.files;
+  if (!file) return;
+  try {
+    const imported = importConversations(await file.text());
+    conversations.push(...imported);
+    imported.forEach(saveConversation);
+    open(imported[0]);
+    announce(`${imported.length} conversations imported.`);
   } catch (error) {
-    failure = error;
+    showError(`“${file.name}” was not imported: ${error.message}`);
+  }
+  closeDrawer();
+  event.target.value = "";
+});
+
+onStart((state) => open(createConversation(state)));
+for (const id of ["open-memories", "welcome-documents"]) {
+  find(id).addEventListener("click", () => {
+    closeDrawer();
+    openMemories(model.id);
+  });
+}
+find("save-memory").addEventListener("click", async () => {
+  const name = await ask({
+    title: "Save memory",
+    text: `The server keeps what the model remembers of this conversation, in a file of ${
+      toSize(model.state_bytes)}. New conversations can start from it.`,
+    action: "Save", value: toTitle(nameOf(current)),
+  });
+  if (!name) return;
+  try {
+    const request = toRequest(current, lastAnswer());
+    const saved = await saveMemory(request, current.state?.model ?? model.id, name);
+    showStatus(`Memory saved: ${saved.tokens.toLocaleString()} tokens, ${toSize(saved.bytes)}`);
+    announce("Memory saved.");
+  } catch (error) {
     showFailure(error);
   }
-  cancelAnimationFrame(frame);
-  showMore();
-  article.classList.remove("growing");
-  setAnswering(null);
-  if (!reply.content) {
-    if (!failure) showError("The answer was empty.");
-    messages.pop();
-    if (previous) messages.push(previous);
-    show();
-  }
-  save();
-  if (document.activeElement !== find("key")) input.focus();
-}
-
-function startMeter() {
-  const began = performance.now();
-  let first = 0, chunks = 0;
-  return (event) => {
-    const now = performance.now();
-    first ||= now;
-    chunks += event.choices.length;
-    const usage = event.usage;
-    const tokens = usage ? usage.completion_tokens : chunks;
-    const speed = tokens > 1 ? (tokens - 1) / Math.max((now - first) / 1000, 1e-3) : 0;
-    const parts = [`${tokens} tokens`, `${speed.toFixed(1)} tok/s`,
-      `first token after ${((first - began) / 1000).toFixed(2)} s`, `state ${toSize(stateBytes)}`];
-    if (usage) {
-      const cached = usage.prompt_tokens_details.cached_tokens;
-      parts.push(`${cached} of ${usage.prompt_tokens} prompt tokens cached`);
-    }
-    find("status").textContent = parts.join(" · ");
-  };
-}
-
-function toSize(bytes) {
-  return bytes < 1e6 ? `${(bytes / 1e3).toFixed(0)} kB` : `${(bytes / 1e6).toFixed(1)} MB`;
-}
-
-function showFailure(error) {
-  if (error.name === "AbortError") return; // the user stopped it
-  showError(error.message);
-  if (error.cause !== 401) return;
-  find("settings").open = true;
-  find("key-label").hidden = false;
-  find("key").focus();
-}
+});
 
 function showError(message) {
-  find("error").textContent = message;
+  find("error-text").textContent = message;
   find("error").hidden = false;
 }
 
-function fitInput() {
-  input.style.height = "auto";
-  input.style.height = `${input.scrollHeight + 2}px`;
+function hideError() {
+  find("error").hidden = true;
 }
 
+async function showFailure(error) {
+  showError(error.message);
+  if (error.status === 0) waitForServer();
+  if (error.status !== 401) return;
+  const key = await ask({
+    title: "API key", text: "This server needs an API key. It is kept until this tab is closed.",
+    action: "Use", value: "", secret: true,
+  });
+  if (!key) return;
+  useKey(key);
+  saveForTab("key", key);
+  await showModel();
+}
+
+let isWaiting = false;
+
+// Asks until the server answers again.
+async function waitForServer() {
+  if (isWaiting) return;
+  isWaiting = true;
+  for (let isBack = false; !isBack;) {
+    await new Promise((resolve) => { setTimeout(resolve, 2000); });
+    isBack = await callServer("health").then(() => true, () => false);
+  }
+  isWaiting = false;
+  await showModel();
+  announce("The server answers again.");
+}
+
+async function showModel() {
+  try {
+    models = (await getJson("v1/models")).data;
+    const chosen = readSetting("model");
+    model = models.find((one) => one.id === chosen) ?? models[0];
+    const picker = find("model");
+    picker.replaceChildren(...models.map((one) =>
+      element("option", one.id, { value: one.id, selected: one === model })));
+    picker.disabled = models.length === 1;
+    showModelNote();
+    hideError();
+    show();
+  } catch (error) {
+    showFailure(error);
+  }
+}
+
+function showModelNote() {
+  find("no-template").hidden = find("welcome-template").hidden = model.has_chat_template;
+}
+
+find("model").addEventListener("change", (event) => {
+  model = models.find((one) => one.id === event.target.value);
+  saveSetting("model", model.id);
+  showModelNote();
+});
+find("error-close").addEventListener("click", hideError);
 find("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   send();
@@ -238,62 +322,47 @@ input.addEventListener("input", () => {
   fitInput();
 });
 input.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !touch.matches) {
     event.preventDefault();
     send();
   }
 });
+
+function fitInput() {
+  input.style.height = "auto";
+  input.style.height = `${input.scrollHeight + 2}px`;
+}
+
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") answering?.abort();
+  const isOpen = document.querySelector("dialog[open], :popover-open");
+  if (event.key === "Escape" && !isOpen) stop(current);
 });
-find("stop").addEventListener("click", () => answering?.abort());
-find("new").addEventListener("click", () => {
-  const last = conversations.at(-1);
-  open(last.messages.length ? newConversation(last.id) : last);
-});
-find("delete").addEventListener("click", () => {
-  if (current.messages.length && !confirm(`Delete “${current.title}”?`)) return;
-  attempt(() => localStorage.removeItem(CONVERSATION + current.id));
-  const index = conversations.indexOf(current);
-  conversations.splice(index, 1);
-  open(conversations[index] ?? conversations.at(-1) ?? newConversation(current.id));
-});
-picker.addEventListener("change", () => {
-  save(); // the draft
-  open(conversations.find((one) => one.id === Number(picker.value)));
-});
-settingsForm.addEventListener("change", () => {
-  readSettings();
-  attempt(() => sessionStorage.setItem(KEY, find("key").value)); // until this tab is closed
+find("stop").addEventListener("click", () => stop(current));
+for (const id of ["new", "new-short"]) {
+  find(id).addEventListener("click", () => {
+    closeDrawer();
+    open(createConversation());
+  });
+}
+addEventListener("pagehide", () => { // the draft, and unfinished answers
   save();
+  conversations.filter(answerUnderWay).forEach(saveConversation);
 });
-settingsForm.addEventListener("submit", (event) => event.preventDefault());
-find("key").addEventListener("change", showModel);
-addEventListener("pagehide", save); // an unfinished answer, and the draft
-addEventListener("storage", () => { // another tab changed a conversation
-  if (answering) return;
-  conversations = load();
-  const own = conversations.findIndex((one) => one.id === current.id);
-  if (own < 0) conversations.push(current);
-  else current = Object.assign(conversations[own], { draft: current.draft });
-  show();
-});
-
-async function showModel() {
-  try {
-    const { data: [model] } = await (await callServer("v1/models", find("key").value)).json();
-    find("model").textContent = document.title = model.id;
-    stateBytes = model.state_bytes;
-    find("error").hidden = true;
-  } catch (error) {
-    showFailure(error);
+onFull(showError);
+onOtherTab(() => {
+  const own = conversations.filter((one) => one === current || answerUnderWay(one));
+  const others = load().filter((one) => !own.some((mine) => mine.id === one.id));
+  conversations = [...own, ...others];
+  const stored = readConversations().find((one) => one.id === current.id);
+  const hasChanged = stored && JSON.stringify(stored.messages) !== JSON.stringify(current.messages);
+  if (hasChanged && !answerUnderWay(current)) {
+    Object.assign(current, stored, { draft: current.draft });
+    show();
+  } else {
+    showSidebar();
   }
-}
+});
 
-for (const field of settingsForm.elements) {
-  if (field.name in settings) field.value = settings[field.name];
-}
-find("key").value = attempt(() => sessionStorage.getItem(KEY)) ?? "";
-find("key-label").hidden = !find("key").value;
-show();
+useKey(readForTab("key"));
+open(current);
 showModel();
