@@ -7,8 +7,11 @@ TOOLS := $(VENV)/.tools
 VLLM := .venv-vllm
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Compiled modules are kept, even if the environment turns that off. The tests start many processes,
+# and each would compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup test test-vllm lint quickstart sanitize clean
+.PHONY: setup test test-vllm lint pytest quickstart sanitize clean
 
 setup: $(TOOLS)
 
@@ -18,8 +21,9 @@ $(PACKAGE): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --editable '.[train]'
 	touch $@
 
+# Modules are compiled when they are first imported. Most of them never are.
 $(TOOLS): $(PACKAGE)
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-compile --editable '.[dev]'
 	touch $@
 
 lint: $(TOOLS)
@@ -28,7 +32,9 @@ lint: $(TOOLS)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-test: lint
+test: lint pytest
+
+pytest: $(TOOLS)
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal
 
 # vLLM and Ray. vLLM pins its own torch and transformers, so it has an environment of its own (3 GB).

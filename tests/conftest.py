@@ -1,5 +1,6 @@
 """For all tests: fixed random seeds, hypothesis settings, and no GPU tests without a GPU."""
 
+import gc
 import os
 
 import pytest
@@ -27,3 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+def pytest_collection_finish() -> None:
+    # Most objects are those of imported modules. The garbage collector need not visit them.
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()

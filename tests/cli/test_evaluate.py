@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from commands import Cli, refused, succeeded
-from harness_tasks import add_answered, add_choices, add_last_words
+from harness_tasks import add_answered, add_choices, add_last_words, machine_info
 from naive_scoring import save_byte_model
 
 from xlstm7b.cli import main
@@ -30,6 +30,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", machine_info)
 
 
 @pytest.mark.usefixtures("offline")

@@ -47,7 +47,7 @@ def test_a_text_becomes_a_state_file(
     Path("texts.jsonl").write_text("".join(f"{json.dumps(text)}\n" for text in texts))
     Path("tune.toml").write_text(RECIPE)
     prepare = ("prepare", "texts.jsonl", "--output", "data", "--tokenizer", "bytes")
-    assert cli(*prepare).code == 0
+    assert cli(*prepare, "--processes", 1).code == 0
     plan = succeeded(cli("train", "tune.toml", "--dry-run"))
     assert "trained" in plan
     assert cli("train", "tune.toml", "--device", "cpu").code == 0

@@ -36,7 +36,8 @@ def trained(cli: Cli, request: pytest.FixtureRequest, tmp_path: Path) -> Trained
     lines = "".join(f"{json.dumps({'text': text})}\n" for text in TEXTS)
     (tmp_path / "text.jsonl").write_text(lines)
     data, run, model = (tmp_path / name for name in ("data", "run", "model"))
-    said = cli("prepare", tmp_path / "text.jsonl", "--output", data, "--tokenizer", folder)
+    prepare = ["prepare", tmp_path / "text.jsonl", "--output", data, "--tokenizer", folder]
+    said = cli(*prepare, "--processes", 1)  # starting others takes longer than their work
     assert said.code == 0
     *_, advice = said.out.splitlines()
     settings = [

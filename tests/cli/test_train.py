@@ -24,13 +24,14 @@ from xlstm7b.train.trainer import Trainer, Update
 
 # With queries and keys of 64, transformers can run it: exports print no warning.
 MODEL = "model={embedding_dim=64,num_blocks=1,num_heads=2,qk_dim_factor=1.0,vocab_size=320}"
+ONE_PROCESS = ("--processes", 1)  # starting others takes longer than their work
 
 
 @pytest.fixture
 def settings(cli: Cli, tmp_path: Path) -> list[str]:
     (tmp_path / "text.txt").write_text("so much depends upon a red wheel barrow " * 40)
-    code, _, _ = cli("prepare", tmp_path / "text.txt", "--output", tmp_path / "data")
-    assert code == 0
+    prepare = ["prepare", tmp_path / "text.txt", "--output", tmp_path / "data", *ONE_PROCESS]
+    assert cli(*prepare).code == 0
     given = [
         MODEL,
         f'data.sources={{text={{path="{tmp_path / "data"}"}}}}',
@@ -520,7 +521,8 @@ def test_a_run_does_not_continue_with_other_data(
 ) -> None:
     shutil.rmtree(tmp_path / "data")
     (tmp_path / "text.txt").write_text("glazed with rain water " * 40)
-    assert cli("prepare", tmp_path / "text.txt", "--output", tmp_path / "data").code == 0
+    prepare = ["prepare", tmp_path / "text.txt", "--output", tmp_path / "data", *ONE_PROCESS]
+    assert cli(*prepare).code == 0
     before = contents(trained)
     said = refused(train(cli, trained, *settings, "--set", "run.steps=4"))
     assert said == (
@@ -571,7 +573,7 @@ def neox(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_export_has_the_tokenizer(cli: Cli, settings: list[str], neox: Path, tmp_path) -> None:
     data = ["--output", tmp_path / "words", "--tokenizer", neox]
-    assert cli("prepare", tmp_path / "text.txt", *data).code == 0
+    assert cli("prepare", tmp_path / "text.txt", *data, *ONE_PROCESS).code == 0
     words = [*settings, "--set", f"data.sources.text.path={tmp_path / 'words'}"]
     base, model, tuned = (tmp_path / name for name in ("base", "model", "tuned"))
     assert train(cli, base, *words).code == 0
@@ -615,7 +617,7 @@ def test_an_export_knows_a_tokenizer_that_was_not_found(
 ) -> None:
     run, model, words = tmp_path / "run", tmp_path / "model", tmp_path / "words"
     data = ["--output", words, "--tokenizer", neox]
-    assert cli("prepare", tmp_path / "text.txt", *data).code == 0
+    assert cli("prepare", tmp_path / "text.txt", *data, *ONE_PROCESS).code == 0
     assert train(cli, run, *settings, "--set", f"data.sources.text.path={words}").code == 0
     (words / "tokenizer.json").unlink()
     _, _, err = cli("export", run, model)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness_tasks import machine_info
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -13,6 +14,7 @@ def _offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
             patch.setenv(name, "1")
+        patch.setattr("torch.utils.collect_env.get_pretty_env_info", machine_info)
         yield
 
 

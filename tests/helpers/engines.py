@@ -1,6 +1,7 @@
 """A small random model, and a driver that steps an engine and collects what it returns."""
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 import pytest
 import torch
@@ -52,10 +53,17 @@ def greedy(prompt: Prompt, tokens: int = 12, **params: object) -> Request:
 
 def run_alone(model: XLSTM, request: Request, **options: object) -> Completion:
     """The completion of a request in an engine of one slot, without a prefix cache."""
-    driver = Driver(new_engine(model, slots=1, **options))
+    driver = Driver(_engine_of_one_slot(model, **options))
     driver.add(request)
     driver.finish()
+    assert is_idle(driver.engine)
     return driver.completion(request)
+
+
+@lru_cache(maxsize=4)
+def _engine_of_one_slot(model: XLSTM, **options: object) -> Engine:
+    """One engine for all requests that run alone: making an engine takes longer than they do."""
+    return new_engine(model, slots=1, **options)
 
 
 def copy_of(request: Request, **changes: object) -> Request:

@@ -2,7 +2,13 @@
 
 import json
 import random
+from functools import cache
 from pathlib import Path
+
+from torch.utils.collect_env import get_pretty_env_info
+
+# lm_eval adds it to the results of each call. It starts pip and other programs, so once is enough.
+machine_info = cache(get_pretty_env_info)
 
 _CHOICE = """
 task: {name}

@@ -18,13 +18,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.multiprocessing import ProcessContext
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
 from xlstm7b.train.hooks import Hook, HookError, LossBatch, Metrics
+from xlstm7b.train.optimizer import gradient_norm
 from xlstm7b.train.processes import process_group
 from xlstm7b.train.recipe import Layout, Recipe
 from xlstm7b.train.run_checkpoints import saved_steps
@@ -223,3 +225,35 @@ def autocast_equals_the_trainer(rank: int) -> None:
         ):
             assert isinstance(theirs.grad, DTensor)
             assert torch.equal(parameter.grad, theirs.grad.full_tensor()), name
+
+
+def norm_is_that_of_whole_gradients(rank: int) -> None:
+    with process_group("cpu"):
+        torch.manual_seed(0)
+        line = init_device_mesh("cpu", (2,))
+        plane = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+        layouts = [
+            ((4, 6), line, [Shard(0)]),
+            ((3, 6), line, [Shard(0)]),
+            ((1, 6), line, [Shard(0)]),  # nothing on the second process
+            ((4, 6), line, [Shard(1)]),
+            ((5,), line, [Replicate()]),
+            ((4, 6), plane, [Shard(0), Shard(1)]),
+            ((4, 6), plane, [Replicate(), Shard(0)]),
+        ]
+        whole, parameters = [torch.randn(9)], [nn.Parameter(torch.zeros(9))]
+        parameters[0].grad = whole[0].clone()
+        for shape, mesh, placements in layouts:
+            whole.append(torch.randn(shape))
+            parameter = nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, placements))
+            parameter.grad = distribute_tensor(whole[-1].clone(), mesh, placements)
+            parameters.append(parameter)
+        halves = torch.randn(2, 3, 3)
+        whole.append(halves.sum(0))
+        parameter = nn.Parameter(distribute_tensor(torch.zeros(3, 3), line, [Replicate()]))
+        parameter.grad = DTensor.from_local(halves[rank], line, [Partial()])
+        parameters.append(parameter)
+        expected = torch.cat([part.flatten() for part in whole]).norm()
+        norm = gradient_norm(parameters)
+        assert not isinstance(norm, DTensor)
+        torch.testing.assert_close(norm, expected)

@@ -1,17 +1,11 @@
 """Parameter groups by name, and the gradient's norm against brute force, on 1 and 2 processes."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from train_processes import in_processes, norm_is_that_of_whole_gradients
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
@@ -155,50 +149,6 @@ def test_bfloat16_gradients_are_summed_in_float32_and_none_at_all_are_zero() -> 
     assert gradient_norm([nn.Parameter(torch.zeros(2))]) == 0
 
 
-def test_norm_over_two_processes(tmp_path: Path) -> None:
+def test_norm_over_two_processes() -> None:
     """Sharded evenly and not, by rows and columns, replicated, partial, plain, on two meshes."""
-    workers = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path / "store")])
-        for rank in range(2)
-    ]
-    assert [worker.wait(timeout=60) for worker in workers] == [0, 0]
-
-
-def _work(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    line = init_device_mesh("cpu", (2,))
-    plane = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-    layouts = [
-        ((4, 6), line, [Shard(0)]),
-        ((3, 6), line, [Shard(0)]),
-        ((1, 6), line, [Shard(0)]),  # nothing on the second process
-        ((4, 6), line, [Shard(1)]),
-        ((5,), line, [Replicate()]),
-        ((4, 6), plane, [Shard(0), Shard(1)]),
-        ((4, 6), plane, [Replicate(), Shard(0)]),
-    ]
-    whole, parameters = [torch.randn(9)], [nn.Parameter(torch.zeros(9))]
-    parameters[0].grad = whole[0].clone()
-    for shape, mesh, placements in layouts:
-        whole.append(torch.randn(shape))
-        parameter = nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, placements))
-        parameter.grad = distribute_tensor(whole[-1].clone(), mesh, placements)
-        parameters.append(parameter)
-    halves = torch.randn(2, 3, 3)
-    whole.append(halves.sum(0))
-    parameter = nn.Parameter(distribute_tensor(torch.zeros(3, 3), line, [Replicate()]))
-    parameter.grad = DTensor.from_local(halves[rank], line, [Partial()])
-    parameters.append(parameter)
-    expected = torch.cat([part.flatten() for part in whole]).norm()
-    norm = gradient_norm(parameters)
-    assert not isinstance(norm, DTensor)
-    torch.testing.assert_close(norm, expected)
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads may outlive the interpreter
-
-
-if __name__ == "__main__":
-    _work(int(sys.argv[1]), sys.argv[2])
+    in_processes(2, norm_is_that_of_whole_gradients)
