@@ -160,6 +160,11 @@ def test_a_saved_model_starts(tmp_path: Path) -> None:
     assert [(result.part, result.error) for result in results] == [("start", None)]
 
 
+def test_a_quantised_model_keeps_no_memory_of_its_first_weights() -> None:
+    model = random_model(replace(SMALL, quantize="int4"))
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+
+
 def test_weights_are_random_in_their_dtype_and_the_default_stays() -> None:
     model = random_model(replace(SMALL, dtype="bfloat16"))
     assert model.lm_head.weight.dtype == torch.bfloat16

@@ -213,6 +213,8 @@ def random_model(plan: ModelPlan) -> XLSTM:
             layer: Any = model.get_submodule(name.removesuffix(".weight"))
             layer.weight = QuantizedWeight.quantize(weights.pop(name), scheme)
         model.prepare_quantized()
+        for parameter in model.parameters():  # parts of one buffer, which holds all weights
+            parameter.data = parameter.data.clone()
         release(plan.device)
     return model
 
