@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from xlstm7b import files, hub
-from xlstm7b.config import ModelConfig
+from xlstm7b.config import ModelConfig, warn_of_unknown
 from xlstm7b.files import Progress, Stored
 from xlstm7b.quantize.config import GROUP_SIZES, Quantization, Scheme
 from xlstm7b.quantize.weight import QuantizedWeight, unpack_int8
@@ -401,9 +401,11 @@ def read_config(folder: Path) -> ModelConfig:
             if not isinstance(values, dict) or any(isinstance(v, nested) for v in values.values()):
                 raise ValueError("it must be a flat list of fields")
             # The default of the authors' code.
-            return ModelConfig.from_dict({"ffn_proj_factor": 2.6667, **values})
+            config = ModelConfig.from_dict({"ffn_proj_factor": 2.6667, **values})
         except Exception as error:  # PyYAML can raise any type on damaged files
             raise ValueError(f"{path}: {error}") from error
+    warn_of_unknown(values, path)
+    return config
 
 
 def read_quantization(folder: Path) -> dict[str, Any] | None:
