@@ -55,6 +55,7 @@ def test_a_completion_continues_from_a_saved_state(live: LiveServer, generator: 
     ):
         assert answer.status_code == 404
         assert answer.json()["error"]["code"] == "state_not_found"
+    assert answer.json()["error"]["param"] == "state"
 
 
 @pytest.mark.parametrize("template", [None, CHATML])
@@ -112,6 +113,24 @@ def test_an_answer_is_sent_even_if_its_state_cannot_be_saved(
     assert "".join(e["choices"][0]["text"] for e in events) == whole["choices"][0]["text"]
     assert (events[-1]["state_id"], events[-1]["state_error"]) == (None, why)
     assert live.refused(STATES, 507, prompt="a") == why
+
+
+@pytest.mark.parametrize("broken", ["pathlib.Path.write_bytes", "tempfile._mkstemp_inner"])
+def test_an_upload_to_a_full_disk(
+    live: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    folder = live.service.states._store.folder
+    content = live.client.get(f"{STATES}/{live.post(STATES, prompt='a')['id']}/content").content
+    before = {*folder.iterdir()}
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", "/a/secret/path")
+
+    monkeypatch.setattr(broken, full)
+    answer = live.client.put(STATES, content=content)
+    assert answer.status_code == 507
+    assert error_of(answer)["message"] == "the state could not be saved: see the server's log"
+    assert {*folder.iterdir()} == before
 
 
 def test_few_requests_may_hold_saved_states_in_memory(
@@ -255,6 +274,7 @@ def test_other_files_are_not_uploaded(live: LiveServer, tmp_path: Path) -> None:
     assert "the file was saved from another model" in refused(file.read_bytes(), 400)
     assert "is damaged" in refused(file.read_bytes()[:-1], 400)
     assert "no state of this server's model" in refused(b"", 400)
+    assert "For a text file, send content-type text/plain" in refused(b"Call me Ishmael. " * 9, 400)
     assert "at most" in refused(bytes(1 << 24), 413)
     assert len(live.client.get(STATES).json()["data"]) == before
 

@@ -504,3 +504,20 @@ def test_tools_and_saved_states(tmp_path: Any) -> None:
         assert live.post("/tokenize", messages=talk)["count"] > 20
         wrong = live.client.post("/tokenize", json={"messages": [*USER, RESULT]})
         assert error_of(wrong)["param"] == "messages.1.tool_call_id"
+
+
+@pytest.mark.parametrize("template", [None, TAGGED])
+def test_tokenize_counts_tools_as_usage_does(template: str | None) -> None:
+    chat_format = None if template is None else TemplateFormat(ChatTemplate(template, {}))
+    with serving(tool_generator(), chat_format=chat_format) as live:
+        options = {"messages": USER, "tools": TOOLS}
+        tokens = live.post("/tokenize", **options)["tokens"]
+        usage = live.post(CHAT, **options, max_tokens=1)["usage"]
+        assert usage["prompt_tokens"] == len(tokens)
+        assert "The sum of two numbers" in live.post("/detokenize", tokens=tokens)["prompt"]
+        assert live.post("/tokenize", messages=USER, tools=[])["count"] < len(tokens)
+        ended = live.post("/tokenize", **options, add_generation_prompt=False)["tokens"]
+        assert ended == tokens[: len(ended)] != tokens
+        assert "needs messages" in live.refused("/tokenize", 400, prompt="a", tools=TOOLS)
+        twice = live.refused("/tokenize", 400, messages=USER, tools=[*TOOLS, TOOLS[0]])
+        assert twice == "tools.2.function.name is 'add', like that of another function"

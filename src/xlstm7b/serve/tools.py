@@ -344,21 +344,21 @@ def check_messages(messages: Sequence[Message]) -> None:
             unanswered.remove(message.tool_call_id)
 
 
-def check_tools(body: ChatBody) -> None:
+def check_tools(tools: Sequence[Tool], tool_choice: str | ChosenTool | None = None) -> None:
     """Raises an `ApiError` for tools that contradict each other or `tool_choice`."""
-    names = [tool.function.name for tool in body.tools or ()]
-    for number, tool in enumerate(body.tools or ()):
+    names = [tool.function.name for tool in tools]
+    for number, tool in enumerate(tools):
         field, name = f"tools.{number}.function", tool.function.name
         if name in names[:number]:
             raise _refusal(f"{field}.name", f"is {name!r}, like that of another function")
         schema = tool.function.parameters or {}
         if schema.get("type", "object") != "object" or not is_json(schema):
             raise _refusal(f"{field}.parameters", 'must be a JSON schema with the type "object"')
-    if isinstance(body.tool_choice, ChosenTool) and body.tool_choice.function.name not in names:
-        wanted = body.tool_choice.function.name[:80]
+    if isinstance(tool_choice, ChosenTool) and tool_choice.function.name not in names:
+        wanted = tool_choice.function.name[:80]
         known = ", ".join(map(repr, names))[:400] or "none"
         raise _refusal("tool_choice", f"names {wanted!r}, but the functions in tools are: {known}")
-    if body.tool_choice == "required" and not names:
+    if tool_choice == "required" and not names:
         raise _refusal("tool_choice", 'is "required", but there are no tools')
 
 
