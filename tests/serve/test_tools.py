@@ -469,6 +469,11 @@ def tool(**function: Any) -> list[dict[str, Any]]:
         ],
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "combined with tools"),
         ({"guided_json": "{"}, "guided_json", "guided_json is not JSON"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            "response_format.json_schema.schema",
+            'has keywords that are not supported: "not"',
+        ),
     ],
 )  # fmt: skip
 def test_refusals(live: LiveServer, body: dict, param: str, message: str) -> None:
@@ -477,6 +482,24 @@ def test_refusals(live: LiveServer, body: dict, param: str, message: str) -> Non
     error = error_of(answer)
     assert error["param"] == param
     assert message in error["message"]
+
+
+def test_descriptions_do_not_count_as_grammar() -> None:
+    """They are in the prompt. The limit of 65,536 characters is for what decides the arguments."""
+    const = {"const": {"description": "y"}}
+    properties = {"description": {"type": "integer", "description": "x" * 70000}, "const": const}
+    schema = {"type": "object", "properties": properties, "required": [*properties]}
+    function = {"name": "f", "parameters": {**schema, "x-guidance": {"whitespace_flexible": False}}}
+    tools = [{"type": "function", "function": function}]
+    body = {"messages": USER, "tools": tools, "tool_choice": "required"}
+    grammar = ToolFormat(PlainFormat(), BYTES).grammar(ChatBody(**body))
+    call = '{"name": "f", "arguments": {"description":3,"const":{"description":"y"}}}'
+    matcher = Matcher(compile_grammar({"grammar": grammar}, CONFIG, BYTES), [0])
+    for token in BYTES.encode(f"<tool_call>\n{call}\n</tool_call>", continues=True):
+        matcher.advance(token)
+    with serving(tool_generator()) as live:
+        tokens = live.post("/tokenize", messages=USER, tools=tools)["tokens"]
+        assert "x" * 70000 in live.post("/detokenize", tokens=tokens)["prompt"]
 
 
 def test_json_that_other_programs_cannot_read_is_refused(live: LiveServer) -> None:
