@@ -1,6 +1,7 @@
 """/v1/states: states are saved, listed, continued from and deleted."""
 
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -186,6 +187,25 @@ def test_states_that_are_damaged_or_of_another_model(generator: Generator, tmp_p
         path.write_bytes(b"")
         assert live.client.delete(f"{STATES}/{saved}").status_code == 200
         assert live.client.get(STATES).json()["data"] == []
+
+
+def test_a_download_ends_where_its_length_says(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if another program writes a longer file meanwhile. That ended the connection."""
+    saved = live.post(STATES, prompt="a")["id"]
+    file = live.service.states._store.folder / f"{saved}.safetensors"
+    whole, fstat = file.read_bytes(), os.fstat
+
+    def then_grow(descriptor: int) -> os.stat_result:
+        size = fstat(descriptor)
+        file.write_bytes(whole + b"more")
+        return size
+
+    monkeypatch.setattr("xlstm7b.serve.state_routes.os.fstat", then_grow)
+    assert live.client.get(f"{STATES}/{saved}/content").content == whole
+    monkeypatch.undo()
+    live.client.delete(f"{STATES}/{saved}")
 
 
 IDS = st.one_of(
