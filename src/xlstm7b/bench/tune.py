@@ -242,10 +242,15 @@ def product_tiles(batch: int) -> Iterator[RowTile | RowsTile]:
 
 def codes_tiles(batch: int) -> Iterator[CodesTile]:
     """All tiles of quantised weights that are worth compiling."""
-    blocks = ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4), (128, 4))
-    for (rows, warps), stages in product(blocks, (3, 4, 5)):
-        if batch <= 16 or rows >= 64:
+    if batch > 16:
+        for (rows, warps), stages in product(((32, 4), (64, 4), (128, 4), (128, 8)), (2, 3, 4)):
             yield CodesTile(rows, warps, stages, prefetch=512)
+    for rows, split, stages, registers, prefetch in product(
+        (16, 32, 64), (2, 4, 8, 16), (2, 3, 4), (None, 128), (512, 2048)
+    ):
+        # The tensor cores' results, of each thread: more of them would not fit its registers.
+        if rows * max(8, batch) <= 512:
+            yield CodesTile(rows, split, stages, prefetch, split, registers)
 
 
 def product_error(job: ProductJob) -> float:

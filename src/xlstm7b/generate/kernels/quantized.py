@@ -4,6 +4,12 @@ The time is that of reading the codes, as long as turning them into bfloat16 tak
 instructions than the memory leaves time for. `quantize/kernels.py` does that, in the registers in
 which the tensor cores want the numbers.
 
+One warp alone would mostly wait for its own instructions. So each multiprocessor gets many warps:
+those of a program share its rows, and each adds up another part of K (`CodesTile.split`). At the
+end their sums are added, always in the same order. In the code this is a product of tensors with
+the parts as first axis, which Triton gives to one warp each. The parts take turns block by block:
+part p has the blocks p, p + split, p + 2 · split, …
+
 Sums are float32, and so are the products with the scales: one for each row (int8, fp8), or for each
 row and group (int4). The work after the product is that of `few_rows.py`. For up to 16 rows RMSNorm
 is part of the kernel too: W (x · norm) times a factor, whose sum of squares is a second product, of
@@ -20,18 +26,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from xlstm7b.generate.kernels.few_rows import (
-    MAX_ROWS,
-    load_x,
-    product,
-    rms_factors,
-    store_gates,
-    store_rows,
-)
+from xlstm7b.generate.kernels.few_rows import MAX_ROWS, store_gates, store_rows
 from xlstm7b.generate.kernels.overlap import overlap_options, prefetch_rows
 from xlstm7b.generate.kernels.pointwise import rms_norm
 from xlstm7b.quantize.gpu import words_in_block
-from xlstm7b.quantize.kernels import decode_bytes, decode_int4, has_asm
+from xlstm7b.quantize.kernels import centre_int4, decode_bytes, decode_int4, has_asm
 from xlstm7b.quantize.weight import QuantizedWeight
 
 
@@ -40,9 +39,11 @@ class CodesTile:
     """Launch parameters of `multiply_codes`."""
 
     rows: int  # of W in one tile; for SwiGLU half of them are of W_up
-    warps: int
+    warps: int  # as many as `split`, unless that is 1
     stages: int
     prefetch: int = 0  # bytes of each row to load into L2 before the previous launch has ended
+    split: int = 1  # parts of K, one for each warp; 1: the warps share the rows instead
+    registers: int | None = None  # the most that a thread may have; None: the compiler decides
 
 
 def multiply_codes(
@@ -70,7 +71,9 @@ def multiply_codes(
     if norm is not None and not _takes_norm(x):
         x, norm = rms_norm(x, norm, eps), None
     rows = len(W) // 2 if swiglu else len(W)
-    tile = tile or tile_for(batch, rows)
+    blocks = W.data.shape[1] // words_in_block(W.scheme)
+    tile = tile or tile_for(batch, len(W), blocks)
+    assert tile.split in (1, tile.warps)
     out = residual
     if out is None:
         out = torch.empty(batch, rows, dtype=out_dtype or x.dtype, device=x.device)
@@ -88,10 +91,11 @@ def multiply_codes(
         HAS_GATES=gates is not None, HAS_LIVE=live is not None,
         HAS_RESIDUAL=residual is not None, HAS_CAP=cap is not None, SWIGLU=swiglu,
         BATCH=max(8, triton.next_power_of_2(batch)),
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        ROWS=tile.rows, WORDS=words_in_block(W.scheme), WIDTH=W.data.shape[1],
+        ONE=batch == 1, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        ROWS=tile.rows, SPLIT=tile.split, WORDS=words_in_block(W.scheme), WIDTH=W.data.shape[1],
         PREFETCH=min(tile.prefetch, 2 * W.data.shape[1]), THREADS=32 * tile.warps, ASM=has_asm(x),
-        num_warps=tile.warps, num_stages=tile.stages, **overlap_options(x.device),
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        **overlap_options(x.device),
     )  # fmt: skip
     return out, out_gates
 
@@ -105,11 +109,19 @@ def _takes_norm(x: Tensor) -> bool:
     return len(x) <= 16 and x.dtype != torch.float16
 
 
-def tile_for(batch: int, rows: int) -> CodesTile:
-    """A tile by the kernel's instructions and registers: `bench tune --quantize` measures them."""
+def tile_for(batch: int, rows: int, blocks: int) -> CodesTile:
+    """A tile for a matrix of this many rows, each of this many blocks.
+
+    By the kernel's instructions and registers: `bench tune --quantize` measures them. For up to 16
+    rows of x, K is split until a GPU of 132 multiprocessors has about 12 warps on each.
+    """
     if batch > 16:
         return CodesTile(64, 4, 3)
-    return CodesTile(16, 1, 4, 512) if rows < 8192 else CodesTile(32, 1, 4, 512)
+    tile_rows = 32 if rows >= 8192 else 16
+    split = 4
+    while split < min(16, blocks) and split * triton.cdiv(rows, tile_rows) < 1500:
+        split *= 2
+    return CodesTile(tile_rows, split, 3, 512, split)
 
 
 @triton.jit
@@ -118,38 +130,43 @@ def codes_kernel(
     eps, cap, B, N, N_GATES,
     K: tl.constexpr, CODE: tl.constexpr, HAS_NORM: tl.constexpr, HAS_GATES: tl.constexpr,
     HAS_LIVE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_CAP: tl.constexpr,
-    SWIGLU: tl.constexpr, BATCH: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
-    WORDS: tl.constexpr, WIDTH: tl.constexpr, PREFETCH: tl.constexpr, THREADS: tl.constexpr,
-    ASM: tl.constexpr, OVERLAP: tl.constexpr,
+    SWIGLU: tl.constexpr, BATCH: tl.constexpr, ONE: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, SPLIT: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr,
+    PREFETCH: tl.constexpr, THREADS: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out [B, N] = x Wᵀ and out_gates [B, N_GATES] = masked soft-cap(x W_gatesᵀ + bias).
 
-    One program per ROWS rows of W; the programs after those compute W_gates. With SWIGLU half of
-    the ROWS rows are of W_gate and half of W_up.
+    One program per ROWS rows of W_gates, then one per ROWS rows of W. With SWIGLU half of the ROWS
+    rows are of W_gate and half of W_up. ONE: x has one row.
     """
     program = tl.program_id(0)
+    if HAS_GATES:
+        program -= tl.cdiv(N_GATES, ROWS)
     OUT: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
     row = program * OUT + tl.arange(0, OUT)
     if OVERLAP:
         if PREFETCH > 0:
             thread = tl.arange(0, THREADS)
-            mine, wanted = _weight_rows(program, thread, N, OUT)
-            prefetch_rows(W, mine.to(tl.int64) * WIDTH, wanted & (thread < ROWS), PREFETCH)
+            mine, in_W = _weight_rows(program, thread, N, OUT)
+            wanted = in_W & (program >= 0) & (thread < ROWS)
+            prefetch_rows(W, mine.to(tl.int64) * WIDTH, wanted, PREFETCH)
         gdc_wait()
         gdc_launch_dependents()
-    W_programs = tl.cdiv(N, OUT)
     is_gate = False
     if HAS_GATES:
-        is_gate = program >= W_programs
+        is_gate = program < 0
     if is_gate:
-        row -= W_programs * OUT
-        y = product(x, norm, W_gates, eps, row, B, N_GATES, K, HAS_NORM, 64, OUT, BATCH, PRECISION)
+        row += tl.cdiv(N_GATES, ROWS) * OUT
+        y = _gate_product(
+            x, norm, W_gates, eps, row, B, N_GATES,
+            K, HAS_NORM, BATCH, ONE, PRECISION, OUT, SPLIT,
+        )  # fmt: skip
         store_gates(y, row, bias, live, out_gates, cap, B, N_GATES, HAS_CAP, HAS_LIVE, BATCH)
     else:
         w_row, in_row = _weight_rows(program, tl.arange(0, ROWS), N, OUT)
         y = _product(
             x, norm, W, scale, eps, w_row, in_row, B, N * (ROWS // OUT),
-            K, CODE, HAS_NORM, BATCH, PRECISION, ROWS, WORDS, WIDTH, ASM,
+            K, CODE, HAS_NORM, BATCH, ONE, PRECISION, ROWS, SPLIT, WORDS, WIDTH, ASM,
         )  # fmt: skip
         if SWIGLU:
             y, up = tl.split(tl.permute(tl.reshape(y, [2, OUT, BATCH]), 1, 2, 0))
@@ -168,56 +185,177 @@ def _weight_rows(program, r, N, OUT: tl.constexpr):
 def _product(
     x, norm, W, scale, eps, row, in_row, B, total,
     K: tl.constexpr, CODE: tl.constexpr, HAS_NORM: tl.constexpr, BATCH: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr,
-    ASM: tl.constexpr,
+    ONE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
+    WORDS: tl.constexpr, WIDTH: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """(scale · W)[row] Xᵀ [ROWS, BATCH] for a W of `total` rows; 0 where `in_row` is false."""
-    b, c = tl.arange(0, BATCH), tl.arange(0, WORDS)
+    c = tl.arange(0, WORDS)
+    part = _parts(SPLIT)
     blocks: tl.constexpr = WIDTH // WORDS
-    even: tl.constexpr = WIDTH * (4 if CODE == "int4" else 2) == K
-    words = W + row.to(tl.int64)[:, None] * WIDTH + c[None, :]
-    scales = scale + row
-    acc = tl.zeros([ROWS, BATCH], tl.float32)
-    squares = tl.zeros([BATCH, BATCH], tl.float32)
-    s0 = tl.load(scales, mask=in_row, other=0.0)
+    all_parts: tl.constexpr = blocks % SPLIT == 0
+    even: tl.constexpr = WIDTH * (4 if CODE == "int4" else 2) == K and all_parts
+    words = W + (row.to(tl.int64)[:, None] * WIDTH + c[None, :] + part * WORDS)
+    acc = _zeros(ROWS, BATCH, SPLIT)
+    squares = _no_squares(WORDS, BATCH, ONE, SPLIT)
     if CODE == "int4":
-        s1 = tl.load(scales + total, mask=in_row, other=0.0)
-        s2 = tl.load(scales + 2 * total, mask=in_row, other=0.0)
-        s3 = tl.load(scales + 3 * total, mask=in_row, other=0.0)
-        for block in range(blocks):
-            w = tl.load(words + block * WORDS, mask=in_row[:, None], other=0)
+        # (W - zero) Xᵀ is W Xᵀ plus a product of X with a constant matrix. For few rows of x the
+        # tensor cores have time for that one, and it is the same for all rows of W.
+        centred: tl.constexpr = BATCH > 16
+        less_zero = tl.full(words.shape, -136 if ASM else -8, x.dtype.element_ty)
+        in_scale = in_row[:, None]
+        scales = scale + (row[:, None] + part * (4 * total))
+        s0 = tl.load(scales, mask=in_scale & (part < blocks), other=0.0)
+        s1 = tl.load(scales + total, mask=in_scale & (part < blocks), other=0.0)
+        s2 = tl.load(scales + 2 * total, mask=in_scale & (part < blocks), other=0.0)
+        s3 = tl.load(scales + 3 * total, mask=in_scale & (part < blocks), other=0.0)
+        for first in range(0, blocks, SPLIT):
+            block = first + part
+            in_w = in_row[:, None] & ((block < blocks) | all_parts)
+            w = tl.load(words + first * WORDS, mask=in_w, other=0)
             w0, w1, w2, w3 = decode_int4(w, x.dtype.element_ty, ASM)
-            k = block * 4 * WORDS + c
-            x0, squares = load_x(x, norm, squares, k, b, B, K, even, HAS_NORM, PRECISION)
+            k = block * (4 * WORDS) + c[:, None]
+            x0, squares = _load_x(x, norm, squares, k, B, K, even, HAS_NORM, BATCH, ONE, PRECISION)
             k += WORDS
-            x1, squares = load_x(x, norm, squares, k, b, B, K, even, HAS_NORM, PRECISION)
+            x1, squares = _load_x(x, norm, squares, k, B, K, even, HAS_NORM, BATCH, ONE, PRECISION)
             k += WORDS
-            x2, squares = load_x(x, norm, squares, k, b, B, K, even, HAS_NORM, PRECISION)
+            x2, squares = _load_x(x, norm, squares, k, B, K, even, HAS_NORM, BATCH, ONE, PRECISION)
             k += WORDS
-            x3, squares = load_x(x, norm, squares, k, b, B, K, even, HAS_NORM, PRECISION)
+            x3, squares = _load_x(x, norm, squares, k, B, K, even, HAS_NORM, BATCH, ONE, PRECISION)
             # The next block's scales are loaded now, so that nothing waits for them.
-            following = scales + (block + 1) * 4 * total
-            more = in_row & (block + 1 < blocks)
+            following = scales + (first + SPLIT) * 4 * total
+            more = in_scale & (block + SPLIT < blocks)
             t0 = tl.load(following, mask=more, other=0.0)
             t1 = tl.load(following + total, mask=more, other=0.0)
             t2 = tl.load(following + 2 * total, mask=more, other=0.0)
             t3 = tl.load(following + 3 * total, mask=more, other=0.0)
-            acc += tl.dot(w0, x0, input_precision=PRECISION) * s0.to(tl.float32)[:, None]
-            acc += tl.dot(w1, x1, input_precision=PRECISION) * s1.to(tl.float32)[:, None]
-            acc += tl.dot(w2, x2, input_precision=PRECISION) * s2.to(tl.float32)[:, None]
-            acc += tl.dot(w3, x3, input_precision=PRECISION) * s3.to(tl.float32)[:, None]
+            acc += _group_product(w0, x0, less_zero, centred, PRECISION, ASM) * s0.to(tl.float32)
+            acc += _group_product(w1, x1, less_zero, centred, PRECISION, ASM) * s1.to(tl.float32)
+            acc += _group_product(w2, x2, less_zero, centred, PRECISION, ASM) * s2.to(tl.float32)
+            acc += _group_product(w3, x3, less_zero, centred, PRECISION, ASM) * s3.to(tl.float32)
             s0, s1, s2, s3 = t0, t1, t2, t3
+        y = _sum_parts(acc, SPLIT)
     else:
-        for block in range(blocks):
-            w = tl.load(words + block * WORDS, mask=in_row[:, None], other=0)
+        for first in range(0, blocks, SPLIT):
+            block = first + part
+            in_w = in_row[:, None] & ((block < blocks) | all_parts)
+            w = tl.load(words + first * WORDS, mask=in_w, other=0)
             w0, w1 = decode_bytes(w, CODE, x.dtype.element_ty, ASM)
-            k = block * 2 * WORDS + c
-            x0, squares = load_x(x, norm, squares, k, b, B, K, even, HAS_NORM, PRECISION)
+            k = block * (2 * WORDS) + c[:, None]
+            x0, squares = _load_x(x, norm, squares, k, B, K, even, HAS_NORM, BATCH, ONE, PRECISION)
             k += WORDS
-            x1, squares = load_x(x, norm, squares, k, b, B, K, even, HAS_NORM, PRECISION)
+            x1, squares = _load_x(x, norm, squares, k, B, K, even, HAS_NORM, BATCH, ONE, PRECISION)
             acc = tl.dot(w0, x0, acc, input_precision=PRECISION)
             acc = tl.dot(w1, x1, acc, input_precision=PRECISION)
-        acc *= s0.to(tl.float32)[:, None]
+        s = tl.load(scale + row, mask=in_row, other=0.0).to(tl.float32)
+        y = _sum_parts(acc, SPLIT) * s[:, None]
     if HAS_NORM:
-        acc *= rms_factors(squares, eps, K, BATCH)
-    return acc
+        y *= _rms_factors(squares, eps, K, BATCH, ONE, SPLIT)
+    return y
+
+
+@triton.jit
+def _group_product(
+    w, x, less_zero, CENTRED: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr
+):
+    """The product of one group's numbers, for w from `decode_int4`."""
+    if CENTRED:
+        y = tl.dot(centre_int4(w, ASM), x, input_precision=PRECISION)
+    else:
+        y = tl.dot(less_zero, x, input_precision=PRECISION)
+        y = tl.dot(w, x, y, input_precision=PRECISION)
+    return y
+
+
+@triton.jit
+def _gate_product(
+    x, norm, W, eps, row, B, N,
+    K: tl.constexpr, HAS_NORM: tl.constexpr, BATCH: tl.constexpr, ONE: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """W[row] Xᵀ [ROWS, BATCH] for a W that is not quantised."""
+    c, columns = tl.arange(0, 64), _parts(SPLIT) * 64
+    even: tl.constexpr = K % (64 * SPLIT) == 0
+    w_rows = W + row.to(tl.int64)[:, None] * K
+    acc = _zeros(ROWS, BATCH, SPLIT)
+    squares = _no_squares(64, BATCH, ONE, SPLIT)
+    for start in range(0, K, 64 * SPLIT):
+        k = start + columns + c[None, :]
+        w = tl.load(w_rows + k, mask=(row < N)[:, None] & ((k < K) | even), other=0.0)
+        k = start + columns + c[:, None]
+        x_k, squares = _load_x(x, norm, squares, k, B, K, even, HAS_NORM, BATCH, ONE, PRECISION)
+        acc = tl.dot(w, x_k, acc, input_precision=PRECISION)
+    y = _sum_parts(acc, SPLIT)
+    if HAS_NORM:
+        y *= _rms_factors(squares, eps, K, BATCH, ONE, SPLIT)
+    return y
+
+
+@triton.jit
+def _load_x(
+    x, norm, squares, k, B,
+    K: tl.constexpr, EVEN: tl.constexpr, HAS_NORM: tl.constexpr, BATCH: tl.constexpr,
+    ONE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """x[:, k] as [parts, len(k), BATCH], and `squares`. EVEN: every k is below K.
+
+    With HAS_NORM, x is multiplied by the weight of RMSNorm but not by its factors, and its squares
+    are added to `squares`, for `_rms_factors`. For several rows they are the diagonal of a product
+    [BATCH, BATCH] of x with itself: the tensor cores do that with the numbers in the registers in
+    which the product needs them.
+
+    ONE: the only row is loaded once, and all columns of the result are this row.
+    """
+    b = tl.arange(0, 1 if ONE else BATCH)[None, :]
+    in_k = (k < K) | EVEN
+    x_k = tl.load(x + b * K + k, mask=(b < B) & in_k, other=0.0)
+    if HAS_NORM:
+        if ONE:
+            squares += x_k.to(tl.float32) * x_k.to(tl.float32)
+        else:
+            squares = tl.dot(tl.trans(x_k), x_k, squares, input_precision=PRECISION)
+        x_k *= tl.load(norm + k, mask=in_k, other=0.0).to(x_k.dtype)
+    if ONE:
+        x_k = tl.broadcast_to(x_k, x_k.shape[:-1] + [BATCH])  # noqa: RUF005
+    return x_k, squares
+
+
+@triton.jit
+def _no_squares(COLUMNS: tl.constexpr, BATCH: tl.constexpr, ONE: tl.constexpr, SPLIT: tl.constexpr):
+    """The first `squares` of `_load_x`, for COLUMNS columns at a time."""
+    return _zeros(COLUMNS if ONE else BATCH, 1 if ONE else BATCH, SPLIT)
+
+
+@triton.jit
+def _rms_factors(
+    squares, eps, K: tl.constexpr, BATCH: tl.constexpr, ONE: tl.constexpr, SPLIT: tl.constexpr
+):
+    """1 / √(mean(x²) + ε) of each row [1, BATCH], or of the only row [1, 1]."""
+    squares = _sum_parts(squares, SPLIT)
+    if not ONE:
+        b = tl.arange(0, BATCH)
+        squares = tl.where(b[:, None] == b[None, :], squares, 0.0)
+    return tl.rsqrt(tl.sum(squares, 0) / K + eps)[None, :]
+
+
+@triton.jit
+def _parts(SPLIT: tl.constexpr):
+    """The numbers of the parts of K, as [SPLIT, 1, 1]. A single part has no axis: [1, 1]."""
+    part = tl.arange(0, SPLIT)[:, None]
+    return part if SPLIT == 1 else part[:, :, None]
+
+
+@triton.jit
+def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr):
+    """Sums of every part, to start from."""
+    if SPLIT == 1:
+        sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    else:
+        sums = tl.zeros([SPLIT, ROWS, COLUMNS], tl.float32)
+    return sums
+
+
+@triton.jit
+def _sum_parts(sums, SPLIT: tl.constexpr):
+    if SPLIT > 1:
+        sums = tl.sum(sums, 0)
+    return sums
