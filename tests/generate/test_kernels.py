@@ -187,7 +187,8 @@ SCHEMES = [Scheme("int8"), Scheme("fp8"), *(Scheme("int4", size) for size in GRO
 def test_quantised_rows(scheme, batch, split, option, dtype):
     """Widths that fill no block, and more; fewer blocks than parts, and more."""
     k = {"int8": 300, "fp8": 37}.get(scheme.name, 9 * (scheme.group_size or 0))
-    tile = quantized.CodesTile(16 if batch < 17 else 32, split, 3, split=split)
+    rows, programs = (16, 1) if batch < 17 else (32, 2)
+    tile = quantized.CodesTile(rows, split, 3, split=split, programs=programs)
     product = multiply_both(
         quantized.multiply_codes, batch, k, 34, option, dtype, scheme, tile=tile
     )
@@ -209,7 +210,7 @@ def test_quantised_rows_of_any_size_and_split(data):
         if scheme.group_size
         else 16 * groups + data.draw(st.integers(0, 15))
     )
-    tile = quantized.CodesTile(rows, split, 3, split=split)
+    tile = quantized.CodesTile(rows, split, 3, split=split, programs=pick(1, 2, 3))
     product = multiply_both(
         quantized.multiply_codes, batch, k, n, option, torch.float32, scheme, tile=tile
     )
@@ -217,7 +218,7 @@ def test_quantised_rows_of_any_size_and_split(data):
 
 
 @on_gpu
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("batch", [1, 8, 33])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_quantised_rows_are_the_same_in_every_run(scheme, batch):
     x = draw(batch, 4096, dtype=torch.bfloat16)

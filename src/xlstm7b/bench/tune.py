@@ -243,8 +243,10 @@ def product_tiles(batch: int) -> Iterator[RowTile | RowsTile]:
 def codes_tiles(batch: int) -> Iterator[CodesTile]:
     """All tiles of quantised weights that are worth compiling."""
     if batch > 16:
-        for (rows, warps), stages in product(((32, 4), (64, 4), (128, 4), (128, 8)), (2, 3, 4)):
-            yield CodesTile(rows, warps, stages, prefetch=512)
+        for (rows, warps), stages, programs in product(
+            ((64, 4), (128, 4), (128, 8)), (2, 3), (1, 2, 4, 8)
+        ):
+            yield CodesTile(rows, warps, stages, programs=programs)
     for rows, split, stages, registers, prefetch in product(
         (16, 32, 64), (4, 8, 16), (2, 3), (None, 128), (512, 2048)
     ):
