@@ -21,7 +21,7 @@ x with itself.
 For more than 64 rows, matrices are dequantised first, but those in fp8: see `fp8.py`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -123,19 +123,28 @@ def _takes_norm(x: Tensor, tile: CodesTile) -> bool:
 
 
 def tile_for(x: Tensor, W: QuantizedWeight) -> CodesTile:
-    """A tile by the kernel's instructions and registers: `bench tune --quantize` measures them.
+    """Tiles chosen by registers, shared memory and loads in flight, for 132 multiprocessors.
 
-    K is split until a GPU of 132 multiprocessors has about 12 warps on each, or 8 for more than 16
-    rows of x, as long as each part has a block, and shared memory has room for two programs.
+    They compile for an H200 without spilled registers. `bench tune --quantize` measures others.
     """
     batch, rows = len(x), len(W)
     words = words_in_block(W.scheme)
     blocks = W.data.shape[1] // words
     if batch > 16:
-        programs = 1
-        while programs < min(4, blocks) and programs * triton.cdiv(rows, 64) < 256:
-            programs *= 2
-        return CodesTile(64, 4, 3, programs=programs)
+        # All rows of x are read once for each tile: large tiles keep that below the time of W.
+        # float32 is not for tensor cores: larger tiles do not fit registers and shared memory.
+        tile = CodesTile(128, 8, 3 if words < 128 else 2)
+        if x.dtype == torch.float32:
+            tile = CodesTile(16, 8, 2)
+        tiles = triton.cdiv(rows, tile.rows)
+
+        def steps(programs: int) -> int:
+            """Blocks that a multiprocessor adds up one after another, and one for each start."""
+            return int(triton.cdiv(tiles * programs, 132) * (triton.cdiv(blocks, programs) + 1))
+
+        return replace(tile, programs=min((1, 2, 4), key=steps))
+    # K is split until there are about 12 warps on each multiprocessor, as long as each part has a
+    # block, and shared memory has room for two programs.
     if x.dtype == torch.float32:  # not on tensor cores: more parts do not fit shared memory
         return CodesTile(16 if rows < 8192 else 32, 1, 4, 512)
     tile_rows = 32 if rows >= 8192 and (batch == 1 or words < 128) else 16
