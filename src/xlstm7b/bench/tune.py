@@ -202,12 +202,16 @@ def products(config: ModelConfig) -> list[Product]:
 
 def _tune_products(plan: Tune, batch: int) -> Iterator[Result]:
     bandwidth = find_peaks("cuda", torch.bfloat16, 1.0, plan.peak_tbs)[1]
-    scheme = None if plan.quantize == "no" else Quantization.named(plan.quantize).blocks
+    quantization = None if plan.quantize == "no" else Quantization.named(plan.quantize)
     all_products = products(ModelConfig.named(plan.size))
-    tiles = list(product_tiles(batch) if scheme is None else codes_tiles(batch))
-    jobs = [ProductJob(each, batch, tile, scheme) for each in all_products for tile in tiles]
+    schemes: dict[Product, Scheme | None] = dict.fromkeys(all_products)
+    if quantization is not None:
+        schemes = dict.fromkeys(all_products, quantization.blocks)
+        schemes[all_products[-1]] = quantization.head
+    tiles = list(product_tiles(batch) if quantization is None else codes_tiles(batch))
+    jobs = [ProductJob(each, batch, tile, schemes[each]) for each in all_products for tile in tiles]
     right = _right(plan, jobs, product_error, _PRODUCT_TOLERANCE)
-    for each in all_products:
+    for each, scheme in schemes.items():
         x, W, norm = _product_inputs(each, batch)
         residual = x.new_zeros(batch, each.rows) if each.residual else None
         limit = (scheme.bytes_per_weight if scheme else 2) * each.rows * each.columns / bandwidth
@@ -243,16 +247,21 @@ def product_tiles(batch: int) -> Iterator[RowTile | RowsTile]:
 def codes_tiles(batch: int) -> Iterator[CodesTile]:
     """All tiles of quantised weights that are worth compiling."""
     if batch > 16:
-        for (rows, warps), stages, programs in product(
-            ((64, 4), (128, 4), (128, 8)), (2, 3), (1, 2, 4, 8)
-        ):
-            yield CodesTile(rows, warps, stages, programs=programs)
-    for rows, split, stages, registers, prefetch in product(
-        (16, 32, 64), (4, 8, 16), (2, 3), (None, 128), (512, 2048)
+        for (rows, warps), programs in product(((64, 4), (128, 8)), (1, 2, 4, 8)):
+            yield CodesTile(rows, warps, 3, programs=programs)
+        return
+    # A warp must have room for its sums and codes. Fewer registers than the compiler would take
+    # let more programs run on a multiprocessor.
+    for rows, split, registers in (
+        (16, 4, None),
+        (16, 8, None),
+        (16, 16, None),
+        (32, 4, None),
+        (32, 4, 168),
+        (32, 8, None),
+        (32, 8, 128),
     ):
-        # A warp must have room for its sums: these are 16 registers of each thread.
-        if rows * max(8, batch) <= 512 and (rows, registers) != (16, 128):
-            yield CodesTile(rows, split, stages, prefetch, split, registers)
+        yield CodesTile(rows, split, 3, 512, split, registers)
 
 
 def product_error(job: ProductJob) -> float:

@@ -125,14 +125,15 @@ def _takes_norm(x: Tensor, tile: CodesTile) -> bool:
 def tile_for(x: Tensor, W: QuantizedWeight) -> CodesTile:
     """Tiles chosen by registers, shared memory and loads in flight, for 132 multiprocessors.
 
-    They compile for an H200 without spilled registers. `bench tune --quantize` measures others.
+    In bfloat16 they compile for an H200 without spilled registers. `bench tune --quantize` measures
+    others.
     """
     batch, rows = len(x), len(W)
     words = words_in_block(W.scheme)
     blocks = W.data.shape[1] // words
-    if batch > 16:
-        # All rows of x are read once for each tile: large tiles keep that below the time of W.
-        # float32 is not for tensor cores: larger tiles do not fit registers and shared memory.
+    if batch > 16 or x.dtype == torch.float32:
+        # Each tile reads all of x from the L2 cache: the larger the tiles, the less that is.
+        # float32 is not multiplied on tensor cores: large tiles would not fit the registers.
         tile = CodesTile(128, 8, 3 if words < 128 else 2)
         if x.dtype == torch.float32:
             tile = CodesTile(16, 8, 2)
@@ -145,8 +146,6 @@ def tile_for(x: Tensor, W: QuantizedWeight) -> CodesTile:
         return replace(tile, programs=min((1, 2, 4), key=steps))
     # K is split until there are about 12 warps on each multiprocessor, as long as each part has a
     # block, and shared memory has room for two programs.
-    if x.dtype == torch.float32:  # not on tensor cores: more parts do not fit shared memory
-        return CodesTile(16 if rows < 8192 else 32, 1, 4, 512)
     tile_rows = 32 if rows >= 8192 and (batch == 1 or words < 128) else 16
     x_rows = 1 if batch == 1 else max(8, triton.next_power_of_2(batch))
     part_bytes = words * (2 * tile_rows + codes_in_word(W.scheme) * x_rows * x.itemsize)
@@ -157,7 +156,9 @@ def tile_for(x: Tensor, W: QuantizedWeight) -> CodesTile:
         and 2 * (2 * split) * part_bytes < 100_000
     ):
         split *= 2
-    return CodesTile(tile_rows, split, 3, 512, split)
+    # The product with gates would take 214 registers: with 168, three programs run at a time.
+    registers = 168 if tile_rows == 32 and x_rows == 8 else None
+    return CodesTile(tile_rows, split, 3, 512, split, registers)
 
 
 @triton.jit
