@@ -52,6 +52,7 @@ from xlstm7b.model.lora import add_lora, base_name, draw_lora, lora_layers
 from xlstm7b.quantize.gpu import prepare
 from xlstm7b.quantize.weight import QuantizedWeight
 from xlstm7b.registry import STANDARD
+from xlstm7b.train.one_device import as_dtensors, compute_in
 from xlstm7b.train.recipe import Layout, Recipe
 
 REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
@@ -105,9 +106,14 @@ def build_model(
     # memory: if they are sharded, or if activations are recomputed too.
     keep_gathered = layout.dp_shard == 1 and recipe.run.activation_checkpointing == "none"
     mesh = build_mesh(layout, device.type)
-    parallelize(model, mesh, getattr(torch, precision), keep_gathered=keep_gathered)
+    needs_fsdp = layout.world > 1 or not keep_gathered
+    if needs_fsdp:
+        parallelize(model, mesh, getattr(torch, precision), keep_gathered=keep_gathered)
     # 3. Memory and values. Each process fills its own part of every parameter.
     model.to_empty(device=device)
+    if not needs_fsdp:
+        as_dtensors(model, mesh[SHARD])
+        compute_in(model, getattr(torch, precision))
     parameters = {base_name(name): parameter for name, parameter in model.named_parameters()}
     if recipe.lora is not None:
         weights = chain(weights, _drawn_adapter(model, recipe.run.seed, device))

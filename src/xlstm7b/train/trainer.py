@@ -416,7 +416,8 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         model: Any = self.model  # FSDP has added methods
         for index in range(count):
-            model.set_requires_all_reduce(index == count - 1)
+            if self.layout.dp_replicate > 1:
+                model.set_requires_all_reduce(index == count - 1)
             loss = self._loss(batch, slice(index * size, (index + 1) * size), scale)
             loss.backward()
             total += loss.detach()
