@@ -55,7 +55,7 @@ class _Copies:
                     is_state = path == "backbone.initial_state"
                     self._dtypes.append(parameter.dtype if is_state else dtype)
         # Autograd calls the backward pass of a function if an input requires a gradient.
-        self._input = torch.empty(0, requires_grad=True)
+        self._input = torch.empty(0, device=self._parameters[0].device, requires_grad=True)
 
     def during(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -85,9 +85,9 @@ class _Copies:
             x.detach() if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
             for x, dtype in zip(wide, self._dtypes, strict=True)
         ]
-        pairs = [pair for pair in zip(copies, wide, strict=True) if pair[0].dtype != pair[1].dtype]
-        if pairs:
-            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+        cast = [(copy, x) for copy, x in zip(copies, wide, strict=True) if copy.dtype != x.dtype]
+        if cast:
+            torch._foreach_copy_([copy for copy, _ in cast], [x for _, x in cast])
         return tuple(copies)
 
     def add_gradients(self, gradients: tuple[Tensor | None, ...]) -> None:

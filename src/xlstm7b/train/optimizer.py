@@ -1,6 +1,6 @@
 """AdamW for the parameters of an XLSTM, and the global gradient norm on any layout."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -38,25 +38,22 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 class LocalAdamW(torch.optim.AdamW):
     """AdamW that computes with each process's own part of the DTensors.
 
-    The numbers are those of `torch.optim.AdamW`, and so is the state, with DTensors in it. Operators
-    of DTensors take the host several times as long as those of plain tensors.
+    The numbers are those of `torch.optim.AdamW`, and so is the state, which holds DTensors. But the
+    host needs several times as long for an operator over DTensors.
     """
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         assert closure is None
-        trained = [
-            [parameter for parameter in group["params"] if parameter.grad is not None]
-            for group in self.param_groups
-        ]
-        if any(parameter not in self.state for group in trained for parameter in group):
-            super().step()  # it makes the state
-            return
+        groups = self.param_groups
+        trained = [[p for p in group["params"] if p.grad is not None] for group in groups]
+        found: list[list[Any]] = [[self.state.get(p) for p in group] for group in trained]
+        if any(None in states for states in found):
+            return super().step()  # it makes the state
         with torch.no_grad():
-            for group, parameters in zip(self.param_groups, trained, strict=True):
-                states = [self.state[parameter] for parameter in parameters]
+            for group, parameters, states in zip(groups, trained, found, strict=True):
                 adamw(
-                    [_local(parameter) for parameter in parameters],
-                    [_local(parameter.grad) for parameter in parameters],
+                    [_local(p) for p in parameters],
+                    [_local(p.grad) for p in parameters],
                     [_local(state["exp_avg"]) for state in states],
                     [_local(state["exp_avg_sq"]) for state in states],
                     [],
@@ -72,6 +69,7 @@ class LocalAdamW(torch.optim.AdamW):
                     eps=group["eps"],
                     maximize=False,
                 )
+        return None
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -112,15 +110,17 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     keys: dict[Any, Any] = {}  # of groups, by mesh and placements
     for parameter in parameters:
         gradient = parameter.grad
+        if gradient is None:
+            continue
         key = None
         if isinstance(gradient, DTensor):
-            if (gradient.device_mesh, gradient.placements) not in keys:
+            key = keys.get((gradient.device_mesh, gradient.placements))
+            if key is None:
                 gradient = _without_partial_sums(gradient)
                 split = [dim for dim, p in enumerate(gradient.placements) if not p.is_replicate()]
-                keys[gradient.device_mesh, gradient.placements] = gradient.device_mesh, *split
-            key = keys[gradient.device_mesh, gradient.placements]
-        if gradient is not None:
-            groups.setdefault(key, []).append(_local(gradient))
+                key = gradient.device_mesh, *split
+                keys[gradient.device_mesh, gradient.placements] = key
+        groups.setdefault(key, []).append(_local(gradient))
     squares = []
     for key, tensors in groups.items():
         norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
