@@ -52,7 +52,7 @@ class _Copies:
                 if parameter.requires_grad:
                     self._places.append((module._parameters, name))
                     self._parameters.append(parameter)
-                    is_state = path == "backbone.initial_state"
+                    is_state = path.startswith("backbone.initial_state")
                     self._dtypes.append(parameter.dtype if is_state else dtype)
         # Autograd calls the backward pass of a function if an input requires a gradient.
         self._input = torch.empty(0, device=self._parameters[0].device, requires_grad=True)

@@ -2,7 +2,7 @@
 
 Everything distributed is PyTorch's: one device mesh of three axes, `parallelize_module` splits the
 blocks by heads, FSDP2 (`fully_shard`) shards all parameters. Parameters keep their names; they
-become DTensors.
+become DTensors. One process does without FSDP2 where that saves no memory (`one_device.py`).
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
