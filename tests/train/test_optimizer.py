@@ -5,11 +5,14 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from train_processes import in_processes, norm_is_that_of_whole_gradients
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
 from xlstm7b.train.optimizer import (
+    LocalAdamW,
     build_optimizer,
     clipped_step,
     gradient_norm,
@@ -17,6 +20,7 @@ from xlstm7b.train.optimizer import (
     parameter_groups,
     set_learning_rate,
 )
+from xlstm7b.train.processes import process_group
 from xlstm7b.train.recipe import Optimizer
 
 TINY = ModelConfig(embedding_dim=16, num_blocks=2, num_heads=2, vocab_size=40)
@@ -131,6 +135,36 @@ def test_a_clipped_step_is_adamw_on_clipped_gradients(clip: float) -> None:
         clipped_step(optimizer, clip, norm, torch.tensor(is_bad))
         for parameter, other in zip(parameters, others, strict=True):
             torch.testing.assert_close(parameter, other)
+
+
+def test_local_adamw_is_adamw_over_dtensors_bit_for_bit() -> None:
+    """With clipping, a step without effect, and a parameter whose first gradient comes late."""
+    with process_group("cpu"):
+        mesh = init_device_mesh("cpu", (1,))
+        whole = [torch.randn(4, 3), torch.randn(5), torch.randn(2, 2)]
+        options = {"lr": 0.1, "weight_decay": 0.1, "fused": True}
+        optimizers = []
+        for cls in (LocalAdamW, torch.optim.AdamW):
+            parts = [nn.Parameter(distribute_tensor(x.clone(), mesh, [Shard(0)])) for x in whole]
+            optimizers.append(
+                (parts, cls([{"params": parts[:2]}, {"params": parts[2:]}], **options))
+            )
+        for step in range(5):
+            gradients = [torch.randn(x.shape) for x in whole]
+            for parameters, optimizer in optimizers:
+                used = zip(parameters, gradients, strict=True)
+                for parameter, gradient in list(used)[: 2 if step < 2 else 3]:
+                    parameter.grad = distribute_tensor(gradient.clone(), mesh, [Shard(0)])
+                clipped_step(optimizer, 0.5, gradient_norm(parameters), torch.tensor(step == 3))
+                optimizer.zero_grad()
+            (ours, local), (theirs, plain) = optimizers
+            for got, want in zip(ours, theirs, strict=True):
+                assert torch.equal(got.to_local(), want.to_local())
+                state, exact = local.state.get(got, {}), plain.state.get(want, {})
+                assert state.keys() == exact.keys()
+                for name, value in exact.items():
+                    assert type(state[name]) is type(value)
+                    assert torch.equal(state[name], value)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -11,6 +11,7 @@ from xlstm7b.data.loader import Batch, validation_batches
 from xlstm7b.data.shards import ShardFolder
 from xlstm7b.model import XLSTM
 from xlstm7b.model.layers import soft_cap
+from xlstm7b.train.processes import all_reduce
 from xlstm7b.train.recipe import Layout, Recipe
 
 
@@ -38,7 +39,7 @@ def validation_loss(
         logprobs, _ = model.token_logprobs(tokens, targets, resets=resets)
         sums[0] -= (logprobs.double() * mask).sum(0)
         sums[1] += mask.sum(0)
-    dist.all_reduce(sums)
+    all_reduce(sums)
     losses, counts = sums.cpu()
     eighths = [
         (loss.sum() / count.sum().clamp(min=1)).item()
@@ -76,10 +77,10 @@ def gate_statistics(model: XLSTM, batch: Batch, device: torch.device) -> dict[st
             hook.remove()
     least, mean, most = found
     # Tensor-parallel processes hold equal shares of the heads; all others found the same numbers.
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    dist.all_reduce(mean)
+    all_reduce(least, dist.ReduceOp.MIN)
+    all_reduce(mean)
     mean /= dist.get_world_size()
-    dist.all_reduce(most, dist.ReduceOp.MAX)
+    all_reduce(most, dist.ReduceOp.MAX)
     return {
         "input_gate_mean": mean[0::2].tolist(),
         "input_gate_max": most[0::2].tolist(),

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.adamw import adamw
 
 from xlstm7b.train.recipe import Optimizer
 
@@ -34,14 +35,56 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     ]
 
 
-def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.AdamW:
+class LocalAdamW(torch.optim.AdamW):
+    """AdamW that computes with each process's own part of the DTensors.
+
+    The numbers are those of `torch.optim.AdamW`, and so is the state, which holds DTensors. But the
+    host needs several times as long for an operator over DTensors.
+    """
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is None
+        groups = self.param_groups
+        trained = [[p for p in group["params"] if p.grad is not None] for group in groups]
+        found: list[list[Any]] = [[self.state.get(p) for p in group] for group in trained]
+        if any(None in states for states in found):
+            return super().step()  # it makes the state
+        with torch.no_grad():
+            for group, parameters, states in zip(groups, trained, found, strict=True):
+                adamw(
+                    [_local(p) for p in parameters],
+                    [_local(p.grad) for p in parameters],
+                    [_local(state["exp_avg"]) for state in states],
+                    [_local(state["exp_avg_sq"]) for state in states],
+                    [],
+                    [state["step"] for state in states],
+                    fused=group["fused"],
+                    grad_scale=getattr(self, "grad_scale", None),
+                    found_inf=getattr(self, "found_inf", None),
+                    amsgrad=False,
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    maximize=False,
+                )
+        return None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This process's part. It shares memory with the tensor, and has no gradient."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def build_optimizer(model: nn.Module, settings: Optimizer) -> LocalAdamW:
     """AdamW for the parameters that are not frozen, fused where the device can.
 
     Its averages are float32 because the parameters are.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     assert all(p.dtype == torch.float32 for p in parameters), "AdamW needs float32 weights"
-    return torch.optim.AdamW(
+    return LocalAdamW(
         parameter_groups(model, settings.weight_decay),
         lr=settings.lr,
         betas=settings.betas,
@@ -64,17 +107,20 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     `torch.nn.utils.get_total_norm` takes one mesh. A NaN or infinity anywhere shows in the norm.
     """
     groups: dict[Any, list[Tensor]] = {}  # by the processes that the squares are summed over
+    keys: dict[Any, Any] = {}  # of groups, by mesh and placements
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
             continue
         key = None
         if isinstance(gradient, DTensor):
-            gradient = _without_partial_sums(gradient)
-            split = [dim for dim, p in enumerate(gradient.placements) if not p.is_replicate()]
-            key = (gradient.device_mesh, *split)
-            gradient = gradient.to_local()
-        groups.setdefault(key, []).append(gradient)
+            key = keys.get((gradient.device_mesh, gradient.placements))
+            if key is None:
+                gradient = _without_partial_sums(gradient)
+                split = [dim for dim, p in enumerate(gradient.placements) if not p.is_replicate()]
+                key = gradient.device_mesh, *split
+                keys[gradient.device_mesh, gradient.placements] = key
+        groups.setdefault(key, []).append(_local(gradient))
     squares = []
     for key, tensors in groups.items():
         norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
@@ -82,7 +128,8 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
         if key is not None:
             mesh, *split = key
             for dim in split:
-                dist.all_reduce(square, group=mesh.get_group(dim))
+                if mesh.size(dim) > 1:
+                    dist.all_reduce(square, group=mesh.get_group(dim))
         squares.append(square)
     return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 

@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -50,7 +51,8 @@ def process_group(device_type: str) -> Iterator[None]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     try:
         yield
-        dist.barrier()  # no process leaves while another still communicates
+        if dist.get_world_size() > 1:
+            dist.barrier()  # no process leaves while another still communicates
     finally:
         dist.destroy_process_group()
 
@@ -102,5 +104,11 @@ def in_first_process(
 def any_process(holds: bool) -> bool:
     """True if `holds` is true in any process. A collective: every process must call it."""
     answer = torch.tensor(int(holds))
-    dist.all_reduce(answer, dist.ReduceOp.MAX)
+    all_reduce(answer, dist.ReduceOp.MAX)
     return bool(answer)
+
+
+def all_reduce(values: Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
+    """Reduces over all processes, in place. One process alone has nothing to do."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(values, operation)

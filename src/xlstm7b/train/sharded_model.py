@@ -2,7 +2,7 @@
 
 Everything distributed is PyTorch's: one device mesh of three axes, `parallelize_module` splits the
 blocks by heads, FSDP2 (`fully_shard`) shards all parameters. Parameters keep their names; they
-become DTensors.
+become DTensors. One process does without FSDP2 where that saves no memory (`one_device.py`).
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -52,6 +52,7 @@ from xlstm7b.model.lora import add_lora, base_name, draw_lora, lora_layers
 from xlstm7b.quantize.gpu import prepare
 from xlstm7b.quantize.weight import QuantizedWeight
 from xlstm7b.registry import STANDARD
+from xlstm7b.train.one_device import as_dtensors, compute_in
 from xlstm7b.train.recipe import Layout, Recipe
 
 REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
@@ -101,13 +102,17 @@ def build_model(
             # The forward method, not the block: FSDP's hooks stay outside the graph. A run has few
             # shapes, and each gets its own graph.
             block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
-    # 2. The layout. Gathered weights are freed between forward and backward pass where this saves
-    # memory: if they are sharded, or if activations are recomputed too.
-    keep_gathered = layout.dp_shard == 1 and recipe.run.activation_checkpointing == "none"
+    # 2. The layout.
+    keep_gathered = _keeps_gathered(recipe, layout)
     mesh = build_mesh(layout, device.type)
-    parallelize(model, mesh, getattr(torch, precision), keep_gathered=keep_gathered)
+    needs_fsdp = layout.world > 1 or not keep_gathered
+    if needs_fsdp:
+        parallelize(model, mesh, getattr(torch, precision), keep_gathered=keep_gathered)
     # 3. Memory and values. Each process fills its own part of every parameter.
     model.to_empty(device=device)
+    if not needs_fsdp:
+        as_dtensors(model, mesh[SHARD])
+        compute_in(model, getattr(torch, precision))
     parameters = {base_name(name): parameter for name, parameter in model.named_parameters()}
     if recipe.lora is not None:
         weights = chain(weights, _drawn_adapter(model, recipe.run.seed, device))
@@ -124,6 +129,14 @@ def build_model(
                 _fill(parameters.pop(name), whole)
     assert not parameters, "every parameter has a first value"
     return model
+
+
+def _keeps_gathered(recipe: Recipe, layout: Layout) -> bool:
+    """True if gathered weights are kept between forward and backward pass.
+
+    They are freed where this saves memory: if they are sharded, or if activations are recomputed.
+    """
+    return layout.dp_shard == 1 and recipe.run.activation_checkpointing == "none"
 
 
 def _drawn_adapter(model: XLSTM, seed: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
@@ -302,6 +315,19 @@ def parallelize(
     fully_shard(model, **options)
     for method in ("loss", "token_logprobs"):
         register_fsdp_forward_method(model, method)
+
+
+def expect_backward(model: XLSTM, recipe: Recipe, layout: Layout, *, is_last: bool) -> None:
+    """To be called before each micro-batch; `is_last` says whether it is a step's last one.
+
+    Replicas add up their gradients with the last one. Until then, weights that stay gathered during
+    a micro-batch stay so for the next one too.
+    """
+    if layout.dp_replicate > 1:
+        sharded: Any = model  # FSDP has added methods
+        sharded.set_requires_all_reduce(is_last)
+        if _keeps_gathered(recipe, layout):
+            sharded.set_reshard_after_backward(is_last)
 
 
 def _units(blocks: Iterable[nn.Module], least: int) -> list[list[nn.Module]]:

@@ -1,7 +1,8 @@
 """The training loop: batches, updates, metrics and checkpoints, on one process or many.
 
 Every process runs this. There is always a process group, of one process if `torchrun` started none,
-so there is one code path: FSDP2 keeps float32 weights and computes in bfloat16.
+so there is one code path. Weights are float32 and computation is in bfloat16, by FSDP2, or by
+`one_device.py` if there is nothing to shard.
 """
 
 import math
@@ -31,13 +32,14 @@ from xlstm7b.train.hooks import Hook, HookError, Hooks, LossBatch
 from xlstm7b.train.metrics_log import MetricsLog
 from xlstm7b.train.monitor import gate_statistics, validation_loss
 from xlstm7b.train.optimizer import build_optimizer, clipped_step, gradient_norm, set_learning_rate
-from xlstm7b.train.processes import in_first_process, process_group, run_folder
+from xlstm7b.train.processes import all_reduce, in_first_process, process_group, run_folder
 from xlstm7b.train.recipe import Lora, Recipe, model_of
 from xlstm7b.train.run_checkpoints import CheckpointManager, read_run, saved_steps
 from xlstm7b.train.run_settings import changed_settings, may_differ, raised_rate
 from xlstm7b.train.sharded_model import (
     build_model,
     check_same_model,
+    expect_backward,
     fill_initial_state,
     reshard,
 )
@@ -133,6 +135,7 @@ class Trainer:
         self.model = build_model(recipe, self.layout, self.device, init_from=init_from)
         if recipe.state_tuning is not None and is_new:
             self._start_state(first_state)
+        self._trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
         # 3. The state of the run.
         self.checkpoints = CheckpointManager(
@@ -405,7 +408,7 @@ class Trainer:
         stop = float(self._stop_requested)
         counted = float(batch.mask.sum()), float(_unpadded(batch)), stop
         counts = torch.tensor(counted, dtype=torch.float64)
-        dist.all_reduce(counts)
+        all_reduce(counts)
         targets, positions = (counts[:2] / self.layout.tp).tolist()
         if recipe.lora is not None and recipe.lora.dropout:
             # Dropout depends on the step and the process alone, so that a resume is exact.
@@ -414,16 +417,15 @@ class Trainer:
         # the result the mean over targets. Replicas are summed with the last micro-batch.
         scale = self.layout.data_parallel / max(targets, 1.0)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        model: Any = self.model  # FSDP has added methods
         for index in range(count):
-            model.set_requires_all_reduce(index == count - 1)
+            expect_backward(self.model, recipe, self.layout, is_last=index == count - 1)
             loss = self._loss(batch, slice(index * size, (index + 1) * size), scale)
             loss.backward()
             total += loss.detach()
-        dist.all_reduce(total)
+        all_reduce(total)
         loss = total / self.layout.world
         # 3. The optimizer's step, without effect if a number is not finite.
-        norm = gradient_norm(self.model.parameters()).to(self.device)
+        norm = gradient_norm(self._trained).to(self.device)
         is_bad = ~(loss.isfinite() & norm.isfinite())
         set_learning_rate(self.optimizer, recipe.learning_rate(step))
         clipped_step(self.optimizer, recipe.optimizer.clip, norm, is_bad)
@@ -508,6 +510,9 @@ def _unpadded(batch: Batch) -> int:
     Padding begins with a reset, its tokens are their own targets, and none of them counts. The
     padding's token alone does not tell it from text.
     """
+    last = Batch(*(part[:, -1] for part in batch))
+    if not ((last.tokens == last.targets) & ~last.mask).any():
+        return batch.tokens.numel()  # the usual case, without work for every position
     tail = batch.resets.flip(1).cumsum(1).eq(0).sum(1) + 1  # from the last reset to the end
     is_same = (batch.tokens == batch.targets) & ~batch.mask
     same = is_same.flip(1).cumprod(1).sum(1)  # the row's last positions that look like padding

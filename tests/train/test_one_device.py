@@ -1,0 +1,110 @@
+"""One process without FSDP has the numbers of FSDP in one process, bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from train_processes import CONFIG
+from train_runs import recipe
+
+from xlstm7b.model import XLSTM
+from xlstm7b.train.one_device import as_dtensors, compute_in
+from xlstm7b.train.processes import process_group
+from xlstm7b.train.recipe import Layout
+from xlstm7b.train.sharded_model import SHARD, build_mesh, parallelize
+from xlstm7b.train.trainer import Trainer
+
+
+@pytest.fixture(autouse=True)
+def _processes():
+    with process_group("cpu"):
+        yield
+
+
+def pair(dtype: torch.dtype) -> tuple[XLSTM, XLSTM]:
+    """A model without FSDP and one with it."""
+    torch.manual_seed(0)
+    plain, sharded = XLSTM(CONFIG), XLSTM(CONFIG)
+    sharded.load_state_dict(plain.state_dict())
+    mesh = build_mesh(Layout(1, 1, 1), "cpu")
+    parallelize(sharded, mesh, dtype, keep_gathered=True)
+    as_dtensors(plain, mesh[SHARD])
+    compute_in(plain, dtype)
+    return plain, sharded
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_losses_and_gradients_are_those_of_fsdp(dtype):
+    plain, sharded = pair(dtype)
+    for _ in range(3):  # micro-batches, whose gradients are added up
+        tokens, targets, weights = *torch.randint(0, 40, (2, 3, 70)), torch.rand(3, 70)
+        losses = [model.loss(tokens, targets, weights) for model in (plain, sharded)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        for got, want in zip(plain.parameters(), sharded.parameters(), strict=True):
+            assert isinstance(got.grad, DTensor)
+            assert got.grad.placements == want.grad.placements == got.placements
+            assert torch.equal(got.grad.to_local(), want.grad.to_local())
+    with torch.no_grad():
+        for method in ("__call__", "token_logprobs"):
+            arguments = (tokens,) if method == "__call__" else (tokens, targets)
+            got, _ = getattr(plain, method)(*arguments)
+            want, _ = getattr(sharded, method)(*arguments)
+            assert got.dtype == torch.float32
+            assert torch.equal(got, want)
+
+
+def test_blocks_are_compiled_once():
+    """The copies are other tensors in every call, and no reason to compile again."""
+    torch._dynamo.reset()
+    plain, _ = pair(torch.bfloat16)
+    compiler = CompileCounter()
+    for block in plain.backbone.blocks:
+        block.forward = torch.compile(block.forward, fullgraph=True, backend=compiler)
+    tokens = torch.randint(0, 40, (2, 20))
+    for _ in range(3):
+        plain.loss(tokens, tokens, torch.ones(2, 20)).backward()
+    assert compiler.frame_count == 1
+
+
+def test_a_parameter_that_is_not_used_gets_no_gradient():
+    plain, _ = pair(torch.bfloat16)
+    backbone = plain.backbone.forward
+    head = plain.lm_head.weight
+
+    def detached(*arguments, **options):
+        x, state = backbone(*arguments, **options)
+        return x.detach(), state
+
+    plain.backbone.forward = detached
+    tokens = torch.randint(0, 40, (1, 8))
+    plain.loss(tokens, tokens, torch.ones(1, 8)).backward()
+    assert head.grad is not None
+    assert all(p.grad is None for p in plain.parameters() if p is not head)
+
+
+def test_between_calls_the_model_has_its_float32_parameters():
+    plain, _ = pair(torch.bfloat16)
+    before = list(plain.parameters())
+    assert all(p.dtype == torch.float32 and isinstance(p, DTensor) for p in before)
+    seen = []
+    plain.lm_head.register_forward_hook(lambda layer, *_: seen.append(layer.weight.dtype))
+    plain(torch.zeros(1, 4, dtype=torch.long))
+    assert seen == [torch.bfloat16]
+    with pytest.raises(ValueError, match="tokens must be integers"):
+        plain(torch.zeros(1, 4))
+    assert all(a is b for a, b in zip(before, plain.parameters(), strict=True))
+    assert plain.state_dict().keys() == XLSTM(CONFIG).state_dict().keys()
+
+
+@pytest.mark.parametrize(("activations", "is_sharded"), [("none", False), ("block", True)])
+def test_fsdp_is_used_where_it_saves_memory(data: Path, tmp_path, activations, is_sharded):
+    chosen = recipe(data, f"run.activation_checkpointing={activations}")
+    trainer = Trainer(chosen, tmp_path, "cpu")
+    assert isinstance(trainer.model, FSDPModule) == is_sharded
+    assert all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+    trainer.loader.close()
