@@ -61,8 +61,13 @@ class Rings(NamedTuple):
         return self._replace(blocks=blocks, folded=self.folded[start:end])
 
 
-def folded_copy(state: ModelState, rings: Rings) -> ModelState:
-    """A copy of some rows, with the tokens of their rings folded into it.
+def ring_size(drafts: int) -> int:
+    """How many tokens a ring must hold if passes read up to this many drafts (`mlstm.Pass`)."""
+    return INTERVAL + 2 * (drafts + 1) if drafts else INTERVAL
+
+
+def folded_copy(state: ModelState, rings: Rings, back: int = 0) -> ModelState:
+    """A copy of some rows, with the tokens of their rings folded into it, but the last `back`.
 
     All blocks are folded together: few launches on a GPU.
     """
@@ -72,8 +77,9 @@ def folded_copy(state: ModelState, rings: Rings) -> ModelState:
     def joined(blocks: tuple[tuple[Tensor, ...], ...]) -> list[Tensor]:
         return [torch.stack(part, dim=1).flatten(0, 1) for part in zip(*blocks, strict=True)]
 
-    folded, seen = (x[:, None].expand(shape).flatten() for x in (rings.folded, state.tokens_seen))
+    tokens_seen = state.tokens_seen - back
+    folded, seen = (x[:, None].expand(shape).flatten() for x in (rings.folded, tokens_seen))
     ring = Ring(*joined(rings.blocks))
     new = folded_state(MLSTMState(*joined(state.blocks)), ring, folded, seen)
     parts = zip(*(part.unflatten(0, shape).unbind(1) for part in new), strict=True)
-    return ModelState(tuple(MLSTMState(*own) for own in parts), state.tokens_seen.clone())
+    return ModelState(tuple(MLSTMState(*own) for own in parts), tokens_seen)

@@ -210,8 +210,10 @@ class Sampler:
         return part
 
     @torch.inference_mode()
-    def __call__(self, logits: Tensor, needs: Needs) -> None:
+    def __call__(self, logits: Tensor, needs: Needs, only: Tensor | None = None) -> None:
         """One token per row from logits [B, V]; `needs` includes at least what the rows need.
+
+        With `only` [B] the other rows stay as they are, and their token is −1.
 
         A row in which every token is banned gets token 0. In a row with a grammar, the tokens that
         it allows are never all banned: if bias or `min_new_tokens` ban them all, they have no say.
@@ -222,7 +224,7 @@ class Sampler:
             greedy = (self._temperature == 0) | (best == -torch.inf)
             weights = self._weights(scores, best, needs)
             token = torch.where(greedy, token, draw(weights, uniform(self._key, self.index)))
-        self._record(logits, best, token, needs)
+        self._record(logits, best, token, needs, only)
 
     def _scores(self, logits: Tensor, needs: Needs) -> Tensor:
         """Logits after bias, penalties and bans."""
@@ -268,12 +270,19 @@ class Sampler:
             weights = weights.where(weights >= self._min_p * scale, 0)
         return weights
 
-    def _record(self, logits: Tensor, best: Tensor, token: Tensor, needs: Needs) -> None:
+    def _record(
+        self, logits: Tensor, best: Tensor, token: Tensor, needs: Needs, only: Tensor | None
+    ) -> None:
         alive = (self.pending >= 0) & (self.index < self._max_new)
+        if only is not None:
+            alive &= only
         continues = alive & ~self._ends.gather(-1, token)[:, 0]
         sampled = torch.where(best < torch.inf, token, BAD_LOGITS)[:, 0]
         self.tokens.copy_(torch.where(alive, sampled, -1))
-        self.pending.copy_(torch.where(continues, sampled, -1))
+        following = torch.where(continues, sampled, -1)
+        if only is not None:
+            following = torch.where(only, following, self.pending)
+        self.pending.copy_(following)
         self.index += alive
         if needs.penalties:
             self._counts.scatter_add_(-1, token, alive[:, None].int())

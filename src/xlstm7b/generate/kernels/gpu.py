@@ -14,6 +14,7 @@ from xlstm7b.generate.kernels import fp8, pointwise
 from xlstm7b.generate.kernels.few_rows import MAX_ROWS, multiply_rows
 from xlstm7b.generate.kernels.one_row import multiply_row
 from xlstm7b.generate.kernels.overlap import overlap_options
+from xlstm7b.generate.kernels.plain import pass_cell
 from xlstm7b.generate.kernels.pointwise import rms_norm, silu_and_multiply
 from xlstm7b.generate.kernels.quantized import multiply_codes
 from xlstm7b.generate.kernels.slot_states import gather_states, scatter_states
@@ -33,6 +34,7 @@ __all__ = [
     "head",
     "head_norm",
     "multiply",
+    "pass_cell",
     "project",
     "replay_cell",
     "rms_norm",

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xlstm7b.mlstm import MLSTMState, headwise_norm, mlstm_step
-from xlstm7b.mlstm.replay import Cursor, Ring, replay_step
+from xlstm7b.mlstm.replay import Cursor, Pass, Ring, replay_pass, replay_step
 from xlstm7b.model.layers import linear, linear_float32, soft_cap
 from xlstm7b.quantize.gpu import Fp8Rows
 from xlstm7b.quantize.weight import QuantizedWeight
@@ -103,6 +103,25 @@ def replay_cell(
 ) -> Tensor:
     """As `step_cell`, from a ring: writes one entry of it, and the state of rows that are due."""
     h = replay_step(q, k, v, i, f, state, ring, cursor, eps=eps)
+    return headwise_norm(h, norm, norm_eps) * torch.sigmoid(gate)
+
+
+def pass_cell(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    state: MLSTMState,
+    ring: Ring,
+    rows: Pass,
+    gate: Tensor,
+    norm: Tensor,
+    norm_eps: float,
+    eps: float,
+) -> Tensor:
+    """As `replay_cell`, with T tokens of each row: h [B, T, NH, d_hv]. Writes up to T entries."""
+    h = replay_pass(q, k, v, i, f, state, ring, rows, eps=eps)
     return headwise_norm(h, norm, norm_eps) * torch.sigmoid(gate)
 
 

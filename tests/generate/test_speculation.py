@@ -1,0 +1,487 @@
+"""Speculation changes no token: any drafts, greedy and sampled, alone and in a crowd.
+
+Most tests draft with an oracle, which knows the output and is wrong now and then. A random model
+hardly repeats itself, so lookup alone would find little.
+"""
+
+import copy
+import random
+import types
+from collections.abc import Sequence
+from functools import cache
+from typing import ClassVar
+
+import pytest
+import torch
+from engines import (
+    ROUNDING,
+    Driver,
+    GraphRunner,
+    copy_of,
+    gpu_like_engine,
+    greedy,
+    is_idle,
+    new_engine,
+    random_model,
+    run_alone,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from measure import error
+from models import random_model as exact_model
+
+from xlstm7b.generate import Completion, Engine, Generator, Request, SamplingParams
+from xlstm7b.generate import engine as engine_module
+from xlstm7b.generate.drafts import MAX_DRAFT
+from xlstm7b.generate.fused import FusedModel
+from xlstm7b.generate.replay import INTERVAL, Rings, ring_size
+from xlstm7b.generate.runner import ModelRunner, PrefillRow
+from xlstm7b.generate.unfused import UnfusedModel
+from xlstm7b.model import XLSTM
+from xlstm7b.tokenizer import ByteTokenizer
+
+torch.manual_seed(0)
+EXACT = exact_model()
+FUSED = FusedModel(copy.deepcopy(EXACT))
+MODEL = random_model()
+ENDLESS = SamplingParams(temperature=0, eos_token_id=(), max_new_tokens=1000)
+both_engines = pytest.mark.parametrize("make_engine", [new_engine, gpu_like_engine])
+
+
+# The runner
+
+
+def exact_runner(slots: int, interval: int = 3) -> GraphRunner:
+    runner = GraphRunner(FUSED, slots, state_dtype=torch.float64, drafts=MAX_DRAFT)
+    size = ring_size(MAX_DRAFT) - INTERVAL + interval
+    runner._rings = Rings.zeros(
+        FUSED.config, slots, dtype=torch.float64, interval=interval, size=size
+    )
+    runner._parts = {n: runner._part(n) for n in runner._parts}
+    return runner
+
+
+@torch.no_grad()
+def assert_has_read(runner: ModelRunner, slot: int, tokens: Sequence[int], back: int = 0) -> None:
+    """Tokens seen, logits and state are those of one pass over all tokens but the last `back`."""
+    tokens = tokens[: len(tokens) - back]
+    saved = runner.saved(slot, back)
+    assert saved.tokens_seen == [len(tokens)]
+    want, state = EXACT(torch.tensor([[*tokens]]), logits="last")
+    assert error(saved.logits, want) < 1e-11
+    for block, want_block in zip(saved.model_state.blocks, state.blocks, strict=True):
+        for part, want_part in zip(block, want_block, strict=True):
+            assert error(part, want_part) < 1e-11
+
+
+@cache
+@torch.no_grad()
+def continued(prompt: tuple[int, ...], count: int = 120) -> list[int]:
+    """The tokens that greedily follow a prompt."""
+    logits, state = EXACT(torch.tensor([prompt]), logits="last")
+    tokens = []
+    for _ in range(count):
+        tokens.append(int(logits.argmax()))
+        logits, state = EXACT(torch.tensor([tokens[-1:]]), state, logits="last")
+    return tokens
+
+
+@settings(max_examples=30)
+@given(data=st.data(), slots=st.integers(1, 5), interval=st.integers(1, 5))
+def test_any_order_of_calls(data, slots, interval):
+    """Slots start, stop, move and start again; drafts are right up to any place."""
+    runner = exact_runner(slots, interval)
+    read = dict[int, tuple[tuple[int, ...], int]]()  # by slot: the prompt, and how much after it
+    for _ in range(12):
+        free = [slot for slot in range(slots) if slot not in read]
+        action = data.draw(st.sampled_from(["start", "stop", "move", "pass", "pass", "pass"]))
+        if action == "start" and free:
+            slot = data.draw(st.sampled_from(free))
+            prompt = (0, *data.draw(st.sampled_from([(1,), (2, 9), (5, 5, 5, 5)])))
+            runner.prefill([PrefillRow(slot, prompt[1:], True)])
+            runner.start(slot, ENDLESS, seed=0)
+            assert runner.sample([slot]).lists() == [continued(prompt)[:1]]
+            read[slot] = prompt, 0
+        elif action == "stop" and read:
+            slot = data.draw(st.sampled_from(sorted(read)))
+            runner.stop(slot)
+            del read[slot]
+        elif action == "move" and read and free:
+            source, target = max(read), min(free)
+            runner.move(source, target)
+            read[target] = read.pop(source)
+        elif read:
+            drafts, right = {}, {}
+            for slot, (prompt, count) in read.items():
+                length = data.draw(st.integers(0, MAX_DRAFT))
+                right[slot] = data.draw(st.integers(0, length))
+                draft = continued(prompt)[count + 1 : count + 1 + length]
+                draft[right[slot] :] = [(token + 1) % 90 for token in draft[right[slot] :]]
+                drafts[slot] = draft
+            (found,) = runner.verify(max(read), drafts).lists()
+            for slot, (prompt, count) in read.items():
+                new = [tokens[slot] for tokens in found if tokens[slot] != -1]
+                assert new == continued(prompt)[count + 1 : count + 2 + right[slot]]
+                read[slot] = prompt, count + len(new)
+                back = data.draw(st.integers(0, right[slot]))
+                text = [*prompt, *continued(prompt)[: count + len(new)]]
+                assert_has_read(runner, slot, text, back)
+    for slot, (prompt, count) in read.items():
+        assert_has_read(runner, slot, [*prompt, *continued(prompt)[:count]])
+
+
+def test_a_ring_is_never_too_small():
+    """All drafts are right, and every pass drafts as much as it can."""
+    runner, prompts = exact_runner(3), [(0, 1), (0, 2, 9), (0, 5, 5, 5)]
+    runner.prefill([PrefillRow(slot, prompt[1:], True) for slot, prompt in enumerate(prompts)])
+    for slot in range(3):
+        runner.start(slot, ENDLESS, seed=0)
+    runner.sample([0, 1, 2])
+    for number in range(13):
+        start = number * (MAX_DRAFT + 1) + 1
+        texts = [continued(prompt) for prompt in prompts]
+        drafts = {slot: text[start : start + MAX_DRAFT] for slot, text in enumerate(texts)}
+        (found,) = runner.verify(2, drafts).lists()
+        assert [*zip(*found, strict=True)] == [
+            tuple(text[start : start + MAX_DRAFT + 1]) for text in texts
+        ]
+    for slot, prompt in enumerate(prompts):
+        assert_has_read(runner, slot, [*prompt, *continued(prompt)[: 13 * (MAX_DRAFT + 1)]])
+
+
+# The engine
+
+
+class Oracle:
+    """Drafts the output that it was told, with mistakes."""
+
+    texts: ClassVar[dict[tuple[int, ...], list[int]]] = {}  # outputs by what is known at first
+    accuracy = 0.8
+    draw = random.Random(0)
+
+    def __init__(self, known: Sequence[int]) -> None:
+        self.text, self.at = self.texts[tuple(known)], 0
+        self.wants_to_draft = True
+
+    def propose(self, most: int) -> list[int]:
+        if not self.wants_to_draft:
+            return []
+        length = min(most, self.draw.choice([0, 1, 2, MAX_DRAFT, MAX_DRAFT]))
+        draft = self.text[self.at : self.at + length]
+        draft += [3] * (length - len(draft))
+        return [t if self.draw.random() < self.accuracy else (t + 1) % 320 for t in draft]
+
+    def record(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
+        assert [*tokens] == self.text[self.at : self.at + len(tokens)]
+        assert 0 <= accepted <= drafted <= MAX_DRAFT
+        self.at += len(tokens)
+        self.wants_to_draft = self.draw.random() < 0.8
+
+
+def alone(request: Request) -> Completion:
+    """The output without speculation. The oracle is told of it."""
+    plain = copy_of(request)
+    completion = run_alone(MODEL, plain)
+    known = [*plain.previous_prompt, *plain.previous_output, *plain.prompt_token_ids]
+    Oracle.texts[tuple(known)] = completion.token_ids
+    return completion
+
+
+def assert_same(got: Completion, want: Completion) -> None:
+    assert (got.token_ids, got.text) == (want.token_ids, want.text)
+    assert got.finish_reason == want.finish_reason
+    assert (got.logprobs is None) == (want.logprobs is None)
+    if want.logprobs is not None:
+        assert got.logprobs == pytest.approx(want.logprobs, abs=ROUNDING)
+        assert (got.top_logprobs is None) == (want.top_logprobs is None)
+        if want.top_logprobs is not None:
+            assert [[*top] for top in got.top_logprobs] == [[*top] for top in want.top_logprobs]
+    assert (got.state is None) == (want.state is None)
+    if want.state is not None:
+        assert got.state.tokens_seen == want.state.tokens_seen
+        assert error(got.state.logits, want.state.logits) < ROUNDING
+        for block, want_block in zip(
+            got.state.model_state.blocks, want.state.model_state.blocks, strict=True
+        ):
+            for part, want_part in zip(block, want_block, strict=True):
+                assert error(part, want_part) < ROUNDING
+
+
+def many_requests() -> list[Request]:
+    """Greedy and sampled, with all that looks at earlier tokens. Each has another prompt."""
+    kinds: list[dict[str, object]] = [
+        {"temperature": 0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
+        {"temperature": 1.0, "frequency_penalty": 1.0, "presence_penalty": 0.5},
+        {"temperature": 0, "repetition_penalty": 1.5, "logprobs": 3},
+        {"temperature": 1.0, "logprobs": 0, "logit_bias": {5: 4.0}},
+        {"temperature": 1.0, "min_new_tokens": 1, "eos_token_id": [*range(100)]},
+        {"temperature": 1.0, "eos_token_id": [*range(8)]},
+    ]
+    requests = []
+    for number, kind in enumerate(kinds):
+        for tokens in (1, 2, 30):
+            params = SamplingParams(max_new_tokens=tokens, seed=number, **kind)
+            prompt = [2 + number, tokens, *range(40, 40 + 3 * number)]
+            requests.append(Request(prompt, params, keep_state=tokens != 2))
+    return requests
+
+
+@pytest.fixture
+def oracle(monkeypatch: pytest.MonkeyPatch) -> type[Oracle]:
+    monkeypatch.setattr(engine_module, "LookupDrafter", Oracle)
+    monkeypatch.setattr(Oracle, "draw", random.Random(0))
+    return Oracle
+
+
+@both_engines
+@pytest.mark.parametrize("accuracy", [0.0, 0.8, 1.0])
+def test_outputs_and_states_are_those_without_drafts(make_engine, accuracy, oracle, monkeypatch):
+    monkeypatch.setattr(oracle, "accuracy", accuracy)
+    requests = many_requests()
+    wanted = [alone(request) for request in requests]
+    driver = Driver(make_engine(MODEL, slots=5, speculate="lookup"))
+    driver.add_all(requests)
+    driver.finish()
+    assert is_idle(driver.engine)
+    for request, want in zip(requests, wanted, strict=True):
+        got = driver.completion(request)
+        assert_same(got, want)
+        assert 0 <= got.accepted_tokens <= got.drafted_tokens
+        assert got.accepted_tokens < max(1, len(got.token_ids))
+    stats = driver.engine.stats()
+    outputs = [driver.completion(request) for request in requests]
+    assert stats.drafted_tokens == sum(one.drafted_tokens for one in outputs) > 100
+    assert stats.accepted_tokens == sum(one.accepted_tokens for one in outputs)
+    assert stats.generated_tokens == sum(len(one.token_ids) for one in outputs)
+    assert (stats.accepted_tokens > 0) == (accuracy > 0)
+
+
+@both_engines
+def test_a_request_alone(make_engine, oracle, monkeypatch):
+    """Much is generated in few steps."""
+    monkeypatch.setattr(oracle, "accuracy", 1.0)
+    engine = make_engine(MODEL, slots=1, speculate="lookup")
+    for request in many_requests()[2::3]:
+        want, driver, before = alone(request), Driver(engine), engine.stats().steps
+        driver.add(request)
+        driver.finish()
+        assert_same(driver.completion(request), want)
+        if len(want.token_ids) == 30:
+            assert engine.stats().steps - before < 25
+    assert is_idle(engine)
+
+
+@both_engines
+def test_requests_are_aborted_in_the_middle_of_a_verification(make_engine, oracle):
+    """One after the launch of each third pass, others between steps."""
+    requests = many_requests()
+    wanted = [alone(request) for request in requests]
+    engine = make_engine(MODEL, slots=4, speculate="lookup")
+    driver, verify, draw = Driver(engine), engine._runner.verify, random.Random(1)
+    aborted, passes = set[Request](), 0
+
+    def abort(request: Request) -> None:
+        engine.abort(request)
+        aborted.add(request)
+
+    def aborting(*arguments):
+        nonlocal passes
+        results = verify(*arguments)
+        passes += 1
+        if passes % 3 == 0 and engine._scheduler.running:
+            abort(draw.choice(engine._scheduler.running))
+        return results
+
+    engine._runner.verify = aborting
+    driver.add_all(requests)
+    while engine.has_requests:
+        driver.step()
+        if draw.random() < 0.05 and engine._scheduler.running:
+            abort(draw.choice(engine._scheduler.running))
+    assert is_idle(engine)
+    finished = [request for request in requests if request not in aborted]
+    assert len(aborted) > 5
+    assert len(finished) > 5
+    for request, want in zip(requests, wanted, strict=True):
+        if request in finished:
+            assert_same(driver.completion(request), want)
+        else:
+            got = driver.token_ids(request)
+            assert got == want.token_ids[: len(got)]
+
+
+@both_engines
+@pytest.mark.parametrize("accuracy", [0.7, 1.0])
+def test_stop_strings_end_an_output_within_a_pass(make_engine, accuracy, oracle, monkeypatch):
+    """The state is that after the stop string, although later tokens were read too."""
+    monkeypatch.setattr(oracle, "accuracy", accuracy)
+    letters = dict.fromkeys(range(99, 125), 30.0)  # a to z
+    requests, wanted = [], []
+    for number in range(6):
+        params = SamplingParams(
+            max_new_tokens=40, seed=number, temperature=8.0, logit_bias=letters, eos_token_id=()
+        )
+        text = run_alone(MODEL, Request([9, number], params)).text
+        stop = text[5 + 4 * number : 7 + 4 * number]
+        params = SamplingParams(**{**vars(params), "stop_strings": (stop,)})
+        requests.append(Request([9, number], params, keep_state=number % 2 == 0))
+        wanted.append(alone(requests[-1]))
+    engine = make_engine(MODEL, slots=3, speculate="lookup", cache_bytes=1 << 22)
+    driver = Driver(engine)
+    driver.add_all(requests)
+    driver.finish()
+    for request, want in zip(requests, wanted, strict=True):
+        assert want.finish_reason == "stop"
+        got = driver.completion(request)
+        assert_same(got, want)
+        # The cache has the state after the output: with its tokens as a prompt, all is cached.
+        again = Request([*request.prompt_token_ids[1:], *got.token_ids], greedy("").params)
+        fresh = alone(copy_of(again, params=greedy("", 8).params))
+        again = copy_of(again, params=greedy("", 8).params)
+        driver.add(again)
+        driver.finish()
+        found = driver.completion(again)
+        assert found.cached_tokens == len(again.prompt_token_ids)
+        assert found.token_ids == fresh.token_ids
+    assert is_idle(engine)
+
+
+def test_requests_without_drafts_in_the_same_batch(oracle, monkeypatch):
+    monkeypatch.setattr(oracle, "accuracy", 1.0)
+    requests = many_requests()
+    wanted = [alone(request) for request in requests]
+    for request in requests[::2]:
+        request.speculate = False
+    driver = Driver(new_engine(MODEL, slots=6, speculate="lookup"))
+    driver.add_all(requests)
+    driver.finish()
+    for request, want in zip(requests, wanted, strict=True):
+        got = driver.completion(request)
+        assert_same(got, want)
+        assert got.drafted_tokens == 0 or request.speculate
+    assert any(request.accepted_tokens for request in requests)
+
+
+@both_engines
+def test_nothing_is_drafted_with_a_grammar(make_engine, oracle, monkeypatch):
+    """But other requests in the same batch have drafts."""
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(oracle, "accuracy", 1.0)
+    requests = []
+    for number in range(4):
+        form = {"regex": "[a-f]{3,9}"} if number % 2 else None
+        params = SamplingParams(max_new_tokens=20, seed=number, structured_outputs=form)
+        requests.append(Request([7, number], params, keep_state=number < 2))
+    wanted = [alone(request) for request in requests]
+    driver = Driver(make_engine(MODEL, slots=3, speculate="lookup"))
+    driver.add_all(requests)
+    driver.finish()
+    assert is_idle(driver.engine)
+    for request, want in zip(requests, wanted, strict=True):
+        got = driver.completion(request)
+        assert_same(got, want)
+        assert (got.drafted_tokens == 0) == (request.params.structured_outputs is not None)
+
+
+@both_engines
+def test_a_request_is_ended_by_the_caller(make_engine, oracle, monkeypatch):
+    monkeypatch.setattr(oracle, "accuracy", 1.0)
+    request = copy_of(greedy([5, 6], 60, eos_token_id=()), keep_state=True)
+    want = alone(request).token_ids
+    driver = Driver(make_engine(MODEL, slots=2, speculate="lookup"))
+    driver.add(request)
+    driver.step(5)
+    driver.engine.finish(request)
+    driver.finish()
+    got = driver.completion(request)
+    assert 0 < len(got.token_ids) < 60
+    assert got.token_ids == want[: len(got.token_ids)]
+    assert got.state.tokens_seen == [len(request.prompt_token_ids) + len(got.token_ids)]
+
+
+# Lookup
+
+
+@both_engines
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_lookup_copies_what_the_text_had_before(make_engine, temperature):
+    """The drafts come from `previous_prompt`, which holds the whole output."""
+    params = SamplingParams(max_new_tokens=80, temperature=temperature, seed=3, eos_token_id=())
+    want = run_alone(MODEL, Request([4, 8], params))
+    request = Request([4, 8], params, previous_prompt=[4, 8, *want.token_ids])
+    other = Request([4, 9], params)
+    driver = Driver(make_engine(MODEL, slots=2, speculate="lookup"))
+    driver.add_all([request, other])
+    driver.finish()
+    got = driver.completion(request)
+    assert got.token_ids == want.token_ids
+    assert got.accepted_tokens > 40
+    assert driver.completion(other).token_ids == run_alone(MODEL, copy_of(other)).token_ids
+
+
+def test_steps_run_ahead_while_drafts_do_not_pay(oracle, monkeypatch):
+    """On a GPU the host processes a step while the next one runs, except when it drafts."""
+    monkeypatch.setattr(oracle, "draw", types.SimpleNamespace(random=lambda: 1, choice=max))
+    request = greedy([5, 6], 20, eos_token_id=())
+    want = alone(request)
+    driver = Driver(gpu_like_engine(MODEL, slots=1, speculate="lookup"))
+    driver.add(request)
+    driver.step(4)
+    assert len(driver.engine._in_flight) == 1
+    driver.finish()
+    assert_same(driver.completion(request), want)
+
+
+def test_a_generator_speculates():
+    options = {"max_new_tokens": 40, "seed": 1, "eos_token_id": (), "num_return_sequences": 2}
+    plain = Generator(MODEL, ByteTokenizer())
+    lookup = Generator(MODEL, ByteTokenizer(), speculate="lookup")
+    for prompt in ("abc" * 20, "The sea"):
+        want, got = (generator.generate(prompt, **options) for generator in (plain, lookup))
+        assert [one.token_ids for one in got] == [one.token_ids for one in want]
+    biased = {**options, "logit_bias": {70: 100.0}, "num_return_sequences": 1}  # one letter
+    (got,) = lookup.generate("abc", **biased)
+    assert got.token_ids == [70] * 40
+    assert got.accepted_tokens > 20
+    outputs = [*lookup.stream("abc", **{k: v for k, v in biased.items() if "return" not in k})]
+    assert "".join(output.text for output in outputs) == got.text
+    assert len(outputs) < 30
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="speculate must be \"lookup\" or None, not 'ngram'"):
+        Engine(MODEL, ByteTokenizer(), speculate="ngram")
+    with pytest.raises(ValueError, match='speculate must be "lookup" or None'):
+        Generator(MODEL, ByteTokenizer(), speculate=True)
+    with pytest.raises(ValueError, match="speculation needs the fused path"):
+        Engine(MODEL, ByteTokenizer(), slots=1, speculate="lookup", fused=False)
+    with pytest.raises(ValueError, match="speculation needs replay decoding"):
+        Engine(MODEL, ByteTokenizer(), slots=1, speculate="lookup", replay=False)
+    assert ModelRunner(UnfusedModel(MODEL), 2)._drafting is None
+
+
+def test_bytes_of_a_slot():
+    """Rings and the logits of all positions are counted."""
+    plain, replay, lookup = (
+        new_engine(MODEL, slots=1, **options).slot_bytes
+        for options in ({}, {"replay": True}, {"speculate": "lookup"})
+    )
+    rings = (replay - plain) * ring_size(MAX_DRAFT) // INTERVAL
+    assert ring_size(MAX_DRAFT) == INTERVAL + 2 * (MAX_DRAFT + 1)
+    assert lookup - plain == rings + 4 * (MAX_DRAFT + 1) * MODEL.config.vocab_size
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_the_same_tokens_with_drafts(oracle, monkeypatch):
+    """In float32, where the logits of `random_model` have no near ties."""
+    requests = [copy_of(request, keep_state=False) for request in many_requests()]
+    wanted = [alone(request) for request in requests]
+    model: XLSTM = copy.deepcopy(MODEL).cuda()
+    driver = Driver(new_engine(model, slots=5, speculate="lookup"))
+    driver.add_all(requests)
+    driver.finish()
+    for request, want in zip(requests, wanted, strict=True):
+        assert driver.completion(request).token_ids == want.token_ids
+    assert driver.engine.stats().accepted_tokens > 50
