@@ -43,8 +43,8 @@ BatchSize = Annotated[int, _model_option("Maximum number of outputs generated at
 Speculate = Annotated[
     Literal["lookup", "off"],
     _model_option(
-        "lookup guesses the next tokens from the text so far, and the model verifies several at "
-        "once. The output is the same, and sooner there if it repeats earlier text."
+        "Guess tokens and verify several at once: lookup finds them in the text so far, off does "
+        "not guess. The output is the same, and sooner there if it repeats earlier text."
     ),
 ]
 Adapter = Annotated[

@@ -131,7 +131,9 @@ def replay_step(
     _write(ring, cursor.seen, read, *(x[:, None] for x in (k, v, i, f)))
     tokens = _Tokens.of(state, ring, cursor.folded, (cursor.seen + read)[:, None])
     h = tokens.outputs(q[:, None], state, eps)[:, 0].to(v.dtype)
-    _fold(state, tokens, cursor.is_due())
+    due = cursor.is_due()
+    if _may_hold(due):
+        _fold(state, tokens, due)
     return h
 
 
@@ -154,11 +156,12 @@ def replay_pass(
     the tokens that are kept.
     """
     _write(ring, rows.seen, rows.lengths, k, v, i, f)
-    before = _Tokens.of(state, ring, rows.folded, rows.seen[:, None])
     number = 1 + torch.arange(q.shape[1], device=q.device)
     read = rows.seen[:, None] + torch.minimum(number, rows.lengths[:, None])
     h = _Tokens.of(state, ring, rows.folded, read).outputs(q, state, eps).to(v.dtype)
-    _fold(state, before, rows.is_due())
+    due = rows.is_due()
+    if _may_hold(due):
+        _fold(state, _Tokens.of(state, ring, rows.folded, rows.seen[:, None]), due)
     return h
 
 
@@ -183,6 +186,11 @@ def _write(ring: Ring, seen: Tensor, lengths: Tensor, *tokens: Tensor) -> None:
         wide = (..., *[None] * (part.dim() - 3))
         entries = new.transpose(1, 2).take_along_dim(index[wide], 2).to(part.dtype)
         part.copy_(torch.where(written[wide], entries, part))
+
+
+def _may_hold(condition: Tensor) -> bool:
+    """False if it holds for no row. On a GPU it may always hold: nothing waits for the answer."""
+    return condition.is_cuda or bool(condition.any())
 
 
 def _fold(state: MLSTMState, tokens: "_Tokens", due: Tensor) -> None:
