@@ -112,7 +112,7 @@ def test_from_text_to_a_served_model(cli: Cli, trained: Trained, tmp_path: Path)
         body = {"model": "tiny", "max_tokens": 8, "ignore_eos": True, **GREEDY}
         answer = live.post("/v1/completions", prompt=PROMPT, **body, echo=True)
         assert answer["choices"][0]["text"] == want
-        assert live.post("/tokenize", prompt=PROMPT)["tokens"] == ids[len(first) :]
+        assert live.post("/tokenize", prompt=PROMPT)["tokens"] == ids
         assert live.post("/detokenize", tokens=ids)["prompt"] == PROMPT
 
 

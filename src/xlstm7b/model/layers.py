@@ -553,13 +553,7 @@ def _quantized_product(x: Tensor, weight: QuantizedWeight, *, wide: bool = False
         if weight.layout == "gpu":
             y = multiply(rows, weight.dequantize(x.dtype))
         else:  # only some rows of the weight are floats at a time
-            tiles = cpu.tiles(weight, x.dtype)
-            in_float32 = weight.layout == "x86" and x.dtype == torch.float32
-            if in_float32 and _CPU_HAS_MATMUL[torch.bfloat16]:
-                # The operator for fewer rows rounds x to bfloat16 too. The product takes half the
-                # time of one in float32 or less, which makes up for dequantising.
-                rows, tiles = rows.bfloat16(), (tile.bfloat16() for tile in tiles)
-            y = torch.cat([multiply(rows, tile) for tile in tiles], dim=-1)
+            y = torch.cat([multiply(rows, tile) for tile in cpu.tiles(weight, x.dtype)], dim=-1)
     elif wide:
         y = y.to(torch.promote_types(y.dtype, torch.float32))
     return y.view(*x.shape[:-1], -1)

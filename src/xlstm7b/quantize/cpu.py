@@ -10,8 +10,7 @@ Which operator is used is a table, not a measurement, so that a machine always c
 | int4 | ARM | `_dyn_quant_matmul_4bit`, x as int8 | all |
 | fp8 | all | the product of bfloat16 codes, then the scales; x and y in bfloat16 | all |
 
-In all other cases the weights are dequantised, some rows at a time, and multiplied as floats: int4
-weights of x86 and x in bfloat16, if the CPU has products for that (AMX, AVX512-BF16).
+In all other cases the weights are dequantised, some rows at a time, and multiplied as floats.
 """
 
 from collections.abc import Iterable, Iterator
