@@ -32,6 +32,7 @@ from models import random_model as exact_model
 
 from xlstm7b.generate import Completion, Engine, Generator, Request, SamplingParams
 from xlstm7b.generate import engine as engine_module
+from xlstm7b.generate.chat import Chat
 from xlstm7b.generate.drafts import MAX_DRAFT
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.replay import INTERVAL, Rings, ring_size
@@ -448,6 +449,42 @@ def test_a_generator_speculates():
     outputs = [*lookup.stream("abc", **{k: v for k, v in biased.items() if "return" not in k})]
     assert "".join(output.text for output in outputs) == got.text
     assert len(outputs) < 30
+
+
+def test_a_chat_drafts_from_earlier_turns():
+    """And gives the answers of a chat without speculation."""
+    options = {"max_new_tokens": 30, "temperature": 0, "eos_token_id": ()}
+    plain, lookup = (
+        Chat(Generator(MODEL, ByteTokenizer(), speculate=speculate), **options)
+        for speculate in (None, "lookup")
+    )
+    texts = ["one two", "three", "one two"]
+    for text in texts:
+        want, got = ([*chat.say(text)][-1].completion for chat in (plain, lookup))
+        assert got.token_ids == want.token_ids
+        assert got.state.tokens_seen == want.state.tokens_seen
+    read = lookup._now.history
+    assert len(read) == lookup.stats().tokens_read
+    assert bytes(token - 2 for token in read[1:] if 2 <= token < 258).count(b"one two") >= 2
+    lookup.undo()
+    assert read[: len(lookup._now.history)] == lookup._now.history
+    lookup.clear()
+    assert lookup._now.history == ()
+
+
+def test_drafts_are_found_in_the_history():
+    """The tokens that a state has read. They change no output, not even with penalties."""
+    generator = Generator(MODEL, ByteTokenizer(), speculate="lookup")
+    state, options = generator.read([[4, 8]]), {"max_new_tokens": 60, "seed": 2}
+    options |= {"eos_token_id": (), "frequency_penalty": 0.5, "repetition_penalty": 1.2}
+    *_, plain = generator.stream([6], state=state, **options)
+    history = [4, 8, 6, *plain.completion.token_ids]
+    *_, last = generator.stream([6], state=state, history=history, **options)
+    assert last.completion.token_ids == plain.completion.token_ids
+    assert last.completion.accepted_tokens > 30
+    for wrong in ("text", [1.5], [1 << 40]):
+        with pytest.raises(ValueError, match="history must be a list of ids|vocabulary"):
+            generator.stream([6], state=state, history=wrong, **options)
 
 
 def test_refusals():

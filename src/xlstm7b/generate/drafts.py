@@ -12,7 +12,7 @@ MAX_DRAFT = 7  # tokens of one draft; verified together with the last token, as 
 MIN_MATCH = 3  # latest tokens that must have occurred before
 MAX_MATCH = 32  # longer matches are not told apart
 _CANDIDATES = 16  # earlier places that are compared
-_WINDOW = 1 << 16  # latest tokens that are searched
+WINDOW = 1 << 16  # latest tokens that are searched
 
 _FIRST_LENGTH = 4
 _LEAST_RATE = 0.15  # of accepted drafts; below it, drafting costs more than it saves
@@ -34,7 +34,7 @@ class SuffixIndex:
         min_match: int = MIN_MATCH,
         max_match: int = MAX_MATCH,
         candidates: int = _CANDIDATES,
-        window: int = _WINDOW,
+        window: int = WINDOW,
     ) -> None:
         if not 1 <= min_match <= max_match or candidates < 1 or window < 1:
             raise ValueError("sizes must be at least 1, and max_match at least min_match")

@@ -370,8 +370,8 @@ class Engine:
             )
             # With a grammar, a mask would be needed for each draft.
             if self._speculates and request.speculate and request.matcher is None:
-                known = [*request.previous_prompt, *request.previous_output, *prompt]
-                request.drafter = LookupDrafter(known)
+                before = *request.history, *request.previous_prompt, *request.previous_output
+                request.drafter = LookupDrafter([*before, *prompt])
         self._set_masks(ready)
         sample = partial(self._runner.sample, [request.slot for request in ready])
         rows = list(enumerate(ready))

@@ -159,6 +159,7 @@ class Generator:
         keep_state: bool = False,
         should_stop: ShouldStop | None = None,
         progress: Progress | None = None,
+        history: Sequence[int] = (),
         **sampling: Any,
     ) -> Iterator[RequestOutput]:
         """Continues one prompt; an output for each step, the last with the completion.
@@ -167,13 +168,13 @@ class Generator:
 
         A mistake raises here, not at the first output. `should_stop` is polled at every step: True
         ends the text after its latest token. `progress` is called with the number of prompt tokens
-        just read. Closing the iterator aborts the request.
+        just read. `history` is that of `Request`. Closing the iterator aborts the request.
         """
         prompts = None if prompt is None else [prompt]
         requests = self._requests(prompts, state, SamplingParams.from_options(**sampling))
         if len(requests) != 1:
             raise ValueError(f"one request can be streamed, not {len(requests)}")
-        requests[0].keep_state = keep_state
+        requests[0].keep_state, requests[0].history = keep_state, history
         return (output for _, output in self._outputs(requests, should_stop, progress))
 
     def read(

@@ -47,6 +47,8 @@ class Request:
         and `structured_outputs` describes `previous_output` and the new output together.
     adapter: one of the engine's adapters. Default: the model without any.
     speculate: whether an engine that speculates drafts tokens for this request.
+    history: tokens that `state` has read already, in which drafts may be found. They change no
+        output.
     """
 
     def __init__(
@@ -62,8 +64,9 @@ class Request:
         previous_output: Sequence[int] = (),
         adapter: "Adapter | None" = None,
         speculate: bool = True,
+        history: Sequence[int] = (),
     ) -> None:
-        self.adapter, self.speculate = adapter, speculate
+        self.adapter, self.speculate, self.history = adapter, speculate, history
         self.prompt, self.params = prompt, params or SamplingParams()
         self.state, self.keep_state = state, keep_state
         self.prompt_logprobs, self.prefill_only = prompt_logprobs, prefill_only
@@ -130,7 +133,9 @@ class Request:
             ids = list(prompt)
         if not is_prompt([*self.previous_prompt, *self.previous_output]):
             raise ValueError("previous_prompt and previous_output must be lists of ids")
-        for tokens in (ids, self.previous_prompt, self.previous_output):
+        if isinstance(self.history, str) or not is_prompt(self.history):
+            raise ValueError("history must be a list of ids")
+        for tokens in (ids, self.previous_prompt, self.previous_output, self.history):
             check_tokens(config, tokens)
         self.prompt_token_ids = with_first_token(config, ids) if self.state is None else ids
         self.read_token_ids = self.prompt_token_ids
