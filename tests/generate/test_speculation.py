@@ -483,7 +483,7 @@ def test_drafts_are_found_in_the_history():
     assert last.completion.token_ids == plain.completion.token_ids
     assert last.completion.accepted_tokens > 30
     for wrong in ("text", [1.5], [1 << 40]):
-        with pytest.raises(ValueError, match="history must be a list of ids|vocabulary"):
+        with pytest.raises(ValueError, match=r"history must be a list of ids|vocabulary"):
             generator.stream([6], state=state, history=wrong, **options)
 
 
