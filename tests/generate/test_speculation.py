@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from measure import error
 from models import random_model as exact_model
 
-from xlstm7b.generate import Completion, Engine, Generator, Request, SamplingParams
+from xlstm7b.generate import Completion, Engine, Generator, Request, SamplingParams, SavedState
 from xlstm7b.generate import engine as engine_module
 from xlstm7b.generate.chat import Chat
 from xlstm7b.generate.drafts import MAX_DRAFT
@@ -179,12 +179,12 @@ class Oracle:
         self.wants_to_draft = self.draw.random() < 0.8
 
 
-def alone(request: Request) -> Completion:
-    """The output without speculation. The oracle is told of it."""
+def alone(request: Request, longer: Sequence[int] = ()) -> Completion:
+    """The output without speculation. The oracle is told of it, or of a longer one."""
     plain = copy_of(request)
     completion = run_alone(MODEL, plain)
     known = [*plain.previous_prompt, *plain.previous_output, *plain.prompt_token_ids]
-    Oracle.texts[tuple(known)] = completion.token_ids
+    Oracle.texts[tuple(known)] = [*(longer or completion.token_ids)]
     return completion
 
 
@@ -324,15 +324,22 @@ def test_stop_strings_end_an_output_within_a_pass(make_engine, accuracy, oracle,
         params = SamplingParams(
             max_new_tokens=40, seed=number, temperature=8.0, logit_bias=letters, eos_token_id=()
         )
-        text = run_alone(MODEL, Request([9, number], params)).text
-        stop = text[5 + 4 * number : 7 + 4 * number]
+        longer = run_alone(MODEL, Request([9, number], params))
+        stop = longer.text[5 + 4 * number : 7 + 4 * number]
         params = SamplingParams(**{**vars(params), "stop_strings": (stop,)})
         requests.append(Request([9, number], params, keep_state=number % 2 == 0))
-        wanted.append(alone(requests[-1]))
+        wanted.append(alone(requests[-1], longer.token_ids))
     engine = make_engine(MODEL, slots=3, speculate="lookup", cache_bytes=1 << 22)
-    driver = Driver(engine)
+    driver, saved, moved_back = Driver(engine), engine._runner.saved, []
+
+    def saving(slot: int, back: int = 0) -> SavedState:
+        moved_back.append(back)
+        return saved(slot, back)
+
+    engine._runner.saved = saving
     driver.add_all(requests)
     driver.finish()
+    assert max(moved_back) > 0
     for request, want in zip(requests, wanted, strict=True):
         assert want.finish_reason == "stop"
         got = driver.completion(request)
