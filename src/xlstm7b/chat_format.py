@@ -21,7 +21,7 @@ Messages = Sequence[Mapping[str, Any]]
 Templates that know tools also take the role "tool", and "tool_calls" of the assistant.
 """
 
-_ANSWER = "\N{WHITE SQUARE}an answer\N{WHITE SQUARE}"  # a placeholder for an answer
+ANSWER = "\N{WHITE SQUARE}an answer\N{WHITE SQUARE}"  # a placeholder for an answer
 _QUESTION = "\N{WHITE SQUARE}a question\N{WHITE SQUARE}"  # a placeholder for a user's message
 _START, _END = "\ufdd0", "\ufdd1"  # around what a template marks as generated; no characters
 
@@ -91,10 +91,10 @@ class ChatTemplate:
         user's next message. For a template that writes nothing there, it is how that message
         begins. Empty if there is no such text.
         """
-        asked = [_message("user", "Hello"), _message("assistant", _ANSWER)]
-        last = self.render(asked).rpartition(_ANSWER)[2]
+        asked = [_message("user", "Hello"), _message("assistant", ANSWER)]
+        last = self.render(asked).rpartition(ANSWER)[2]
         whole = self.render([*asked, _message("user", _QUESTION)])
-        earlier = whole.partition(_ANSWER)[2].partition(_QUESTION)[0]
+        earlier = whole.partition(ANSWER)[2].partition(_QUESTION)[0]
         if not last.strip():
             return earlier.rstrip()
         if not earlier.startswith(last.rstrip()):
@@ -146,8 +146,8 @@ class ChatTemplate:
         out.
         """
         *earlier, answer = messages
-        marked = self.render([*earlier, {**answer, "content": _ANSWER}])
-        before, mark, after = marked.rpartition(_ANSWER)
+        marked = self.render([*earlier, {**answer, "content": ANSWER}])
+        before, mark, after = marked.rpartition(ANSWER)
         if not mark:
             raise ValueError("the chat template does not write the assistant's messages")
         end = len(text.rstrip())
@@ -223,9 +223,9 @@ class ChatFormat(Protocol):
         """A conversation whose last message goes on: it ends with the text of that message."""
         *earlier, last = messages
         marked = self.render(
-            [*earlier, {**last, "content": _ANSWER}], add_generation_prompt=False, tools=tools
+            [*earlier, {**last, "content": ANSWER}], add_generation_prompt=False, tools=tools
         )
-        before, mark, _ = marked.rpartition(_ANSWER)
+        before, mark, _ = marked.rpartition(ANSWER)
         if not mark:
             raise ValueError("the chat template does not write the last message")
         return before + str(last["content"])
@@ -241,7 +241,7 @@ class TemplateFormat(ChatFormat):
     def __init__(self, template: ChatTemplate, system: str | None = None) -> None:
         self._template = template
         opening = [] if system is None else [_message("system", system)]
-        user, answer = _message("user", "Hello"), _message("assistant", _ANSWER)
+        user, answer = _message("user", "Hello"), _message("assistant", ANSWER)
         twice = template.render(
             [*opening, user, _message("assistant", "Hi"), user, answer, user],
             add_generation_prompt=True,
@@ -249,8 +249,8 @@ class TemplateFormat(ChatFormat):
         once = template.render([*opening, user, answer, user], add_generation_prompt=True)
         start = self.first_prompt(system, "Hello")
         # White space between prompt and answer is the model's to write.
-        starts_alike = once.startswith(start) and once[len(start) :].lstrip().startswith(_ANSWER)
-        if not starts_alike or not twice.endswith(_ANSWER + self.next_prompt("Hello")):
+        starts_alike = once.startswith(start) and once[len(start) :].lstrip().startswith(ANSWER)
+        if not starts_alike or not twice.endswith(ANSWER + self.next_prompt("Hello")):
             raise ValueError(
                 "the chat template does not just add to a text with each turn, "
                 "so a chat cannot continue from a saved state"
@@ -262,9 +262,9 @@ class TemplateFormat(ChatFormat):
         return self._template.source
 
     def next_prompt(self, text: str) -> str:
-        answer = _message("assistant", _ANSWER)
+        answer = _message("assistant", ANSWER)
         whole = self.render([_message("user", "Hello"), answer, _message("user", text)])
-        return whole.partition(_ANSWER)[2]  # the first one: the user's text may contain it too
+        return whole.partition(ANSWER)[2]  # the first one: the user's text may contain it too
 
     def render(
         self,

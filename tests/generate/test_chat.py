@@ -317,7 +317,7 @@ def test_a_template_without_system_messages() -> None:
 
 def test_a_message_may_contain_the_mark_of_an_answer() -> None:
     turns = TemplateFormat(ChatTemplate(CHATML, {}))
-    words = chat_format._ANSWER
+    words = chat_format.ANSWER
     assert turns.next_prompt(words) == (
         f"<|im_end|>\n<|im_start|>user\n{words}<|im_end|>\n<|im_start|>assistant\n"
     )

@@ -25,8 +25,8 @@ from xlstm7b.mlstm.replay import Pass
 from xlstm7b.model import ModelState
 
 MAX_SLOTS, CPU_SLOTS = 256, 8
-# From this many slots on, a GPU decodes by replay: the smallest number at which an H200 was
-# measured to be faster. For few slots the weights take most of the time.
+# From this many slots on, a GPU decodes by replay: the smallest number at which an H200
+# decoded faster than an earlier run without. For few slots the weights take most of the time.
 REPLAY_SLOTS = 64
 _FREE_SHARE = 0.7  # of free GPU memory for slots; the rest is for prefill, graphs, saved states
 

@@ -19,7 +19,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from xlstm7b.chat_format import ChatFormat, answer_ends, without_prefix
+from xlstm7b.chat_format import ANSWER, ChatFormat, answer_ends, without_prefix
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate import Completion, Request, RequestOutput, SamplingParams, SavedState
 from xlstm7b.generate.state import state_bytes
@@ -44,7 +44,6 @@ from xlstm7b.tokenizer import CachingEncoder, Tokenizer, check_tokens, with_firs
 
 router = APIRouter()
 _SHORT = 4096  # tokens or characters
-_ANSWER = "\N{WHITE SQUARE}an answer\N{WHITE SQUARE}"  # a placeholder for an answer
 # Grammars that take long to compile do not hold up other work in threads.
 _GRAMMARS = ThreadPoolExecutor(4, thread_name_prefix="prepare")
 _Result = TypeVar("_Result")
@@ -307,10 +306,10 @@ def _render_later(model: ServedModel, messages: Sequence[protocol.Message], **op
     """The text of messages that follow an answer, from the end of its turn on."""
     talk = [
         protocol.Message(role="user", content="Hello"),
-        protocol.Message(role="assistant", content=_ANSWER),
+        protocol.Message(role="assistant", content=ANSWER),
         *messages,
     ]
-    return _render(model, talk, (), **options).partition(_ANSWER)[2]
+    return _render(model, talk, (), **options).partition(ANSWER)[2]
 
 
 def _check_messages(service: Service, messages: Sequence[protocol.Message]) -> None:

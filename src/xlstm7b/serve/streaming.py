@@ -157,7 +157,7 @@ class EventStream(StreamingResponse):
     """Server-sent events, ended by [DONE] or by an error event.
 
     are_named: each event has a "type", which is its name. Their own last event ends the stream: it
-        tells of errors, too.
+        also reports errors.
 
     `cleanup` is closed however the stream ends. `outcome` says how it ended, for the log.
     FastAPI's EventSourceResponse has no error events, more work per event, and cleans up only when
