@@ -143,7 +143,7 @@ class FusedModel:
         """Reads up to T tokens per row [B, T] into the rings; float32 logits [B, T, V].
 
         `rows.lengths` [B] says how many tokens a row reads; logits after others are garbage. The
-        cursors do not move: `rows.advance` counts the tokens that are kept.
+        cursors do not move: `advance` counts the tokens that are kept.
         """
         batch, length = tokens.shape
         x = F.embedding(tokens.flatten(), self.embedding)
@@ -152,6 +152,10 @@ class FusedModel:
             ring = rings.blocks[number], rows
             self._block(x, number, memory, None, batch, None, masks, ring)
         return self.logits(x).view(batch, length, -1)
+
+    def advance(self, rows: Pass, kept: Tensor) -> None:
+        """Counts the first `kept` [B] tokens of each row that `read_drafts` has read."""
+        self.operations.advance_pass(rows, kept)
 
     def read(
         self,

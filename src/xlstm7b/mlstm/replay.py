@@ -67,11 +67,11 @@ class Cursor(NamedTuple):
     def is_due(self) -> Tensor:
         """True for rows [B] that are folded after the current token.
 
-        Row r is folded when the number of its tokens plus r is a multiple of the interval. So rows
-        that start together are not folded in the same step.
+        Row r is folded when the number of its tokens plus r reaches a multiple of the interval. So
+        rows that start together are not folded in the same step. A pass may leave tokens beyond
+        the multiple in the ring: then the next step folds them.
         """
-        rows = torch.arange(len(self.seen), device=self.seen.device)
-        return self.live & ((self.seen + 1 + rows) % self.interval == 0)
+        return self.live & _crosses(self.folded, self.seen + 1, self.interval)
 
     def advance(self) -> None:
         """Counts the current token, in place. Call it after the last layer."""
@@ -97,9 +97,7 @@ class Pass(NamedTuple):
 
         As with `Cursor`, rows that start together are not folded in the same pass.
         """
-        rows = torch.arange(len(self.seen), device=self.seen.device)
-        folds, before = ((x + rows) // self.interval for x in (self.seen, self.folded))
-        return (self.lengths > 0) & (folds > before)
+        return (self.lengths > 0) & _crosses(self.folded, self.seen, self.interval)
 
     def advance(self, kept: Tensor) -> None:
         """Counts the first `kept` [B] tokens of the pass, in place. The others are dropped.
@@ -108,6 +106,12 @@ class Pass(NamedTuple):
         """
         self.folded.copy_(torch.where(self.is_due(), self.seen, self.folded))
         self.seen.add_(kept)
+
+
+def _crosses(folded: Tensor, seen: Tensor, interval: int) -> Tensor:
+    """True for rows [B] that pass a multiple of the interval from one count to the other."""
+    rows = torch.arange(len(seen), device=seen.device)
+    return (seen + rows) // interval > (folded + rows) // interval
 
 
 def replay_step(

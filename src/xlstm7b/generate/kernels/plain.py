@@ -106,6 +106,11 @@ def replay_cell(
     return headwise_norm(h, norm, norm_eps) * torch.sigmoid(gate)
 
 
+def advance(cursor: Cursor) -> None:
+    """Counts the current token, after the last block."""
+    cursor.advance()
+
+
 def pass_cell(
     q: Tensor,
     k: Tensor,
@@ -125,9 +130,9 @@ def pass_cell(
     return headwise_norm(h, norm, norm_eps) * torch.sigmoid(gate)
 
 
-def advance(cursor: Cursor) -> None:
-    """Counts the current token, after the last block."""
-    cursor.advance()
+def advance_pass(rows: Pass, kept: Tensor) -> None:
+    """Counts the first `kept` [B] tokens of a pass, after the last block."""
+    rows.advance(kept)
 
 
 def head_norm(

@@ -44,9 +44,10 @@ def replay_kernel(
     # A row that is not live has a head and a ring of size 0: nothing of it is read or written.
     is_live = tl.load(live + batch).to(tl.int32)
     width_k, width_v = DK * is_live, DV * is_live
-    token = tl.load(seen + batch)
-    in_ring = (token - tl.load(folded + batch)).to(tl.int32) * is_live
-    folds = tl.where((token + 1 + batch) % INTERVAL == 0, is_live, 0) != 0
+    token, before = tl.load(seen + batch), tl.load(folded + batch)
+    in_ring = (token - before).to(tl.int32) * is_live
+    crosses = (token + 1 + batch) // INTERVAL > (before + batch) // INTERVAL
+    folds = tl.where(crosses, is_live, 0) != 0
     d_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     in_v = d_v < width_v
     C_head = C + batch * C_stride_b + head * DK * DV + d_v[None, :]
@@ -173,8 +174,10 @@ def advance_kernel(folded, seen, live, rows, INTERVAL: tl.constexpr, BLOCK: tl.c
     mask = row < rows
     is_live = tl.load(live + row, mask=mask, other=0) != 0
     tokens = tl.load(seen + row, mask=mask, other=0) + is_live.to(tl.int64)
+    before = tl.load(folded + row, mask=mask, other=0)
+    crosses = (tokens + row) // INTERVAL > (before + row) // INTERVAL
     tl.store(seen + row, tokens, mask=mask)
-    tl.store(folded + row, tokens, mask=mask & is_live & ((tokens + row) % INTERVAL == 0))
+    tl.store(folded + row, tokens, mask=mask & is_live & crosses)
 
 
 def launch_replay(
