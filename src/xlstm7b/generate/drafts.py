@@ -64,6 +64,11 @@ class SuffixIndex:
             self._latest[key] = end
         self._before.append(before)
 
+    @property
+    def has_match(self) -> bool:
+        """True if the latest tokens have occurred before."""
+        return len(self._before) > 0 and self._before[-1] >= 0
+
     def propose(self, count: int) -> list[int]:
         """Up to `count` tokens that may come next; none if the latest tokens are new.
 
@@ -147,8 +152,12 @@ class LookupDrafter:
 
     @property
     def wants_to_draft(self) -> bool:
-        """False while drafts do not pay."""
-        return self._length.next > 0
+        """False while drafts do not pay, and where the text does not repeat itself.
+
+        The engine asks this before it knows the last token. So it waits for that token, to draft
+        after it, only within a repetition.
+        """
+        return self._length.next > 0 and self._index.has_match
 
     def propose(self, most: int) -> list[int]:
         """The next draft, of at most this many tokens. It may be empty."""

@@ -383,8 +383,8 @@ class Engine:
         """Launches a decode step if one is needed; returns how many results may stay in flight."""
         scheduler = self._scheduler
         requests = scheduler.to_decode()
-        if self._speculates and any(map(_needs_last_token, requests)):
-            self._process_results(0)
+        if self._wants_to_draft(requests):
+            self._process_results(0)  # a draft continues the last token
             requests = scheduler.to_decode()
         if not requests:
             return 0
@@ -395,10 +395,17 @@ class Engine:
             moved.slot = slot
         highest = max(request.slot for request in requests)
         rows = [(request.slot, request) for request in requests]
-        if self._speculates:
-            return self._verify(highest, rows)
+        drafts = self._propose(highest, requests)
+        if drafts:
+            self._set_masks(requests)
         for request in requests:
             request.reads += 1
+        if drafts:
+            # The results are processed in the same step. So all tokens in the states are known
+            # when a pass starts. A pass may fold only these.
+            results = self._in_model(partial(self._runner.verify, highest, drafts))
+            self._in_flight.append(partial(self._process_tokens, results, rows, drafts))
+            return 0
         if any(request.matcher is not None for request in requests):
             # A mask depends on the last token. The device computes the next logits while the host
             # processes that token and computes the masks. Only the draw waits for them.
@@ -409,26 +416,33 @@ class Engine:
         else:
             results = self._in_model(partial(self._runner.decode, highest))
         self._in_flight.append(partial(self._process_tokens, results, rows))
-        return 1 if self._run_ahead else 0
+        # The next step would read one token more of requests that wait for their final state.
+        return 1 if self._run_ahead and not self._finishing else 0
 
-    def _verify(self, highest: int, rows: Sequence[tuple[int, Request]]) -> int:
-        """`_decode` with drafts. The results of a pass with drafts are processed in the same step.
+    def _wants_to_draft(self, requests: Sequence[Request]) -> bool:
+        """True if drafts may be found for a request, once its last token is known."""
+        highest = max((request.slot for request in requests), default=0)
+        return self._runner.most_drafts(highest) > 0 and any(
+            request.drafter is not None
+            and request.drafter.wants_to_draft
+            and request not in self._finishing
+            for request in requests
+        )
 
-        So all tokens in the states are known when a pass starts. A pass may fold only these.
-        """
-        self._set_masks([request for _, request in rows])
-        drafts: dict[int, list[int]] = {}
-        for slot, request in rows:
-            request.reads += 1
+    def _propose(self, highest: int, requests: Sequence[Request]) -> dict[int, list[int]]:
+        """The drafts of a pass, by slot. There are none while a result is in flight."""
+        most = self._runner.most_drafts(highest)
+        if self._in_flight or not most:
+            return {}
+        drafts = {}
+        for request in requests:
             if request.drafter is not None and request not in self._finishing:
                 assert request.output is not None
                 # The last token of the output is not drafted: every position draws a token.
                 left = request.params.max_new_tokens - len(request.output.token_ids)
-                drafts[slot] = request.drafter.propose(left - 1)
-        results = self._in_model(partial(self._runner.verify, highest, drafts))
-        self._in_flight.append(partial(self._process_tokens, results, rows, drafts))
-        # The next pass would read one token more of requests that wait for their final state.
-        return 1 if self._run_ahead and not any(drafts.values()) and not self._finishing else 0
+                if draft := request.drafter.propose(min(most, left - 1)):
+                    drafts[request.slot] = draft
+        return drafts
 
     def _set_masks(self, requests: Sequence[Request]) -> None:
         """Sets which tokens the grammars of these requests allow next. Ends those that allow none.
@@ -467,7 +481,6 @@ class Engine:
     ) -> None:
         """Adds the tokens of a step to their requests. With `drafts`, there may be several each."""
         values = self._in_model(results.lists)
-        positions = [values] if drafts is None else [*zip(*values, strict=True)]
         now = time.monotonic()
         for row, request in rows:
             if request.finished:
@@ -479,7 +492,8 @@ class Engine:
             assert text is not None
             request.first_token = request.first_token or now
             before = len(text.token_ids)
-            drawn = [[part[row] for part in found] for found in positions if found[0][row] != -1]
+            own = [part[row] if drafts else [part[row]] for part in values]
+            drawn = [found for found in zip(*own, strict=True) if found[0] != -1]
             unused = len(drawn)
             new_text = ""
             try:
@@ -496,7 +510,7 @@ class Engine:
                 continue
             self._generated_tokens += len(text.token_ids) - before
             if request.drafter is not None:
-                drafted = len(drafts.get(row, ())) if drafts is not None else 0
+                drafted = len(drafts.get(row, ())) if drafts else 0
                 accepted = len(drawn) - 1
                 request.reads += accepted
                 request.drafter.record(text.token_ids[before:], drafted, accepted)
@@ -607,12 +621,6 @@ def check_speculation(speculate: object) -> None:
     """Raises a `ValueError` unless this is a way to speculate, or None."""
     if speculate not in ("lookup", None):
         raise ValueError(f'speculate must be "lookup" or None, not {speculate!r}')
-
-
-def _needs_last_token(request: Request) -> bool:
-    """True if the next step of a request depends on its last token: a draft or a grammar's mask."""
-    wants_draft = request.drafter is not None and request.drafter.wants_to_draft
-    return wants_draft or request.matcher is not None
 
 
 @cache  # once for each model: a Generator builds several engines
