@@ -8,7 +8,7 @@ import copy
 import random
 import types
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import ClassVar
 
 import pytest
@@ -30,10 +30,11 @@ from hypothesis import strategies as st
 from measure import error
 from models import random_model as exact_model
 
+from xlstm7b.bench import speculation
 from xlstm7b.generate import Completion, Engine, Generator, Request, SamplingParams, SavedState
 from xlstm7b.generate import engine as engine_module
 from xlstm7b.generate.chat import Chat
-from xlstm7b.generate.drafts import MAX_DRAFT
+from xlstm7b.generate.drafts import MAX_DRAFT, LookupDrafter
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.replay import INTERVAL, Rings, ring_size
 from xlstm7b.generate.runner import ModelRunner, PrefillRow
@@ -440,6 +441,43 @@ def test_steps_run_ahead_while_drafts_do_not_pay(oracle, monkeypatch):
     assert_same(driver.completion(request), want)
 
 
+def test_large_batches_have_fewer_drafts_on_a_gpu(oracle, monkeypatch):
+    """A pass reads at most 64 tokens: with more than 32 slots, nothing is drafted."""
+    monkeypatch.setattr(oracle, "accuracy", 1.0)
+    monkeypatch.setattr(oracle, "draw", types.SimpleNamespace(random=lambda: 0.0, choice=max))
+    runner = gpu_like_engine(MODEL, slots=64, speculate="lookup")._runner
+    assert [runner.most_drafts(slots - 1) for slots in (1, 8, 9, 16, 17, 32, 33, 64)] == [
+        7, 7, 3, 3, 1, 1, 0, 0,
+    ]  # fmt: skip
+    requests = [greedy([5, n], 50, eos_token_id=()) for n in range(36)]
+    wanted = [alone(request) for request in requests]
+    engine = gpu_like_engine(MODEL, slots=36, speculate="lookup")
+    driver, verify, passes = Driver(engine), engine._runner.verify, []
+
+    def counting(highest, drafts):
+        passes.append((engine._runner.bucket(highest + 1), max(map(len, drafts.values()))))
+        return verify(highest, drafts)
+
+    engine._runner.verify = counting
+    driver.add_all(requests)
+    driver.step(4)
+    assert not passes
+    assert len(engine._in_flight) == 1  # it runs ahead
+    for request in requests[:30]:
+        engine.abort(request)
+    driver.finish()
+    assert {(8, 7)} <= {*passes}
+    assert all(bucket * (drafts + 1) <= 64 for bucket, drafts in passes)
+    for request, want in zip(requests[30:], wanted[30:], strict=True):
+        assert_same(driver.completion(request), want)
+
+
+def test_a_step_waits_for_the_last_token_only_within_a_repetition():
+    text = [*range(10, 20), 30, 31, *range(10, 16)]
+    for length, repeats in ((12, False), (14, False), (15, True), (18, True)):
+        assert LookupDrafter(text[:length]).wants_to_draft == repeats
+
+
 def test_a_generator_speculates():
     options = {"max_new_tokens": 40, "seed": 1, "eos_token_id": (), "num_return_sequences": 2}
     plain = Generator(MODEL, ByteTokenizer())
@@ -515,15 +553,56 @@ def test_bytes_of_a_slot():
     assert lookup - plain == rings + 4 * (MAX_DRAFT + 1) * MODEL.config.vocab_size
 
 
+# On a GPU
+
+
 @pytest.mark.gpu
-def test_a_gpu_has_the_same_tokens_with_drafts(oracle, monkeypatch):
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("slots", [1, 5, 12])
+def test_a_gpu_has_the_same_tokens_with_drafts(oracle, slots, warm):
     """In float32, where the logits of `random_model` have no near ties."""
-    requests = [copy_of(request, keep_state=False) for request in many_requests()]
+    requests = [copy_of(request, keep_state=True) for request in many_requests()]
     wanted = [alone(request) for request in requests]
     model: XLSTM = copy.deepcopy(MODEL).cuda()
-    driver = Driver(new_engine(model, slots=5, speculate="lookup"))
+    engine = new_engine(model, slots=slots, speculate="lookup")
+    assert engine._runner.model.uses_kernels
+    if warm:
+        engine.warm_up()
+    driver = Driver(engine)
     driver.add_all(requests)
     driver.finish()
     for request, want in zip(requests, wanted, strict=True):
-        assert driver.completion(request).token_ids == want.token_ids
-    assert driver.engine.stats().accepted_tokens > 50
+        got = driver.completion(request)
+        assert got.token_ids == want.token_ids
+        assert got.state.tokens_seen == want.state.tokens_seen
+        assert error(got.state.logits.cpu(), want.state.logits) < 10 * ROUNDING
+        for block, want_block in zip(
+            got.state.model_state.blocks, want.state.model_state.blocks, strict=True
+        ):
+            for part, want_part in zip(block, want_block, strict=True):
+                assert error(part.cpu(), want_part) < 10 * ROUNDING
+    assert engine.stats().accepted_tokens > 50
+    assert is_idle(engine)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_a_gpu_in_bfloat16(state_dtype, share, monkeypatch):
+    """Outputs that rounding does not change: the token after t is t + 1."""
+    torch.manual_seed(0)
+    model = random_model(embedding_dim=512, num_heads=4, num_blocks=3).to("cuda", torch.bfloat16)
+    speculation.make_predictable(model)
+    forced = partial(speculation.ForcedDrafts, 320, share, False)
+    monkeypatch.setattr(engine_module, "LookupDrafter", forced)
+    engine = new_engine(model, slots=8, speculate="lookup", state_dtype=state_dtype)
+    driver = Driver(engine)
+    many = driver.add_all(greedy([7, 3 * n], 10 + 3 * n, eos_token_id=()) for n in range(20))
+    driver.finish()
+    for request in many:
+        start, count = request.prompt_token_ids[-1], request.params.max_new_tokens
+        assert driver.completion(request).token_ids == speculation.following(start, count, 320)
+    stats = engine.stats()
+    assert stats.drafted_tokens > 200
+    assert (stats.accepted_tokens == 0) == (share == 0)
+    assert (stats.accepted_tokens == stats.drafted_tokens) == (share == 1)
