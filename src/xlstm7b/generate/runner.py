@@ -42,8 +42,8 @@ _NEEDS = (
 _GRAMMAR_NEEDS = tuple(needs._replace(grammar=True) for needs in _NEEDS)
 # Graphs that verify drafts exist for these numbers of positions: a token and the drafts after it.
 _POSITIONS = (2, 4, 8)
-# The most tokens that a pass of all slots reads: as many as the kernels for few rows take. So a
-# pass takes hardly longer than a step.
+# The most tokens that a pass of all slots reads: as many as the kernels for few rows take. So most
+# of its time is that of reading the weights.
 _PASS_TOKENS = 64
 # Prefill graphs exist for these shapes: one row of these lengths, or rows × tokens. Larger batches
 # are launched kernel by kernel: only there does the GPU take longer than the launches.

@@ -82,9 +82,13 @@ def step_tile(rows: int, d_qk: int, d_hv: int) -> Tile:
 
 
 def replay_tile(rows: int, ring: int, d_qk: int, d_hv: int) -> Tile:
-    """The tile of a step by replay. A large ring leaves registers for less of C."""
-    d_in, d_out = 128 if ring <= 16 else 64, 32 if rows <= 16 else 64
-    return Tile(1, d_in, d_out, 4, 1).within(d_qk, d_hv)
+    """The tile of a step by replay.
+
+    A few rows load all of C before the previous launch has ended. With many rows, a large ring
+    leaves registers for less of C.
+    """
+    tile = Tile(1, 128 if ring <= 16 else 64, 64, 4, 1)
+    return (Tile(1, 256, 32, 8, 1) if rows <= 16 else tile).within(d_qk, d_hv)
 
 
 def pass_tile(rows: int, d_qk: int, d_hv: int) -> Tile:
