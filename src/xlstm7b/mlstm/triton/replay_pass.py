@@ -111,33 +111,27 @@ def pass_kernel(
     weight_new = tl.exp(g_new - m_new[:, None])
 
     # 4. Products of the queries with C, n and all k.
+    q_rows = q + token[:, None] * q_stride_t + head * q_stride_h
+    k_rows = k + token[:, None] * k_stride_t + head * k_stride_h
+    k_to = ring_k_head + place[:, None] * DK
+    is_stored = t < tl.where(tile == 0, length, 0)
     from_state = tl.zeros([ROWS, BLOCK_V], tl.float32)
     scores_old = tl.zeros([ROWS, ENTRIES], tl.float32)
     scores_new = tl.zeros([ROWS, ROWS], tl.float32)
     n_q = tl.zeros([ROWS], tl.float32)
-    for start in tl.static_range(0, DK, BLOCK_K):
+    from_state, scores_old, scores_new, n_q = _add_block(
+        from_state, scores_old, scores_new, n_q, q_rows, k_rows, k_to, n_head, C_t, K_t,
+        d_k, in_k, is_new, is_stored, PRECISION,
+    )  # fmt: skip
+    for start in tl.range(BLOCK_K, DK, BLOCK_K, loop_unroll_factor=3):
         d_k = start + tl.arange(0, BLOCK_K)
         in_k = d_k < width_k
-        if start > 0:
-            mask = in_k[:, None] & in_v[None, :]
-            C_t = tl.load(C_head + d_k[:, None] * DV, mask=mask, other=0.0)
-            K_t = tl.load(K_at + d_k[None, :], mask=held[:, None] & in_k[None, :], other=0.0)
-        new_k = is_new[:, None] & in_k[None, :]
-        q_at = q + token[:, None] * q_stride_t + head * q_stride_h + d_k[None, :]
-        q_t = tl.load(q_at, mask=new_k, other=0.0)
-        k_at = k + token[:, None] * k_stride_t + head * k_stride_h + d_k[None, :]
-        k_t = tl.load(k_at, mask=new_k, other=0.0)
-        n_t = tl.load(n_head + d_k, mask=in_k, other=0.0)
-        if tile == 0:
-            tl.store(ring_k_head + place[:, None] * DK + d_k[None, :], k_t, mask=new_k)
-        scores_old = tl.dot(q_t, tl.trans(K_t), scores_old, input_precision=PRECISION)
-        scores_new = tl.dot(q_t, tl.trans(k_t), scores_new, input_precision=PRECISION)
-        if C_t.dtype == q_t.dtype:
-            from_state = tl.dot(q_t, C_t, from_state, input_precision=PRECISION)
-        else:
-            wide, C_t = q_t.to(tl.float32), C_t.to(tl.float32)
-            from_state = tl.dot(wide, C_t, from_state, input_precision=PRECISION)
-        n_q += tl.sum(q_t.to(tl.float32) * n_t[None, :], 1)
+        C_t = tl.load(C_head + d_k[:, None] * DV, mask=in_k[:, None] & in_v[None, :], other=0.0)
+        K_t = tl.load(K_at + d_k[None, :], mask=held[:, None] & in_k[None, :], other=0.0)
+        from_state, scores_old, scores_new, n_q = _add_block(
+            from_state, scores_old, scores_new, n_q, q_rows, k_rows, k_to, n_head, C_t, K_t,
+            d_k, in_k, is_new, is_stored, PRECISION,
+        )  # fmt: skip
 
     # 5. h before the norm.
     from_old, from_new = weight_old * scale * scores_old, weight_new * scale * scores_new
@@ -179,6 +173,30 @@ def pass_kernel(
     if folds:
         V_in = weight_fold[:, None] * V_old
         _fold_tile(C_head, K_at, held, in_v, V_in, decay_fold, DK, DV, FOLDED, PRECISION)
+
+
+@triton.jit
+def _add_block(
+    from_state, scores_old, scores_new, n_q, q_rows, k_rows, k_to, n_head, C_t, K_t,
+    d_k, in_k, is_new, is_stored, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds the share of the elements d_k of each head to the products of the queries.
+
+    Also writes these elements of new k to the ring, where `is_stored`.
+    """
+    mask = is_new[:, None] & in_k[None, :]
+    q_t = tl.load(q_rows + d_k[None, :], mask=mask, other=0.0)
+    k_t = tl.load(k_rows + d_k[None, :], mask=mask, other=0.0)
+    n_t = tl.load(n_head + d_k, mask=in_k, other=0.0)
+    tl.store(k_to + d_k[None, :], k_t, mask=is_stored[:, None] & in_k[None, :])
+    wide = q_t.to(tl.float32)
+    scores_old = tl.dot(q_t, tl.trans(K_t), scores_old, input_precision=PRECISION)
+    scores_new = tl.dot(q_t, tl.trans(k_t), scores_new, input_precision=PRECISION)
+    if C_t.dtype == q_t.dtype:
+        from_state = tl.dot(q_t, C_t, from_state, input_precision=PRECISION)
+    else:
+        from_state = tl.dot(wide, C_t.to(tl.float32), from_state, input_precision=PRECISION)
+    return from_state, scores_old, scores_new, n_q + tl.sum(wide * n_t[None, :], 1)
 
 
 @triton.jit
