@@ -218,7 +218,7 @@ def test_a_pass_equals_the_equations(count, d_qk, d_hv, tile, dtype):
 @given(
     seed=st.integers(0, 1000),
     interval=st.integers(1, 9),
-    most=st.sampled_from([2, 4, 5, 8]),
+    most=st.sampled_from([2, 4, 9]),
     slack=st.integers(0, 4),
     gates=st.sampled_from([1.0, 5.0, 15.0]),
 )
@@ -244,9 +244,9 @@ def test_passes_and_steps_in_any_order(seed, interval, most, slack, gates):
 @pytest.mark.parametrize("heads", [(8, 256, 512), (2, 1024, 1024), (4, 96, 192), (5, 160, 320)])
 def test_passes_of_real_models(heads, dtype, state_dtype):
     torch.manual_seed(0)
-    layer = Layer(9, *heads, 32, 16, dtype, state_dtype)
+    layer = Layer(9, *heads, 32, 14, dtype, state_dtype)
     for number in range(24):
-        count = (8, 4, 2, 1)[number % 4]
+        count = (9, 2)[number % 2]
         lengths = torch.randint(0, count + 1, (9,), device=DEVICE)
         got, want, live = layer.read(lengths, some_of(lengths), count)
         if state_dtype == torch.bfloat16:  # the reference goes on from the rounded state
@@ -257,11 +257,11 @@ def test_passes_of_real_models(heads, dtype, state_dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("count", [2, 4, 8, 9])
 def test_a_pass_is_the_same_when_it_is_repeated(count):
     """The programs of a head hand over what they computed: a race would show now and then."""
     torch.manual_seed(0)
-    layer = Layer(3, 8, 256, 512, 32, 16, torch.bfloat16, torch.float32)
+    layer = Layer(3, 8, 256, 512, 32, 14, torch.bfloat16, torch.float32)
     lengths = torch.tensor([count, count - 1, 1], device=DEVICE)
     for _ in range(3):
         layer.check(*layer.read(lengths, lengths, count))

@@ -33,10 +33,10 @@ _HIGHEST_LOGIT = 20.0  # others are a few
 
 
 def results(model: XLSTM, plan: Generation) -> Iterator[Result]:
-    """For each batch size: without speculation, with drafts that adapt, with all drafts."""
+    """For each batch size: without speculation, with drafts that adapt, with all that fit."""
     make_predictable(model)
     works = [("no speculation", None, False), ("p = 0, lengths adapt", 0.0, True)]
-    works += [(f"p = {share:g}, {MAX_DRAFT} drafts", share, False) for share in _SHARES]
+    works += [(f"p = {share:g}, up to {MAX_DRAFT} drafts", share, False) for share in _SHARES]
     for batch in plan.batches:
         plain = None
         for work, share, adapts in works:

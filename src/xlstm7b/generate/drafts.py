@@ -8,7 +8,7 @@ code, answers that quote a document. The model verifies drafts: a wrong one chan
 from array import array
 from collections.abc import Iterable, Sequence
 
-MAX_DRAFT = 7  # tokens of one draft; verified together with the last token, as 8 positions
+MAX_DRAFT = 8  # tokens of one draft
 MIN_MATCH = 3  # latest tokens that must have occurred before
 MAX_MATCH = 32  # longer matches are not told apart
 _CANDIDATES = 16  # earlier places that are compared

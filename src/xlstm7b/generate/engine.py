@@ -30,7 +30,7 @@ from xlstm7b.generate.drafts import MAX_DRAFT, LookupDrafter
 from xlstm7b.generate.fusable import check_language_model
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.prefix_cache import DiskLevel, Level, PrefixCache, weights_fingerprint
-from xlstm7b.generate.replay import ring_size
+from xlstm7b.generate.replay import ring_sizes
 from xlstm7b.generate.request import (
     Completion,
     HashedTokens,
@@ -143,7 +143,8 @@ class Engine:
         self._speculates = speculate is not None
         drafts, rings = MAX_DRAFT if self._speculates else 0, 0
         if replay_slots(computed, replay, drafts) is not None:
-            rings = accounting.ring_bytes(self.config, ring_size(drafts), self.dtype.itemsize)
+            size = ring_sizes(drafts)["size"]
+            rings = accounting.ring_bytes(self.config, size, self.dtype.itemsize)
         if self._speculates:  # logits of all positions of a pass
             rings += 4 * (drafts + 1) * self.config.vocab_size
         self.slots = fitting_slots(

@@ -17,6 +17,7 @@ from xlstm7b.model import ModelState
 # Tokens from one fold to the next. Twice as many would save 0.5% of a step's bytes and double the
 # rings.
 INTERVAL = 16
+_DRAFTS_RING = 32  # tokens of a ring, with drafts: the kernels pad rings to powers of two
 
 
 class Rings(NamedTuple):
@@ -61,9 +62,14 @@ class Rings(NamedTuple):
         return self._replace(blocks=blocks, folded=self.folded[start:end])
 
 
-def ring_size(drafts: int) -> int:
-    """How many tokens a ring must hold if passes read up to this many drafts (`mlstm.Pass`)."""
-    return INTERVAL + 2 * (drafts + 1) if drafts else INTERVAL
+def ring_sizes(drafts: int) -> dict[str, int]:
+    """The interval and size of rings, for `Rings.zeros`, if passes read up to this many drafts.
+
+    The interval is as long as such a ring allows (`mlstm.Pass`).
+    """
+    if not drafts:
+        return {"interval": INTERVAL, "size": INTERVAL}
+    return {"interval": _DRAFTS_RING - 2 * (drafts + 1), "size": _DRAFTS_RING}
 
 
 def folded_copy(state: ModelState, rings: Rings, back: int = 0) -> ModelState:

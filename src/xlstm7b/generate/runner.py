@@ -16,7 +16,7 @@ from torch import Tensor
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate.fused import FusedModel, Slots
 from xlstm7b.generate.params import MAX_LOGPROBS, SamplingParams
-from xlstm7b.generate.replay import Rings, folded_copy, ring_size
+from xlstm7b.generate.replay import Rings, folded_copy, ring_sizes
 from xlstm7b.generate.sampler import Needs, Sampler, on_device
 from xlstm7b.generate.scheduler import PrefillLimits
 from xlstm7b.generate.state import SavedState, state_bytes, to_device
@@ -41,7 +41,7 @@ _NEEDS = (
 # The same with grammars. These graphs are captured when they are first needed.
 _GRAMMAR_NEEDS = tuple(needs._replace(grammar=True) for needs in _NEEDS)
 # Graphs that verify drafts exist for these numbers of positions: a token and the drafts after it.
-_POSITIONS = (2, 4, 8)
+_POSITIONS = (2, 4, 8, 9)
 # The most tokens that a pass of all slots reads: as many as the kernels for few rows take. So most
 # of its time is that of reading the weights.
 _PASS_TOKENS = 64
@@ -200,7 +200,7 @@ class ModelRunner:
         self._rings: Rings | None = None
         if self._replay_from is not None and slots >= self._replay_from:
             self._rings = Rings.zeros(
-                self.config, slots, dtype=model.dtype, device=device, size=ring_size(drafts)
+                self.config, slots, dtype=model.dtype, device=device, **ring_sizes(drafts)
             )
         self._replaying = False  # whether rings may have tokens
         self._decoding = set[int]()  # slots between `start` and `stop`
