@@ -664,7 +664,8 @@ def test_positions_after_drafts_are_sampled_as_one_after_the_other(
             kept.append(count)
             drafts.append(draft)
         given_drafts = torch.tensor(drafts, dtype=torch.long).view(len(rows), positions - 1)
-        drawn = together.sample_drafts(logits, given_drafts, needs)
+        unused = torch.zeros(len(rows), positions - 1, 2, dtype=torch.int32)
+        drawn = together.sample_drafts(logits, given_drafts, needs, unused)
         assert drawn.tokens.tolist() == wanted
         assert drawn.kept.tolist() == kept
         for row, one in enumerate(alone):

@@ -38,6 +38,7 @@ from xlstm7b.generate.drafts import MAX_DRAFT, LookupDrafter
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.replay import INTERVAL, Rings, ring_sizes
 from xlstm7b.generate.runner import ModelRunner, PrefillRow
+from xlstm7b.generate.structured import Matcher, compile_grammar, draft_masks, next_masks
 from xlstm7b.generate.unfused import UnfusedModel
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import ByteTokenizer
@@ -372,24 +373,57 @@ def test_requests_without_drafts_in_the_same_batch(oracle, monkeypatch):
 
 
 @both_engines
-def test_nothing_is_drafted_with_a_grammar(make_engine, oracle, monkeypatch):
-    """But other requests in the same batch have drafts."""
+@pytest.mark.parametrize("accuracy", [0.8, 1.0])
+def test_drafts_with_grammars(make_engine, accuracy, oracle, monkeypatch):
+    """Each position has the mask of its own tokens. Other requests in the batch have no grammar."""
     pytest.importorskip("llguidance")
-    monkeypatch.setattr(oracle, "accuracy", 1.0)
+    monkeypatch.setattr(oracle, "accuracy", accuracy)
+    forms = [
+        {"regex": "[a-f]{3,9}"},
+        {"regex": "(ab|cd|e[f-h]+i){4}[0-9]*"},
+        {"choice": ["the sea", "the sea was", "a ship"]},
+        {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+        None,
+    ]
     requests = []
-    for number in range(4):
-        form = {"regex": "[a-f]{3,9}"} if number % 2 else None
-        params = SamplingParams(max_new_tokens=20, seed=number, structured_outputs=form)
-        requests.append(Request([7, number], params, keep_state=number < 2))
+    for number in range(15):
+        params = SamplingParams(
+            max_new_tokens=20,
+            seed=number,
+            temperature=number % 2,
+            structured_outputs=forms[number % 5],
+            eos_token_id=() if number % 3 == 0 else None,
+            frequency_penalty=0.5 if number % 4 == 1 else 0,
+        )
+        requests.append(Request([7, number], params, keep_state=number % 7 < 4))
     wanted = [alone(request) for request in requests]
     driver = Driver(make_engine(MODEL, slots=3, speculate="lookup"))
     driver.add_all(requests)
     driver.finish()
     assert is_idle(driver.engine)
     for request, want in zip(requests, wanted, strict=True):
-        got = driver.completion(request)
-        assert_same(got, want)
-        assert (got.drafted_tokens == 0) == (request.params.structured_outputs is not None)
+        assert_same(driver.completion(request), want)
+    accepted = [r.accepted_tokens for r in requests if r.params.structured_outputs is not None]
+    assert sum(accepted) > 20
+    assert len([count for count in accepted if count]) > 5
+
+
+def test_masks_after_drafts_are_those_after_the_same_tokens():
+    pytest.importorskip("llguidance")
+    form = {"regex": "ab(cd|ce)(fg)?"}
+    grammar = compile_grammar(form, MODEL.config, ByteTokenizer())
+    matcher = Matcher(grammar, [0])
+    text = [2 + byte for byte in b"abcdfg"]
+    masks = draft_masks(matcher, text)
+    assert len(masks) == 5  # after the last one nothing can follow
+    for count in range(1, 6):
+        other = Matcher(grammar, [0])
+        for token in text[:count]:
+            other.advance(token)
+        assert torch.equal(masks[count - 1], next_masks([other])[0])
+    assert len(draft_masks(matcher, [*text[:3], 5, *text[3:]])) == 3
+    assert len(draft_masks(matcher, [300])) == 0
+    assert torch.equal(next_masks([matcher]), next_masks([Matcher(grammar, [0])]))
 
 
 @both_engines
@@ -449,18 +483,18 @@ def test_large_batches_have_fewer_drafts_on_a_gpu(oracle, monkeypatch):
     assert [runner.most_drafts(slots - 1) for slots in (1, 8, 9, 16, 17, 32, 33, 64)] == [
         8, 7, 3, 3, 1, 1, 0, 0,
     ]  # fmt: skip
-    requests = [greedy([5, n], 50, eos_token_id=()) for n in range(36)]
+    requests = [greedy([5, n], 5 if n < 30 else 50, eos_token_id=()) for n in range(36)]
     wanted = [alone(request) for request in requests]
     engine = gpu_like_engine(MODEL, slots=36, speculate="lookup")
     driver, verify, passes = Driver(engine), engine._runner.verify, []
 
-    def counting(highest, drafts):
+    def counting(highest, drafts, masks):
         passes.append((engine._runner.bucket(highest + 1), max(map(len, drafts.values()))))
-        return verify(highest, drafts)
+        return verify(highest, drafts, masks)
 
     engine._runner.verify = counting
     driver.add_all(requests)
-    driver.step(4)
+    driver.step(3)
     assert not passes
     assert len(engine._in_flight) == 1  # it runs ahead
     for request in requests[:30]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 from xlstm7b import accounting
 from xlstm7b.config import ModelConfig
@@ -48,7 +49,7 @@ from xlstm7b.generate.runner import (
 )
 from xlstm7b.generate.scheduler import PrefillChunk, Scheduler
 from xlstm7b.generate.state import SavedState, StateStore, state_bytes
-from xlstm7b.generate.structured import StructuredOutputError, next_masks
+from xlstm7b.generate.structured import StructuredOutputError, draft_masks, next_masks
 from xlstm7b.generate.unfused import UnfusedModel
 from xlstm7b.model import XLSTM
 from xlstm7b.model.adapter import Adapter
@@ -369,8 +370,7 @@ class Engine:
                 prompt=[*request.previous_prompt, *prompt],
                 output=request.previous_output,
             )
-            # With a grammar, a mask would be needed for each draft.
-            if self._speculates and request.speculate and request.matcher is None:
+            if self._speculates and request.speculate:
                 before = *request.history, *request.previous_prompt, *request.previous_output
                 request.drafter = LookupDrafter([*before, *prompt])
         self._set_masks(ready)
@@ -396,7 +396,7 @@ class Engine:
             moved.slot = slot
         highest = max(request.slot for request in requests)
         rows = [(request.slot, request) for request in requests]
-        drafts = self._propose(highest, requests)
+        drafts, masks = self._propose(highest, requests)
         if drafts:
             self._set_masks(requests)
         for request in requests:
@@ -404,7 +404,7 @@ class Engine:
         if drafts:
             # The results are processed in the same step. So all tokens in the states are known
             # when a pass starts. A pass may fold only these.
-            results = self._in_model(partial(self._runner.verify, highest, drafts))
+            results = self._in_model(partial(self._runner.verify, highest, drafts, masks))
             self._in_flight.append(partial(self._process_tokens, results, rows, drafts))
             return 0
         if any(request.matcher is not None for request in requests):
@@ -430,20 +430,30 @@ class Engine:
             for request in requests
         )
 
-    def _propose(self, highest: int, requests: Sequence[Request]) -> dict[int, list[int]]:
-        """The drafts of a pass, by slot. There are none while a result is in flight."""
+    def _propose(
+        self, highest: int, requests: Sequence[Request]
+    ) -> tuple[dict[int, list[int]], dict[int, Tensor]]:
+        """The drafts of a pass, and the masks after each draft of requests with a grammar, by slot.
+
+        There are none while a result is in flight.
+        """
+        drafts: dict[int, list[int]] = {}
+        masks: dict[int, Tensor] = {}
         most = self._runner.most_drafts(highest)
         if self._in_flight or not most:
-            return {}
-        drafts = {}
+            return drafts, masks
         for request in requests:
             if request.drafter is not None and request not in self._finishing:
                 assert request.output is not None
                 # The last token of the output is not drafted: every position draws a token.
                 left = request.params.max_new_tokens - len(request.output.token_ids)
-                if draft := request.drafter.propose(min(most, left - 1)):
+                draft = request.drafter.propose(min(most, left - 1))
+                if draft and request.matcher is not None:
+                    after = draft_masks(request.matcher, draft, pinned=self.device.type == "cuda")
+                    masks[request.slot], draft = after, draft[: len(after)]
+                if draft:
                     drafts[request.slot] = draft
-        return drafts
+        return drafts, masks
 
     def _set_masks(self, requests: Sequence[Request]) -> None:
         """Sets which tokens the grammars of these requests allow next. Ends those that allow none.

@@ -17,7 +17,7 @@ from xlstm7b.config import ModelConfig
 from xlstm7b.generate.fused import FusedModel, Slots
 from xlstm7b.generate.params import MAX_LOGPROBS, SamplingParams
 from xlstm7b.generate.replay import Rings, folded_copy, ring_sizes
-from xlstm7b.generate.sampler import Needs, Sampler, on_device
+from xlstm7b.generate.sampler import Needs, Sampler, mask_words, on_device
 from xlstm7b.generate.scheduler import PrefillLimits
 from xlstm7b.generate.state import SavedState, state_bytes, to_device
 from xlstm7b.generate.unfused import UnfusedModel
@@ -138,6 +138,7 @@ class _Drafting(NamedTuple):
     """Drafts of all slots, and what the latest pass found for them."""
 
     drafts: Tensor  # [slots, K]; −1: none
+    allowed: Tensor  # [slots, K, words]: the masks of grammars after each draft
     logits: Tensor  # [slots, K + 1, V], kept until the next pass: a state may be saved as of any
     # As in `Drawn`.
     kept: Tensor  # [slots]
@@ -157,6 +158,7 @@ class _Drafting(NamedTuple):
         )
         return cls(
             integers(slots, drafts),
+            torch.zeros(slots, drafts, mask_words(vocab_size), dtype=torch.int32, device=device),
             logits.new_zeros(slots, drafts + 1, vocab_size),
             integers(slots),
             integers(found),
@@ -506,12 +508,20 @@ class ModelRunner:
         return min(most, max((size for size in _POSITIONS if size <= positions), default=1) - 1)
 
     @torch.inference_mode()
-    def verify(self, highest_slot: int, drafts: Mapping[int, Sequence[int]]) -> "Results":
+    def verify(
+        self,
+        highest_slot: int,
+        drafts: Mapping[int, Sequence[int]],
+        masks: Mapping[int, Tensor] | None = None,
+    ) -> "Results":
         """As `decode`, and also reads drafts, by slot: tokens that may come after the last one.
 
         Each position is drawn as `decode` would draw it. A draft is accepted if it equals the token
         drawn at the position before it; then the position after it counts too. Results are those
         of `decode` by slot, then by position. The token −1 comes after a slot's last position.
+
+        `masks`, by slot, say which tokens may be drawn after each draft in slots with a grammar.
+        Those after the last token are set by `set_masks`.
         """
         assert self._drafting is not None
         n, needs = self.bucket(highest_slot + 1), self._needs()
@@ -524,6 +534,8 @@ class ModelRunner:
         given = (drafts.get(slot, ()) for slot in range(n))
         padded = [[*draft, *[-1] * (most - len(draft))] for draft in given]
         self._drafting.drafts[:n] = on_device(padded, self.device)
+        for slot, mask in (masks or {}).items():
+            self._drafting.allowed[slot, : len(mask)] = to_device(mask, self.device)
         key = "verify", n, positions, needs
         self._run(key, partial(self._verify, part, positions, needs))
         found, count = self._drafting, part.sampler.needs.logprobs
@@ -546,7 +558,8 @@ class ModelRunner:
         adapter = self._adapter_rows(0, n)
         logits = self.model.read_drafts(tokens, part.state, rows, part.rings, adapter)
         # 2. Draw the tokens.
-        drawn = sampler.sample_drafts(logits, drafts, needs)
+        allowed = found.allowed[:n, : positions - 1]
+        drawn = sampler.sample_drafts(logits, drafts, needs, allowed)
         found.kept[:n] = drawn.kept
         found.tokens[:n, :positions] = drawn.tokens
         if drawn.logprobs is not None:

@@ -238,14 +238,17 @@ class Sampler:
             self.top_tokens[:, : needs.logprobs] = top_tokens
 
     @torch.inference_mode()
-    def sample_drafts(self, logits: Tensor, drafts: Tensor, needs: Needs) -> "Drawn":
+    def sample_drafts(
+        self, logits: Tensor, drafts: Tensor, needs: Needs, allowed: Tensor
+    ) -> "Drawn":
         """Up to T tokens per row from logits [B, T, V]: position t comes after t drafts [B, T − 1].
 
         All positions are sampled at once, each as a call would do after the drafts before it: with
         its own random number, and with penalties that count these drafts. A position counts as
-        long as all drafts before it equal the tokens sampled. −1 is no draft.
+        long as all drafts before it equal the tokens sampled. −1 is no draft. `allowed`
+        [B, T − 1, words] are the grammars' masks after the drafts, as in `set_masks`.
         """
-        at = self._after(drafts, needs)
+        at = self._after(drafts, needs, allowed)
         best, token = at._sample(logits, needs)
         alive, continues, sampled = at._outcome(best, token)
         accepted = (continues[:, :-1] & (drafts == sampled[:, :-1])).long().cumprod(1)
@@ -261,7 +264,7 @@ class Sampler:
             drawn = drawn._replace(logprobs=_logprobs(logits, token, needs.logprobs))
         return drawn
 
-    def _after(self, drafts: Tensor, needs: Needs) -> Self:
+    def _after(self, drafts: Tensor, needs: Needs, allowed: Tensor) -> Self:
         """This sampler with an axis of positions after that of the rows. Only to sample."""
         if needs.bias or needs.penalties or needs.grammar:  # allocated now: a copy cannot do it
             _ = self._bias, self._in_prompt, self._counts, self._allowed
@@ -276,6 +279,8 @@ class Sampler:
             counted = (drafts >= 0).int()[..., None]
             new[:, 1:].scatter_(-1, drafts.clamp(min=0)[..., None], counted)
             view._counts = view._counts + new.cumsum(1, dtype=torch.int32)
+        if needs.grammar:
+            view._allowed = torch.cat([view._allowed, allowed], 1)
         return view
 
     # These take logits [B, V], or [B, T, V] in a sampler with positions.
