@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from xlstm7b.bench import cases
 from xlstm7b.bench.engine import drive, make_requests, random_adapters
 from xlstm7b.bench.measure import random_model
@@ -54,6 +56,20 @@ def test_requests_with_adapters_in_turn(small: dict[str, Any]) -> None:
     adapters = random_adapters(plan.config, 2)
     requests = make_requests(plan, adapters)
     assert [request.adapter for request in requests] == adapters * 3
+
+
+def test_requests_with_a_schema_are_compared_with_the_same_without(small: dict[str, Any]) -> None:
+    pytest.importorskip("llguidance")
+    options = {"streams": 4, "requests": 6, "prompt_tokens": 9, "new_tokens": "7-20"}
+    plan = Plan.of(**small, **options, parts=["grammar"])
+    (result,) = cases.run(plan)
+    assert (result.part, result.batch, result.length) == ("grammar", 4, 9)
+    assert result.seconds is not None
+    assert result.tokens_per_second is not None
+    lengths = [request.params.max_new_tokens for request in make_requests(plan)]
+    assert round(result.tokens_per_second * result.seconds) == sum(lengths)  # no output ends early
+    assert result.limit is not None
+    assert result.percent_of_limit == 100 * result.tokens_per_second / result.limit
 
 
 def test_lengths_are_drawn_from_a_range_and_streams_are_kept_up(small: dict[str, Any]) -> None:

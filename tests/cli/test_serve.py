@@ -25,6 +25,8 @@ def test_serve_mistakes(
     assert error("--max-body-mb", 0) == "--max-body-mb must be above 0 and at most 1024, not 0.0"
     assert error("--max-messages", 0) == "--max-messages must be at least 1, not 0"
     assert error("--max-messages", 10**6) == "--max-messages must be at most 65536, not 1000000"
+    wrong = error("--mute-paths", "/metrics,health")
+    assert wrong == "--mute-paths: a path starts with /, as /health does, not 'health'"
     file = tmp_path / "file"
     file.write_text("")
     for option in ("--states-folder", "--cache-folder"):

@@ -182,16 +182,60 @@ SCHEMES = [Scheme("int8"), Scheme("fp8"), *(Scheme("int4", size) for size in GRO
 @pytest.mark.usefixtures("_poison")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("batch", [1, 5, 17, 64])
+@pytest.mark.parametrize(("batch", "split"), [(1, 2), (5, 4), (17, 1), (64, 1)])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_quantised_rows(scheme, batch, option, dtype):
-    """Widths that fill no block, one block, and more."""
-    k = {"int8": 130, "fp8": 37}.get(scheme.name, 5 * (scheme.group_size or 0))
-    tile = replace(quantized.tile_for(batch, 34), rows=16 if batch < 17 else 32)
+def test_quantised_rows(scheme, batch, split, option, dtype):
+    """Widths that fill no block, and more; fewer blocks than parts, and more."""
+    k = {"int8": 300, "fp8": 37}.get(scheme.name, 9 * (scheme.group_size or 0))
+    rows, programs = (16, 1) if batch < 17 else (32, 2)
+    tile = quantized.CodesTile(rows, split, 3, split=split, programs=programs)
     product = multiply_both(
         quantized.multiply_codes, batch, k, 34, option, dtype, scheme, tile=tile
     )
     assert_close(*product, LARGEST[dtype])
+
+
+@pytest.mark.usefixtures("_poison")
+@settings(max_examples=40)
+@given(st.data())
+def test_quantised_rows_of_any_size_and_split(data):
+    def pick(*choices):
+        return data.draw(st.sampled_from(choices))
+
+    scheme, option, split = pick(*SCHEMES), pick(*OPTIONS), pick(1, 2, 4, 8)
+    batch, rows = data.draw(st.integers(1, 64)), pick(16, 32)
+    n, groups = 2 * data.draw(st.integers(1, 40)), data.draw(st.integers(1, 20))
+    k = (
+        groups * scheme.group_size
+        if scheme.group_size
+        else 16 * groups + data.draw(st.integers(0, 15))
+    )
+    tile = quantized.CodesTile(rows, split, 3, split=split, programs=pick(1, 2, 3))
+    product = multiply_both(
+        quantized.multiply_codes, batch, k, n, option, torch.float32, scheme, tile=tile
+    )
+    assert_close(*product, LARGEST[torch.float32])
+
+
+@on_gpu
+@pytest.mark.parametrize("batch", [1, 16, 17, 64])
+def test_quantised_rows_in_float32(batch):
+    """The largest groups: the default tiles fit the shared memory."""
+    product = multiply_both(
+        quantized.multiply_codes, batch, 1024, 512, "norm", torch.float32, Scheme("int4", 128)
+    )
+    assert_close(*product, LARGEST[torch.float32])
+
+
+@on_gpu
+@pytest.mark.parametrize("batch", [1, 8, 33])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_quantised_rows_are_the_same_in_every_run(scheme, batch):
+    x = draw(batch, 4096, dtype=torch.bfloat16)
+    W = prepare(QuantizedWeight.quantize(weights(4096, 4096, torch.bfloat16), scheme))
+    first = quantized.multiply_codes(x, W)[0]
+    for _ in range(20):
+        assert torch.equal(quantized.multiply_codes(x, W)[0], first)
 
 
 @pytest.mark.usefixtures("_poison")

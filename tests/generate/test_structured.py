@@ -437,6 +437,41 @@ def test_many_aborts_leave_memory_flat(make_engine):
     assert not [one for one in threading.enumerate() if one.name == "grammar"]
 
 
+# Its automaton has millions of states. An output needs about three for each token.
+LARGE = {"regex": "[a-h]*(a[a-h]{30}|b[a-h]{29}c)x"}
+
+
+@both_engines
+def test_a_lexer_that_many_outputs_fill_is_built_again(make_engine, monkeypatch):
+    """Outputs of one grammar share its lexer. A full one refused every later output."""
+    monkeypatch.setattr(structured, "_MAX_LEXER_STATES", 400)
+    structured._compiled.cache_clear()
+    driver = Driver(make_engine(MODEL, slots=4))
+    params = [SamplingParams(60, seed=seed, structured_outputs=LARGE) for seed in range(12)]
+    requests = driver.add_all(Request("x", one) for one in params)
+    first = requests[0].matcher.grammar
+    driver.finish()
+    assert first.is_full  # else this tests nothing
+    assert not grammar(LARGE).is_full
+    for request in requests:
+        assert re.fullmatch("[a-h]+x?", driver.completion(request).text)
+    structured._compiled.cache_clear()
+
+
+@both_engines
+def test_an_output_that_fills_a_lexer_alone_fails(make_engine, monkeypatch):
+    monkeypatch.setattr(structured, "_MAX_LEXER_STATES", 90)
+    structured._compiled.cache_clear()
+    driver = Driver(make_engine(MODEL, slots=2))
+    bad = driver.add(Request("x", SamplingParams(200, seed=1, structured_outputs=LARGE)))
+    good = driver.add(Request("x", SamplingParams(structured_outputs={"choice": ["hello"]})))
+    driver.finish()
+    assert driver.completion(good).text == "hello"
+    assert "cannot be followed any further: lexer error: too many states" in str(driver.error(bad))
+    assert is_idle(driver.engine)
+    structured._compiled.cache_clear()
+
+
 @both_engines
 def test_a_grammar_that_leads_nowhere_fails_alone(make_engine):
     driver = Driver(make_engine(MODEL, slots=3))
@@ -555,6 +590,15 @@ def nested(depth, key):
     for _ in range(depth):
         text = f'{{"{key}": {text}}}'
     return text
+
+
+def test_thousands_of_choices():
+    choices = [f"number {number} of many" for number in range(2500)] + ["number", "é", "日本", "😀"]
+    (completion,) = GENERATOR.generate("x", structured_outputs={"choice": choices}, seed=1)
+    assert completion.text in choices
+    form = {"choice": choices}
+    assert all(accepts(form, text) for text in ("number", "number 17 of many", "é", "日本", "😀"))
+    assert not any(accepts(form, text) for text in ("numbe", "number 2500 of many", "éé", ""))
 
 
 @pytest.mark.parametrize(

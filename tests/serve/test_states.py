@@ -1,6 +1,7 @@
 """/v1/states: states are saved, listed, continued from and deleted."""
 
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -55,6 +56,7 @@ def test_a_completion_continues_from_a_saved_state(live: LiveServer, generator: 
     ):
         assert answer.status_code == 404
         assert answer.json()["error"]["code"] == "state_not_found"
+    assert answer.json()["error"]["param"] == "state"
 
 
 @pytest.mark.parametrize("template", [None, CHATML])
@@ -114,6 +116,24 @@ def test_an_answer_is_sent_even_if_its_state_cannot_be_saved(
     assert live.refused(STATES, 507, prompt="a") == why
 
 
+@pytest.mark.parametrize("broken", ["pathlib.Path.write_bytes", "tempfile._mkstemp_inner"])
+def test_an_upload_to_a_full_disk(
+    live: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    folder = live.service.states._store.folder
+    content = live.client.get(f"{STATES}/{live.post(STATES, prompt='a')['id']}/content").content
+    before = {*folder.iterdir()}
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", "/a/secret/path")
+
+    monkeypatch.setattr(broken, full)
+    answer = live.client.put(STATES, content=content)
+    assert answer.status_code == 507
+    assert error_of(answer)["message"] == "the state could not be saved: see the server's log"
+    assert {*folder.iterdir()} == before
+
+
 def test_few_requests_may_hold_saved_states_in_memory(
     live: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +187,25 @@ def test_states_that_are_damaged_or_of_another_model(generator: Generator, tmp_p
         path.write_bytes(b"")
         assert live.client.delete(f"{STATES}/{saved}").status_code == 200
         assert live.client.get(STATES).json()["data"] == []
+
+
+def test_a_download_ends_where_its_length_says(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if another program writes a longer file meanwhile. That ended the connection."""
+    saved = live.post(STATES, prompt="a")["id"]
+    file = live.service.states._store.folder / f"{saved}.safetensors"
+    whole, fstat = file.read_bytes(), os.fstat
+
+    def then_grow(descriptor: int) -> os.stat_result:
+        size = fstat(descriptor)
+        file.write_bytes(whole + b"more")
+        return size
+
+    monkeypatch.setattr("xlstm7b.serve.state_routes.os.fstat", then_grow)
+    assert live.client.get(f"{STATES}/{saved}/content").content == whole
+    monkeypatch.undo()
+    live.client.delete(f"{STATES}/{saved}")
 
 
 IDS = st.one_of(
@@ -255,6 +294,7 @@ def test_other_files_are_not_uploaded(live: LiveServer, tmp_path: Path) -> None:
     assert "the file was saved from another model" in refused(file.read_bytes(), 400)
     assert "is damaged" in refused(file.read_bytes()[:-1], 400)
     assert "no state of this server's model" in refused(b"", 400)
+    assert "For a text file, send content-type text/plain" in refused(b"Call me Ishmael. " * 9, 400)
     assert "at most" in refused(bytes(1 << 24), 413)
     assert len(live.client.get(STATES).json()["data"]) == before
 

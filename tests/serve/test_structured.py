@@ -3,6 +3,7 @@
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,10 @@ import openai
 import pytest
 from live_server import LiveServer, error_of, wait_for
 from pydantic import BaseModel, Field
+
+from xlstm7b.generate import Request, SamplingParams
+from xlstm7b.serve.handlers import GrammarsInUse
+from xlstm7b.serve.protocol import ApiError
 
 USER = [{"role": "user", "content": "Who?"}]
 SCHEMA = {
@@ -229,6 +234,39 @@ def test_hostile_grammars_do_not_hold_up_others(live: LiveServer) -> None:
         assert live.post("/v1/completions", prompt="a", max_tokens=2)["choices"]
         assert live.client.get("/health").status_code == 200
         assert all("regex" in future.result() for future in refused)
+
+
+def test_large_grammars_are_limited_in_all(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def count(grammars: GrammarsInUse, *regexes: str) -> AbstractContextManager[None]:
+        requests = []
+        for regex in regexes:
+            params = SamplingParams(structured_outputs={"regex": regex})
+            requests.append(Request("a", params).prepare(service.config, service.tokenizer))
+            seconds = 0.1 if regex.startswith("large") else 0.001
+            monkeypatch.setattr(requests[-1].matcher.grammar, "cpu_seconds", seconds)
+        return grammars.count(requests)
+
+    service, grammars = live.service, GrammarsInUse(cpu_seconds=0.25)
+    with count(grammars, "large1"), count(grammars, "large2"):
+        with pytest.raises(ApiError, match="too much memory") as raised, count(grammars, "large3"):
+            pass
+        assert (raised.value.status, raised.value.headers) == (429, {"retry-after": "1"})
+        with count(grammars, "large1", "small"), count(grammars, *[f"a{n}" for n in range(99)]):
+            pass  # one that is in use, and small ones
+    with count(grammars, "large3", "large4"):
+        pass
+    # Over HTTP, also with tools, whose schemas become one grammar.
+    monkeypatch.setattr(service.grammars, "_limit", 0.0)
+    tool = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+    forced = {"tools": [tool], "tool_choice": "required", "max_tokens": 99}
+    heavy = {"guided_regex": "(a{150}){150}"}
+    assert live.post("/v1/chat/completions", messages=USER, **forced)["choices"]
+    assert "simpler schema" in live.refused("/v1/completions", 429, prompt="a", **heavy)
+    monkeypatch.setattr(service.grammars, "_limit", 9.0)
+    assert live.post("/v1/completions", prompt="a", max_tokens=2, **heavy)["choices"]
+    assert not service.grammars._uses
 
 
 def test_aborted_requests_leave_memory_flat(live: LiveServer) -> None:

@@ -469,6 +469,11 @@ def tool(**function: Any) -> list[dict[str, Any]]:
         ],
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "combined with tools"),
         ({"guided_json": "{"}, "guided_json", "guided_json is not JSON"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            "response_format.json_schema.schema",
+            'has keywords that are not supported: "not"',
+        ),
     ],
 )  # fmt: skip
 def test_refusals(live: LiveServer, body: dict, param: str, message: str) -> None:
@@ -477,6 +482,24 @@ def test_refusals(live: LiveServer, body: dict, param: str, message: str) -> Non
     error = error_of(answer)
     assert error["param"] == param
     assert message in error["message"]
+
+
+def test_descriptions_do_not_count_as_grammar() -> None:
+    """They are in the prompt. The limit of 65,536 characters is for what decides the arguments."""
+    const = {"const": {"description": "y"}}
+    properties = {"description": {"type": "integer", "description": "x" * 70000}, "const": const}
+    schema = {"type": "object", "properties": properties, "required": [*properties]}
+    function = {"name": "f", "parameters": {**schema, "x-guidance": {"whitespace_flexible": False}}}
+    tools = [{"type": "function", "function": function}]
+    body = {"messages": USER, "tools": tools, "tool_choice": "required"}
+    grammar = ToolFormat(PlainFormat(), BYTES).grammar(ChatBody(**body))
+    call = '{"name": "f", "arguments": {"description":3,"const":{"description":"y"}}}'
+    matcher = Matcher(compile_grammar({"grammar": grammar}, CONFIG, BYTES), [0])
+    for token in BYTES.encode(f"<tool_call>\n{call}\n</tool_call>", continues=True):
+        matcher.advance(token)
+    with serving(tool_generator()) as live:
+        tokens = live.post("/tokenize", messages=USER, tools=tools)["tokens"]
+        assert "x" * 70000 in live.post("/detokenize", tokens=tokens)["prompt"]
 
 
 def test_json_that_other_programs_cannot_read_is_refused(live: LiveServer) -> None:
@@ -504,3 +527,20 @@ def test_tools_and_saved_states(tmp_path: Any) -> None:
         assert live.post("/tokenize", messages=talk)["count"] > 20
         wrong = live.client.post("/tokenize", json={"messages": [*USER, RESULT]})
         assert error_of(wrong)["param"] == "messages.1.tool_call_id"
+
+
+@pytest.mark.parametrize("template", [None, TAGGED])
+def test_tokenize_counts_tools_as_usage_does(template: str | None) -> None:
+    chat_format = None if template is None else TemplateFormat(ChatTemplate(template, {}))
+    with serving(tool_generator(), chat_format=chat_format) as live:
+        options = {"messages": USER, "tools": TOOLS}
+        tokens = live.post("/tokenize", **options)["tokens"]
+        usage = live.post(CHAT, **options, max_tokens=1)["usage"]
+        assert usage["prompt_tokens"] == len(tokens)
+        assert "The sum of two numbers" in live.post("/detokenize", tokens=tokens)["prompt"]
+        assert live.post("/tokenize", messages=USER, tools=[])["count"] < len(tokens)
+        ended = live.post("/tokenize", **options, add_generation_prompt=False)["tokens"]
+        assert ended == tokens[: len(ended)] != tokens
+        assert "needs messages" in live.refused("/tokenize", 400, prompt="a", tools=TOOLS)
+        twice = live.refused("/tokenize", 400, messages=USER, tools=[*TOOLS, TOOLS[0]])
+        assert twice == "tools.2.function.name is 'add', like that of another function"

@@ -1,17 +1,20 @@
 """`xlstm7b bench engine`: continuous batching without HTTP, `Engine.step()` in this thread.
 
-Two parts. `streams`: a constant number of concurrent requests, where a new one is added when one
+Three parts. `streams`: a constant number of concurrent requests, where a new one is added when one
 finishes. The limit is the speed of the same requests as whole batches through `Generator`.
+`grammar`: the same requests with a JSON schema. The limit is their speed without, in the same call.
 `prefix`: the time to the first token of requests that share a long prefix, one after another.
 """
 
+import math
 import random
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -28,6 +31,23 @@ from xlstm7b.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from xlstm7b.train.recipe import Lora
 
 _QUESTION_TOKENS, _QUESTIONS = 40, 12  # of the prefix part
+
+# A list of records. No output ends before it has 1000 of them, so all have their full length.
+_SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "minItems": 1000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 20},
+            "age": {"type": "integer", "minimum": 0, "maximum": 120},
+            "email": {"type": "string", "pattern": "^[a-z]{1,12}@[a-z]{1,12}[.](com|org)$"},
+            "tags": {"type": "array", "maxItems": 3, "items": {"enum": ["red", "green", "blue"]}},
+        },
+        "required": ["name", "age", "email", "tags"],
+        "additionalProperties": False,
+    },
+}
 
 _STREAMS = (
     Column("streams", "batch"),
@@ -46,6 +66,9 @@ PARTS = {
         _STREAMS,
         plot=("streams", "tok/s"),
     ),
+    "grammar": Part(
+        "the same requests with a JSON schema; the limit is their speed without", _STREAMS
+    ),
     "prefix": Part("first token after a shared prefix", ("tokens", "ms"), plot=("tokens", "ms")),
 }
 
@@ -61,22 +84,37 @@ def results(plan: plans.Engine) -> Iterator[Result]:
         for prefill_tokens in plan.prefill_tokens:
             yield _streams(model, tokenizer, plan, prefill_tokens, limit)
             release(plan.device)
+    if "grammar" in plan.parts:
+        for prefill_tokens in plan.prefill_tokens:
+            without = _streams(model, tokenizer, plan, prefill_tokens, math.inf)
+            assert without.tokens_per_second is not None
+            release(plan.device)
+            limit = without.tokens_per_second
+            yield _streams(model, tokenizer, plan, prefill_tokens, limit, schema=_SCHEMA)
+            release(plan.device)
     if "prefix" in plan.parts:
         yield from _prefix(model, tokenizer, plan)
 
 
-def make_requests(plan: plans.Engine, adapters: Sequence[Adapter] = ()) -> list[Request]:
+def make_requests(
+    plan: plans.Engine,
+    adapters: Sequence[Adapter] = (),
+    schema: Mapping[str, Any] | None = None,
+) -> list[Request]:
     """New requests. Every call returns the same prompts and lengths."""
     prompts = random_prompts(plan.config.vocab_size, plan.requests, plan.prompt_tokens)
-    draw = random.Random(0)
-    requests = [_greedy(ids, draw.randint(*plan.new_tokens_range())) for ids in prompts]
+    draw, form = random.Random(0), {"json": schema} if schema else None
+    requests = [_greedy(ids, draw.randint(*plan.new_tokens_range()), form) for ids in prompts]
     for number, request in enumerate(requests if adapters else ()):
         request.adapter = adapters[number % len(adapters)]
     return requests
 
 
-def _greedy(token_ids: list[int], new_tokens: int) -> Request:
-    return Request(token_ids, SamplingParams(max_new_tokens=new_tokens, **GREEDY))
+def _greedy(
+    token_ids: list[int], new_tokens: int, form: Mapping[str, Any] | None = None
+) -> Request:
+    params = SamplingParams(max_new_tokens=new_tokens, structured_outputs=form, **GREEDY)
+    return Request(token_ids, params)
 
 
 def random_adapters(config: ModelConfig, count: int) -> list[Adapter]:
@@ -135,7 +173,12 @@ def _whole_batches(model: XLSTM, tokenizer: Tokenizer, plan: plans.Engine) -> fl
 
 
 def _streams(
-    model: XLSTM, tokenizer: Tokenizer, plan: plans.Engine, prefill_tokens: int, limit: float
+    model: XLSTM,
+    tokenizer: Tokenizer,
+    plan: plans.Engine,
+    prefill_tokens: int,
+    limit: float,
+    schema: Mapping[str, Any] | None = None,
 ) -> Result:
     adapters = random_adapters(plan.config, plan.adapters)
     engine = Engine(
@@ -147,8 +190,9 @@ def _streams(
         adapters=adapters,
     )
     engine.warm_up()
-    drive(engine, make_requests(plan, adapters)[: plan.streams], plan.streams)  # not counted
-    requests = make_requests(plan, adapters)
+    requests = make_requests(plan, adapters, schema)
+    drive(engine, requests[: plan.streams], plan.streams)  # not counted
+    requests = make_requests(plan, adapters, schema)
     before, began = engine.stats(), time.perf_counter()
     times = drive(engine, requests, plan.streams)
     seconds, after = time.perf_counter() - began, engine.stats()
@@ -166,7 +210,7 @@ def _streams(
         "outside_model": 1 - model_seconds / (after.seconds - before.seconds),
     }
     return Result(
-        "streams",
+        "grammar" if schema else "streams",
         work=f"prefill of {prefill_tokens}" + (f", {len(adapters)} adapters" if adapters else ""),
         batch=plan.streams,
         length=plan.prompt_tokens,

@@ -243,7 +243,11 @@ class Speed(Generation):
 class Engine(ModelPlan):
     """Time continuous batching without HTTP, and the first token after a shared prefix."""
 
-    parts: Names = option("Parts to measure.", ("streams", "prefix"), choices=("streams", "prefix"))
+    parts: Names = option(
+        "Parts to measure. grammar: every output follows a JSON schema.",
+        ("streams", "prefix"),
+        choices=("streams", "grammar", "prefix"),
+    )
     streams: int = option("Number of requests at the same time.", 64)
     requests: int = option("Number of requests in all.", 192)
     prompt_tokens: int = option("Tokens of each prompt.", 512)

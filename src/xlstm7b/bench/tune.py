@@ -29,7 +29,7 @@ from xlstm7b.bench.plans import CELL_KERNELS, Tune
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate.kernels.few_rows import RowsTile, multiply_rows
 from xlstm7b.generate.kernels.one_row import RowTile, multiply_row
-from xlstm7b.generate.kernels.quantized import CodesTile, multiply_codes
+from xlstm7b.generate.kernels.quantized import CodesTile, codes_kernel, multiply_codes
 from xlstm7b.mlstm.triton import launch_params, sequence, step
 from xlstm7b.quantize.config import Quantization, Scheme
 from xlstm7b.quantize.gpu import prepare
@@ -202,12 +202,16 @@ def products(config: ModelConfig) -> list[Product]:
 
 def _tune_products(plan: Tune, batch: int) -> Iterator[Result]:
     bandwidth = find_peaks("cuda", torch.bfloat16, 1.0, plan.peak_tbs)[1]
-    scheme = None if plan.quantize == "no" else Quantization.named(plan.quantize).blocks
+    quantization = None if plan.quantize == "no" else Quantization.named(plan.quantize)
     all_products = products(ModelConfig.named(plan.size))
-    tiles = list(product_tiles(batch) if scheme is None else codes_tiles(batch))
-    jobs = [ProductJob(each, batch, tile, scheme) for each in all_products for tile in tiles]
+    schemes: dict[Product, Scheme | None] = dict.fromkeys(all_products)
+    if quantization is not None:
+        schemes = dict.fromkeys(all_products, quantization.blocks)
+        schemes[all_products[-1]] = quantization.head
+    tiles = list(product_tiles(batch) if quantization is None else codes_tiles(batch))
+    jobs = [ProductJob(each, batch, tile, schemes[each]) for each in all_products for tile in tiles]
     right = _right(plan, jobs, product_error, _PRODUCT_TOLERANCE)
-    for each in all_products:
+    for each, scheme in schemes.items():
         x, W, norm = _product_inputs(each, batch)
         residual = x.new_zeros(batch, each.rows) if each.residual else None
         limit = (scheme.bytes_per_weight if scheme else 2) * each.rows * each.columns / bandwidth
@@ -242,14 +246,26 @@ def product_tiles(batch: int) -> Iterator[RowTile | RowsTile]:
 
 def codes_tiles(batch: int) -> Iterator[CodesTile]:
     """All tiles of quantised weights that are worth compiling."""
-    blocks = ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4), (128, 4))
-    for (rows, warps), stages in product(blocks, (3, 4, 5)):
-        if batch <= 16 or rows >= 64:
-            yield CodesTile(rows, warps, stages, prefetch=512)
+    if batch > 16:
+        for (rows, warps), programs in product(((64, 4), (128, 8)), (1, 2, 4, 8)):
+            yield CodesTile(rows, warps, 3, programs=programs)
+        return
+    # A warp must have room for its sums and codes. Fewer registers than the compiler would take
+    # let more programs run on a multiprocessor.
+    for rows, split, registers in (
+        (16, 4, None),
+        (16, 8, None),
+        (16, 16, None),
+        (32, 4, None),
+        (32, 4, 168),
+        (32, 8, None),
+        (32, 8, 128),
+    ):
+        yield CodesTile(rows, split, 3, 512, split, registers)
 
 
 def product_error(job: ProductJob) -> float:
-    """The relative error against PyTorch in float32, ∞ if it does not run."""
+    """The relative error against PyTorch in float32, ∞ if it does not run or spills registers."""
     each = job.product
     try:
         x, W, norm = _product_inputs(each, job.batch)
@@ -262,10 +278,18 @@ def product_error(job: ProductJob) -> float:
             gate, up = want.chunk(2, -1)
             want = F.silu(gate) * up
         residual = torch.zeros_like(want, dtype=x.dtype) if each.residual else None
+        codes_kernel.device_caches.clear()
         got = _multiply(job, x, norm, residual, weight)
+        if any(kernel.n_spills for kernel in _compiled(codes_kernel)):
+            return float("inf")
         return float((got.float() - want).norm() / want.norm())
     except Exception:  # too much shared memory, or the compiler gives up
         return float("inf")
+
+
+def _compiled(kernel: Any) -> list[Any]:
+    """What Triton has compiled of a kernel, for all devices."""
+    return [each for caches in kernel.device_caches.values() for each in caches[0].values()]
 
 
 @cache

@@ -139,6 +139,10 @@ def serve(
     # 1. Everything that can be checked before the weights are read.
     keys = read_keys(api_key, api_key_file)
     origins = check_origins(options.listed(cors))
+    muted = options.listed(mute_paths)
+    for path in muted:
+        if not path.startswith("/"):
+            raise ValueError(f"--mute-paths: a path starts with /, as /health does, not {path!r}")
     _check_at_least(
         1,
         max_waiting=max_waiting,
@@ -226,7 +230,7 @@ def serve(
         service,
         keys=accepted,
         cors=origins,
-        muted=options.listed(mute_paths),
+        muted=muted,
         is_local=is_loopback(bound),
     )
     summary = {

@@ -24,12 +24,13 @@ from xlstm7b.config import ModelConfig
 from xlstm7b.tokenizer import Tokenizer
 
 _SECONDS = 10.0  # to wait for a grammar to be compiled
-# CPU time that compiling may take. Usual schemas take milliseconds. Memory grows with the time: a
-# regex that takes a second, such as (a{1000}){1000}, holds 200 MB.
-_CPU_SECONDS = 0.5
+# CPU time that compiling may take. Large schemas take 40 ms. Memory grows with the time, by up to
+# 300 MB per second, and so does the time of each mask: (a{400}){400} takes 0.4 s, then 0.1 s for
+# every token.
+_CPU_SECONDS = 0.2
 # llguidance recurses along chains of rules. With the usual 8 MB, a chain of 4000 ends the process.
 _STACK_BYTES = 256 << 20
-_MAX_LEXER_STATES = 50_000  # of up to 2 kB each
+_MAX_LEXER_STATES = 50_000  # of up to 2 kB each; all outputs with a grammar share them
 # The model could write white space for ever. 40 characters are a deep indentation.
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 
@@ -70,10 +71,14 @@ class Vocabulary:
 
 
 class Grammar:
-    """A compiled grammar. Outputs follow copies of its `start`."""
+    """A compiled grammar. Outputs follow copies of its `start`, which share one lexer."""
 
-    def __init__(self, vocabulary: Vocabulary, form: str, start: Any) -> None:
-        self.vocabulary, self.form, self.start = vocabulary, form, start
+    def __init__(
+        self, vocabulary: Vocabulary, form: str, value: Any, start: Any, cpu_seconds: float
+    ) -> None:
+        self.vocabulary, self.form, self.value, self.start = vocabulary, form, value, start
+        self.cpu_seconds = cpu_seconds  # to compile it; its memory grows with that
+        self.is_full = False  # True after the lexer had too many states
 
 
 def compile_grammar(
@@ -92,7 +97,11 @@ def compile_grammar(
             "structured_outputs needs llguidance: pip install 'xlstm7b[serve]'"
         ) from error
     vocabulary = _vocabulary(tokenizer, config.vocab_size, config.eos_token_id)
-    return _compiled(vocabulary, form, value)
+    grammar = _compiled(vocabulary, form, value)
+    if grammar.is_full:
+        _compiled.cache_clear()
+        grammar = _compiled(vocabulary, form, value)
+    return grammar
 
 
 class Matcher:
@@ -100,6 +109,8 @@ class Matcher:
 
     def __init__(self, grammar: Grammar, eos_token_ids: Sequence[int]) -> None:
         self.grammar, self.state = grammar, grammar.start.deep_copy()
+        self._tokens: list[int] = []
+        self._has_restarted = False
         self._ends = grammar.vocabulary.words(eos_token_ids)
         self._text = grammar.vocabulary.has_text & ~self._ends
         self._is_finished = False
@@ -107,13 +118,33 @@ class Matcher:
 
     def copy(self) -> "Matcher":
         made = copy.copy(self)
-        made.state = self.state.deep_copy()
+        made.state, made._tokens = self.state.deep_copy(), [*self._tokens]
         return made
 
     def advance(self, token: int) -> None:
         """Reads a token of the output. `StructuredOutputError` if the grammar does not allow it."""
-        if not self.state.consume_token(token):
+        is_read = self.state.consume_token(token)
+        if not is_read and not (self.restart() and self.state.consume_token(token)):
             raise self._failure()
+        self._tokens.append(token)
+
+    def restart(self) -> bool:
+        """If the grammar's lexer is full: reads the output so far with a new one, for it alone.
+
+        Many outputs together can fill a lexer. An output that fills one alone is too complex:
+        False, as for any other error and for none.
+        """
+        is_full = self.state.is_error() and self.state.get_error().startswith("lexer error")
+        if not is_full or self._has_restarted:
+            return False
+        self._has_restarted = self.grammar.is_full = True
+        given = self.grammar
+        try:
+            self.grammar = _compile_in_thread(given.vocabulary, given.form, given.value)
+        except StructuredOutputError:  # this time it took too long
+            return False
+        self.state = self.grammar.start.deep_copy()
+        return all(self.state.consume_token(token) for token in self._tokens)
 
     @property
     def is_complete(self) -> bool:
@@ -153,6 +184,9 @@ def next_masks(matchers: Sequence[Matcher], *, pinned: bool = False) -> Tensor:
     jobs = [(matcher.state, row) for row, matcher in enumerate(matchers)]
     _executor().unsafe_compute_mask_ptr(jobs, masks.data_ptr(), 4 * words, len(matchers))
     for matcher, mask in zip(matchers, masks.numpy(), strict=True):
+        if matcher.restart():
+            again = [(matcher.state, 0)]
+            _executor().unsafe_compute_mask_ptr(again, mask.ctypes.data, 4 * words, 1)
         matcher.finish_mask(mask)
     return masks
 
@@ -188,12 +222,14 @@ def _vocabulary(tokenizer: Any, vocab_size: int, eos_token_id: int) -> Vocabular
     return Vocabulary(tokenizer, vocab_size, eos_token_id)
 
 
-@lru_cache(maxsize=16)
-def _compiled(vocabulary: Vocabulary, form: str, value: Any) -> Grammar:
+def _compile_in_thread(vocabulary: Vocabulary, form: str, value: Any) -> Grammar:
     try:
         return _in_thread(partial(_compile, vocabulary, form, value))
     except TimeoutError as error:
         raise _too_complex(form) from error
+
+
+_compiled = lru_cache(maxsize=16)(_compile_in_thread)
 
 
 def _compile(vocabulary: Vocabulary, form: str, value: Any) -> Grammar:
@@ -210,7 +246,9 @@ def _compile(vocabulary: Vocabulary, form: str, value: Any) -> Grammar:
             case "regex":
                 grammar = matcher.grammar_from_regex(value)
             case "choice":
-                grammar = matcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, value))}")
+                # One terminal: as alternatives of a rule, at most 2000 could be followed.
+                words = " | ".join(map(json.dumps, value))
+                grammar = matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {words}")
             case _:
                 grammar = matcher.grammar_from_lark(value)
     except ValueError as error:
@@ -223,9 +261,10 @@ def _compile(vocabulary: Vocabulary, form: str, value: Any) -> Grammar:
             raise StructuredOutputError(f"structured_outputs.{form} matches no text at all")
     if start.is_error():
         raise StructuredOutputError(_explain(form, start.get_error()))
-    if time.thread_time() - started > _CPU_SECONDS:
+    cpu_seconds = time.thread_time() - started
+    if cpu_seconds > _CPU_SECONDS:
         raise _too_complex(form)
-    return Grammar(vocabulary, form, start)
+    return Grammar(vocabulary, form, value, start, cpu_seconds)
 
 
 def _too_complex(form: str) -> StructuredOutputError:

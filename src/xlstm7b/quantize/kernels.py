@@ -3,7 +3,8 @@
 Codes are never converted one by one. They are loaded as 16-bit words and taken apart by bit
 operations on two words at a time, which give exact bfloat16 numbers:
 
-    int4   four codes in a word. 0x4300 | code is 128 + code as a bfloat16; 136 is subtracted.
+    int4   four codes in a word. 0x4300 | code is 128 + code as a bfloat16; 136 is subtracted from
+           it, or 136 times the sum of the inputs from the product.
     int8   two codes in a word. 0x4B000000 | code is 2²³ + code as a float32; 2²³ + 128 is
            subtracted.
     fp8    two codes in a word. The bits of an e4m3 number, shifted, are a bfloat16 of 2⁻¹²⁰
@@ -54,10 +55,10 @@ def dequantize_kernel(
     if CODE == "int4":
         w0, w1, w2, w3 = decode_int4(w, out.dtype.element_ty, ASM)
         k, scales = block * 4 * WORDS + c, scales + block * 4 * N
-        _store_group(targets, scales, w0, k, in_row, K)
-        _store_group(targets, scales + N, w1, k + WORDS, in_row, K)
-        _store_group(targets, scales + 2 * N, w2, k + 2 * WORDS, in_row, K)
-        _store_group(targets, scales + 3 * N, w3, k + 3 * WORDS, in_row, K)
+        _store_group(targets, scales, centre_int4(w0, ASM), k, in_row, K)
+        _store_group(targets, scales + N, centre_int4(w1, ASM), k + WORDS, in_row, K)
+        _store_group(targets, scales + 2 * N, centre_int4(w2, ASM), k + 2 * WORDS, in_row, K)
+        _store_group(targets, scales + 3 * N, centre_int4(w3, ASM), k + 3 * WORDS, in_row, K)
     else:
         w0, w1 = decode_bytes(w, CODE, out.dtype.element_ty, ASM)
         k = block * 2 * WORDS + c
@@ -74,26 +75,35 @@ def _store_group(targets, scales, w, k, in_row, K: tl.constexpr):
 
 @triton.jit
 def decode_int4(w, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """The four codes of each 16-bit word, less 8."""
+    """The four codes of each 16-bit word; with ASM 128 more. See `centre_int4`."""
     if ASM:
         return tl.inline_asm_elementwise(
-            """{ .reg .b32 a, b, c, m, o, s;
-            mov.b32 m, 0x000F000F; mov.b32 o, 0x43004300; mov.b32 s, 0x43084308;
+            """{ .reg .b32 a, b, c, m, o;
+            mov.b32 m, 0x000F000F; mov.b32 o, 0x43004300;
             shr.u32 a, $4, 4; shr.u32 b, $4, 8; shr.u32 c, $4, 12;
             lop3.b32 $0, $4, m, o, 0xEA; lop3.b32 $1, a, m, o, 0xEA;
-            lop3.b32 $2, b, m, o, 0xEA; lop3.b32 $3, c, m, o, 0xEA;
-            sub.rn.bf16x2 $0, $0, s; sub.rn.bf16x2 $1, $1, s;
-            sub.rn.bf16x2 $2, $2, s; sub.rn.bf16x2 $3, $3, s; }""",
+            lop3.b32 $2, b, m, o, 0xEA; lop3.b32 $3, c, m, o, 0xEA; }""",
             "=r,=r,=r,=r,r", [w],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
     u = w.to(tl.int32)
     return (
-        ((u & 15) - 8).to(DTYPE),
-        (((u >> 4) & 15) - 8).to(DTYPE),
-        (((u >> 8) & 15) - 8).to(DTYPE),
-        (((u >> 12) & 15) - 8).to(DTYPE),
+        (u & 15).to(DTYPE),
+        ((u >> 4) & 15).to(DTYPE),
+        ((u >> 8) & 15).to(DTYPE),
+        ((u >> 12) & 15).to(DTYPE),
     )
+
+
+@triton.jit
+def centre_int4(w, ASM: tl.constexpr):
+    """What `decode_int4` returns, less 8, or less 136 with ASM: the numbers."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 z; mov.b32 z, 0x43084308; sub.rn.bf16x2 $0, $1, z; }",
+            "=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    return w - 8
 
 
 @triton.jit

@@ -8,9 +8,10 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
@@ -23,7 +24,7 @@ from xlstm7b.chat_format import ANSWER, ChatFormat, answer_ends, without_prefix
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate import Completion, Request, RequestOutput, SamplingParams, SavedState
 from xlstm7b.generate.state import state_bytes
-from xlstm7b.generate.structured import StructuredOutputError, compile_grammar
+from xlstm7b.generate.structured import Grammar, StructuredOutputError, compile_grammar
 from xlstm7b.model.adapter import Adapter
 from xlstm7b.serve import protocol
 from xlstm7b.serve.engine_thread import EngineThread
@@ -63,6 +64,35 @@ class ServedModel(NamedTuple):
         return "" if self.adapter is None else self.adapter.fingerprint
 
 
+class GrammarsInUse:
+    """Limits the memory of the grammars of all requests that wait or run.
+
+    It grows with the CPU time that compiled them, by up to 300 MB per second. Grammars that took at
+    most 10 ms, as usual ones do, are never refused.
+    """
+
+    def __init__(self, cpu_seconds: float = 4.0) -> None:
+        self._limit, self._uses = cpu_seconds, Counter[Grammar]()
+
+    @contextmanager
+    def count(self, requests: Sequence[Request]) -> Iterator[None]:
+        """Held while the requests wait or run. Requests with the same grammar share it."""
+        used = {one.matcher.grammar for one in requests if one.matcher is not None}
+        large = [one for one in used if one.cpu_seconds > 0.01 and one not in self._uses]
+        if large and sum(one.cpu_seconds for one in {*self._uses, *used}) > self._limit:
+            message = (
+                "the grammars of running requests take up too much memory for another large one: "
+                "try again later, or send a simpler schema, regex or grammar"
+            )
+            raise ApiError(429, message, retry_after=1)
+        self._uses.update(used)
+        try:
+            yield
+        finally:
+            self._uses.subtract(used)
+            self._uses = +self._uses  # without those that no request uses
+
+
 @dataclass(frozen=True)
 class Service:
     """Everything that the handlers share: `http.app.state.service`."""
@@ -76,6 +106,7 @@ class Service:
     adapters: Mapping[str, tuple[Adapter, ChatFormat]] = field(default_factory=dict)  # by name
     created: int = field(default_factory=lambda: int(time.time()))
     draining: threading.Event = field(default_factory=threading.Event)
+    grammars: GrammarsInUse = field(default_factory=GrammarsInUse)
 
     @property
     def config(self) -> ModelConfig:
@@ -163,6 +194,7 @@ async def generate(
         model = service.find_model(body.model)
         built = _build_requests(body, prompts, params, state, model.adapter)
         requests = await _prepare(service, built, body)
+        cleanup.enter_context(service.grammars.count(requests))
         # 2. They are submitted.
         answer = _Answer(service, body, http, prompts, requests)
         queue = OutputQueue(service.engine, service.metrics)
@@ -210,7 +242,7 @@ async def _read_chat(service: Service, body: ChatBody) -> _Input:
     chat_format = model.chat_format
     state, text_after_answer = await _load_state(service, body)
     _check_messages(service, body.messages)
-    check_tools(body)
+    check_tools(body.tools or (), body.tool_choice)
     continues_last = _continues_last(body)
     if state is None or not state.has_text:
         tools = [] if body.tool_choice == "none" else body.tools or []
@@ -625,7 +657,18 @@ async def _chunks(
 async def tokenize(body: protocol.TokenizeBody, http: HttpRequest) -> dict[str, Any]:
     """Token ids of a text, or of a conversation up to its next answer."""
     service: Service = http.app.state.service
-    ids = await _encode_text(service, body)
+    model = service.find_model(body.model)
+    _check_one_text(body)
+    prompt = body.prompt
+    if body.messages is not None:
+        _check_messages(service, body.messages)
+        tools = body.tools or []
+        check_tools(tools)
+        options = {"add_generation_prompt": body.add_generation_prompt}
+        prompt = _render(model, body.messages, tools, **options)
+    elif body.tools:
+        raise ApiError(400, "tools needs messages, not a prompt", param="tools")
+    ids = [] if prompt == [] else (await _encode(service, body, prompt))[0]
     if body.add_special_tokens and service.config.force_bos_token_insert:
         ids = with_first_token(service.config, ids)
     return {"tokens": ids, "count": len(ids)}
@@ -641,16 +684,6 @@ async def detokenize(body: protocol.TokensBody, http: HttpRequest) -> dict[str, 
     except ValueError as error:
         raise ApiError(400, str(error), param="tokens") from error
     return {"prompt": service.tokenizer.decode(body.tokens)}
-
-
-async def _encode_text(service: Service, body: TextBody) -> list[int]:
-    model = service.find_model(body.model)
-    _check_one_text(body)
-    prompt = body.prompt
-    if body.messages is not None:
-        _check_messages(service, body.messages)
-        prompt = _render(model, body.messages)
-    return [] if prompt == [] else (await _encode(service, body, prompt))[0]
 
 
 def _check_one_text(body: TextBody) -> None:

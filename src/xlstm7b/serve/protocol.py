@@ -432,6 +432,9 @@ class Tool(Body):
     function: Function
 
 
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=128)]
+
+
 class _ChosenFunction(Body):
     name: str
 
@@ -487,7 +490,7 @@ class ChatBody(SamplingBody):
     messages: Messages
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=128)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     continue_final_message: bool | None = None
@@ -531,6 +534,9 @@ class TokenizeBody(TextBody):
     """POST /tokenize"""
 
     add_special_tokens: bool = True  # the model's first token
+    # For messages, as in a chat:
+    tools: Tools | None = None
+    add_generation_prompt: bool = True
 
 
 def _check_printable(text: str) -> str:

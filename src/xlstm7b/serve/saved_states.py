@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile
 from typing import BinaryIO
 
 from xlstm7b.generate.state import (
@@ -63,22 +63,30 @@ class SavedStates:
         """Saves a state file: of state tuning, of `xlstm7b generate` or of a conversation."""
         with _http_errors():
             self._store.check_room(len(content))
-        with TemporaryDirectory() as aside:
-            path = Path(aside) / "upload.safetensors"
-            path.write_bytes(content)
-            try:
-                state = SavedState.load(path, self._store.config, device="cpu")
-                if len(state) != 1:
-                    raise ValueError(f"it holds the states of {len(state)} texts")
-                notes = SavedState.read_notes(path)
-            except ValueError as error:
-                reason = str(error).replace(str(path), "the file")  # never name a path
-                message = f"this is no state of this server's model: {reason}"
-                raise ApiError(400, message) from error
+            # In the store's folder: it has room, and what a killed server leaves there is removed.
+            with NamedTemporaryFile(dir=self._store.folder, prefix=".state-") as aside:
+                path = Path(aside.name)
+                path.write_bytes(content)
+                state, notes = self._read_upload(path)
         self._check_weights(notes, 400)
         kept = {name: note for name, note in notes.items() if name in _KEPT}
         with _http_errors():
             return self._store.save(_new_id(), state, label, **kept)
+
+    def _read_upload(self, path: Path) -> tuple[SavedState, dict[str, str]]:
+        """The state and the notes of a file. One that holds something else is a 400."""
+        try:
+            state = SavedState.load(path, self._store.config, device="cpu")
+            if len(state) != 1:
+                raise ValueError(f"it holds the states of {len(state)} texts")
+            return state, SavedState.read_notes(path)
+        except ValueError as error:
+            reason = str(error).replace(str(path), "the file")  # never name a path
+            message = (
+                f"this is no state of this server's model: {reason}. For a text file, send "
+                "content-type text/plain"
+            )
+            raise ApiError(400, message) from error
 
     def list(
         self, limit: int, after: str | None = None, tag: str | None = None
@@ -100,9 +108,9 @@ class SavedStates:
                     continue
         return found, len(names) > first + limit
 
-    def find(self, state_id: str) -> StoredState:
-        """The properties of a state. A damaged one is a 409."""
-        with _http_errors(state_id):
+    def find(self, state_id: str, param: str | None = None) -> StoredState:
+        """The properties of a state. A damaged one is a 409. `param`: the field with the id."""
+        with _http_errors(state_id, param):
             stored = self._store.find(state_id)
             if stored.status == "damaged":
                 raise ValueError("the file is damaged")
@@ -110,7 +118,7 @@ class SavedStates:
 
     def load(self, state_id: str, adapter: str = "") -> tuple[SavedState, str]:
         """The state, on the CPU, and the text that it has read after the end of the answer."""
-        notes = self.find(state_id).notes
+        notes = self.find(state_id, "state").notes
         if notes.get(ADAPTER_NOTE, "") != adapter:
             raise ApiError(
                 409,
@@ -118,8 +126,8 @@ class SavedStates:
                 "the model that saved it",
                 param="model",
             )
-        self._check_weights(notes, 409)
-        with _http_errors(state_id):
+        self._check_weights(notes, 409, "state")
+        with _http_errors(state_id, "state"):
             return self._store.load(state_id, device="cpu"), notes.get(_NOTE, "")
 
     def open(self, state_id: str) -> BinaryIO:
@@ -162,10 +170,12 @@ class SavedStates:
         note = notes.get(WEIGHTS_NOTE)
         return note is None or self._weights is None or fits_weights(note, self._weights)
 
-    def _check_weights(self, notes: Mapping[str, str], status: int) -> None:
+    def _check_weights(
+        self, notes: Mapping[str, str], status: int, param: str | None = None
+    ) -> None:
         if not self._fits_weights(notes):
             message = "the state belongs to other weights than those of this server"
-            raise ApiError(status, message)
+            raise ApiError(status, message, param=param)
 
 
 def _new_id() -> str:
@@ -173,7 +183,7 @@ def _new_id() -> str:
 
 
 @contextmanager
-def _http_errors(state_id: str | None = None) -> Iterator[None]:
+def _http_errors(state_id: str | None = None, param: str | None = None) -> Iterator[None]:
     """Checks the id, if there is one, and turns the store's errors into HTTP errors."""
     try:
         if state_id is not None and _ID.fullmatch(state_id) is None:
@@ -181,7 +191,7 @@ def _http_errors(state_id: str | None = None) -> Iterator[None]:
         yield
     except KeyError as error:
         message = f"there is no saved state {str(state_id)[:80]!r}"
-        raise ApiError(404, message, code="state_not_found") from error
+        raise ApiError(404, message, param=param, code="state_not_found") from error
     except StoreFull as error:
         message = "there is no room for another saved state: delete one first"
         raise ApiError(409, message) from error
@@ -191,4 +201,4 @@ def _http_errors(state_id: str | None = None) -> Iterator[None]:
             message = "the state could not be saved: see the server's log"
             raise ApiError(507, message) from error
         message = f"the state {state_id} is damaged or was saved by another model"
-        raise ApiError(409, message) from error
+        raise ApiError(409, message, param=param) from error

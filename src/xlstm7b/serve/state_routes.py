@@ -84,11 +84,13 @@ async def download_state(state_id: str, http: HttpRequest) -> Response:
     """The file of a saved state."""
     service: Service = http.app.state.service
     file = await asyncio.to_thread(service.saved_states().open, state_id)
+    size = os.fstat(file.fileno()).st_size
     headers = {
-        "content-length": str(os.fstat(file.fileno()).st_size),
+        "content-length": str(size),
         "content-disposition": f'attachment; filename="{state_id}.safetensors"',
     }
-    return StreamingResponse(_pieces(file), headers=headers, media_type="application/octet-stream")
+    pieces = _pieces(file, size)
+    return StreamingResponse(pieces, headers=headers, media_type="application/octet-stream")
 
 
 @router.patch("/v1/states/{state_id}")
@@ -223,7 +225,9 @@ async def _receive(http: HttpRequest, most: int, kind: str) -> bytes:
     return bytes(content)
 
 
-def _pieces(file: BinaryIO) -> Iterator[bytes]:
+def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """The first `size` bytes of a file, even if it grows meanwhile."""
     with file:
-        while piece := file.read(_PIECE):
+        while piece := file.read(min(_PIECE, size)):
+            size -= len(piece)
             yield piece

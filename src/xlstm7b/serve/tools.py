@@ -202,13 +202,30 @@ def _arguments_schema(function: Function) -> Json:
     Unless it says otherwise, the arguments are only those that it names: programs pass them on to a
     function that takes no others.
     """
-    schema = function.parameters
-    if schema is None:
+    if function.parameters is None:
         return {"type": "object", "additionalProperties": False}
+    try:
+        schema: Json = _without_descriptions(function.parameters)
+    except RecursionError:
+        schema = function.parameters
     named_elsewhere = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}
     if "properties" in schema and named_elsewhere.isdisjoint(schema):
         schema = {"additionalProperties": False, **schema}
     return {**schema, "type": "object"}
+
+
+def _without_descriptions(schema: Any) -> Any:
+    """A schema as a grammar needs it. Descriptions are most of the text of many tools."""
+    if isinstance(schema, list):
+        return [_without_descriptions(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: part if name in ("const", "enum") else _without_descriptions(part)
+        for name, part in schema.items()
+        # A property of this name has a schema, which is no string.
+        if name != "description" or not isinstance(part, str)
+    }
 
 
 def _json_rule(schema: Json) -> str:
@@ -344,26 +361,29 @@ def check_messages(messages: Sequence[Message]) -> None:
             unanswered.remove(message.tool_call_id)
 
 
-def check_tools(body: ChatBody) -> None:
+def check_tools(tools: Sequence[Tool], tool_choice: str | ChosenTool | None = None) -> None:
     """Raises an `ApiError` for tools that contradict each other or `tool_choice`."""
-    names = [tool.function.name for tool in body.tools or ()]
-    for number, tool in enumerate(body.tools or ()):
+    names = [tool.function.name for tool in tools]
+    for number, tool in enumerate(tools):
         field, name = f"tools.{number}.function", tool.function.name
         if name in names[:number]:
             raise _refusal(f"{field}.name", f"is {name!r}, like that of another function")
         schema = tool.function.parameters or {}
         if schema.get("type", "object") != "object" or not is_json(schema):
             raise _refusal(f"{field}.parameters", 'must be a JSON schema with the type "object"')
-    if isinstance(body.tool_choice, ChosenTool) and body.tool_choice.function.name not in names:
-        wanted = body.tool_choice.function.name[:80]
+    if isinstance(tool_choice, ChosenTool) and tool_choice.function.name not in names:
+        wanted = tool_choice.function.name[:80]
         known = ", ".join(map(repr, names))[:400] or "none"
         raise _refusal("tool_choice", f"names {wanted!r}, but the functions in tools are: {known}")
-    if body.tool_choice == "required" and not names:
+    if tool_choice == "required" and not names:
         raise _refusal("tool_choice", 'is "required", but there are no tools')
 
 
 def schemas_of(body: ChatBody) -> Iterator[tuple[str, Json]]:
-    """The field and the schema of each offered function, to find the one that is refused."""
+    """The field and the schema of each part of the grammar, to find the one that is refused."""
+    form = body.form()
+    if form is not None and not is_forced(body):
+        yield form[0], _schema_of(form)
     names = [tool.function.name for tool in body.tools or ()]
     for function in body.offered_tools:
         number = names.index(function.name)

@@ -116,10 +116,10 @@ def rows_kernel(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    y = product(x, x, weights, 0.0, row, B, limit, K, False, BLOCK, ROWS, BATCH, PRECISION)
+    y = product(x, weights, row, B, limit, K, BLOCK, ROWS, BATCH, PRECISION)
     if SWIGLU:
         W_up = W + tl.full((), K, tl.int64) * N
-        y_up = product(x, x, W_up, 0.0, row, B, limit, K, False, BLOCK, ROWS, BATCH, PRECISION)
+        y_up = product(x, W_up, row, B, limit, K, BLOCK, ROWS, BATCH, PRECISION)
         y = y * tl.sigmoid(y) * y_up
     if is_gate:
         store_gates(y, row, bias, live, out_gates, cap, B, N_GATES, HAS_CAP, HAS_LIVE, BATCH)
@@ -162,50 +162,19 @@ def store_rows(
 
 @triton.jit
 def product(
-    x, norm, W, eps, row, B, N,
-    K: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    BATCH: tl.constexpr, PRECISION: tl.constexpr,
+    x, W, row, B, N,
+    K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BATCH: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """W[row] Xᵀ [ROWS, BATCH] in float32. With HAS_NORM, x is normalised."""
+    """W[row] Xᵀ [ROWS, BATCH] in float32."""
     b = tl.arange(0, BATCH)
     w_rows = W + row.to(tl.int64)[:, None] * K
     acc = tl.zeros([ROWS, BATCH], tl.float32)
-    squares = tl.zeros([BATCH, BATCH], tl.float32)
     for start in range(0, K, BLOCK):
         k = start + tl.arange(0, BLOCK)
-        even: tl.constexpr = K % BLOCK == 0
-        inside = (row < N)[:, None] & ((k < K) | even)[None, :]
-        w = tl.load(w_rows + k[None, :], mask=inside, other=0.0)
-        x_k, squares = load_x(x, norm, squares, k, b, B, K, even, HAS_NORM, PRECISION)
+        in_k = (k < K) | (K % BLOCK == 0)
+        w = tl.load(w_rows + k[None, :], mask=(row < N)[:, None] & in_k[None, :], other=0.0)
+        inside = (b < B)[None, :] & in_k[:, None]
+        x_k = tl.load(x + b[None, :] * K + k[:, None], mask=inside, other=0.0)
         acc = tl.dot(w, x_k, acc, input_precision=PRECISION)
-    if HAS_NORM:
-        acc *= rms_factors(squares, eps, K, BATCH)
     return acc
-
-
-@triton.jit
-def load_x(
-    x, norm, squares, k, b, B,
-    K: tl.constexpr, EVEN: tl.constexpr, HAS_NORM: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """x[b, k] as [len(k), BATCH], and `squares`. EVEN: every k is below K.
-
-    With HAS_NORM, x is multiplied by the weight of RMSNorm but not by its factors, and its products
-    with itself are added to `squares` [BATCH, BATCH], for `rms_factors`. The tensor cores do that
-    with the numbers in the registers in which the product needs them.
-    """
-    in_k = (k < K) | EVEN
-    inside = (b < B)[None, :] & in_k[:, None]
-    x_k = tl.load(x + b[None, :] * K + k[:, None], mask=inside, other=0.0)
-    if HAS_NORM:
-        squares = tl.dot(tl.trans(x_k), x_k, squares, input_precision=PRECISION)
-        x_k *= tl.load(norm + k, mask=in_k, other=0.0).to(x_k.dtype)[:, None]
-    return x_k, squares
-
-
-@triton.jit
-def rms_factors(squares, eps, K: tl.constexpr, BATCH: tl.constexpr):
-    """1 / √(mean(x²) + ε) of each row [1, BATCH], from the diagonal of X Xᵀ."""
-    b = tl.arange(0, BATCH)
-    own = tl.sum(tl.where(b[:, None] == b[None, :], squares, 0.0), 0)
-    return tl.rsqrt(own / K + eps)[None, :]
