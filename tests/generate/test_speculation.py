@@ -372,12 +372,9 @@ def test_requests_without_drafts_in_the_same_batch(oracle, monkeypatch):
     assert any(request.accepted_tokens for request in requests)
 
 
-@both_engines
-@pytest.mark.parametrize("accuracy", [0.8, 1.0])
-def test_drafts_with_grammars(make_engine, accuracy, oracle, monkeypatch):
-    """Each position has the mask of its own tokens. Other requests in the batch have no grammar."""
+def grammar_requests() -> list[Request]:
+    """Requests with grammars, and some without."""
     pytest.importorskip("llguidance")
-    monkeypatch.setattr(oracle, "accuracy", accuracy)
     forms = [
         {"regex": "[a-f]{3,9}"},
         {"regex": "(ab|cd|e[f-h]+i){4}[0-9]*"},
@@ -396,6 +393,15 @@ def test_drafts_with_grammars(make_engine, accuracy, oracle, monkeypatch):
             frequency_penalty=0.5 if number % 4 == 1 else 0,
         )
         requests.append(Request([7, number], params, keep_state=number % 7 < 4))
+    return requests
+
+
+@both_engines
+@pytest.mark.parametrize("accuracy", [0.8, 1.0])
+def test_drafts_with_grammars(make_engine, accuracy, oracle, monkeypatch):
+    """Each position has the mask of its own tokens."""
+    monkeypatch.setattr(oracle, "accuracy", accuracy)
+    requests = grammar_requests()
     wanted = [alone(request) for request in requests]
     driver = Driver(make_engine(MODEL, slots=3, speculate="lookup"))
     driver.add_all(requests)
@@ -596,7 +602,8 @@ def test_bytes_of_a_slot():
 @pytest.mark.parametrize("slots", [1, 5, 12])
 def test_a_gpu_has_the_same_tokens_with_drafts(oracle, slots, warm):
     """In float32, where the logits of `random_model` have no near ties."""
-    requests = [copy_of(request, keep_state=True) for request in many_requests()]
+    requests = [*many_requests(), *grammar_requests()]
+    requests = [copy_of(request, keep_state=True) for request in requests]
     wanted = [alone(request) for request in requests]
     model: XLSTM = copy.deepcopy(MODEL).cuda()
     engine = new_engine(model, slots=slots, speculate="lookup")

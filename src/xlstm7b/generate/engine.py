@@ -384,7 +384,7 @@ class Engine:
         """Launches a decode step if one is needed; returns how many results may stay in flight."""
         scheduler = self._scheduler
         requests = scheduler.to_decode()
-        if self._wants_to_draft(requests):
+        if self._speculates and self._wants_to_draft(requests):
             self._process_results(0)  # a draft continues the last token
             requests = scheduler.to_decode()
         if not requests:

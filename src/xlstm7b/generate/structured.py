@@ -197,9 +197,12 @@ def draft_masks(matcher: Matcher, draft: Sequence[int], *, pinned: bool = False)
     So the first N tokens of the draft can be verified. The matcher stays as it is.
     """
     after: list[Matcher] = []
-    for token in draft[: matcher.state.validate_tokens([*draft])]:
+    for token in draft:
         follower = (after[-1] if after else matcher).copy()
-        follower.advance(token)
+        try:
+            follower.advance(token)
+        except StructuredOutputError:
+            break
         if follower.is_complete:
             break
         after.append(follower)
