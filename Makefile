@@ -15,16 +15,22 @@ export PYTHONDONTWRITEBYTECODE :=
 
 setup: $(TOOLS)
 
-$(PACKAGE): pyproject.toml constraints.txt
+# Makes .venv and installs the package with an extra. Modules are compiled when they are first
+# imported. Most of them never are.
+define install
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "xlstm7b needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --editable '.[train]'
+	$(BIN)/pip install --quiet --no-compile --editable '.[$(1)]'
+endef
+
+$(PACKAGE): pyproject.toml constraints.txt
+	$(call install,train)
 	touch $@
 
-# Modules are compiled when they are first imported. Most of them never are.
-$(TOOLS): $(PACKAGE)
-	$(BIN)/pip install --quiet --no-compile --editable '.[dev]'
-	touch $@
+# With the extra `dev`, which has all of `train`: a second call of pip would take as long as this.
+$(TOOLS): pyproject.toml constraints.txt
+	$(call install,dev)
+	touch $(PACKAGE) $@
 
 lint: $(TOOLS)
 	$(BIN)/ruff check .

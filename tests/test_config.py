@@ -1,10 +1,12 @@
 """ModelConfig: named sizes, every published `config.json`, and errors that name the field."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import xLSTMConfig
 
 from xlstm7b.config import SIZES, ModelConfig
 
@@ -113,6 +115,23 @@ def test_parameter_shapes_are_the_released_keys() -> None:
 @pytest.mark.parametrize("published", [ORIGINAL, CURRENT])
 def test_published_configs_are_the_7b(published: dict[str, Any]) -> None:
     assert ModelConfig.from_dict(published) == SEVEN
+
+
+def test_unknown_fields_of_a_file_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "config.json"
+    for known in (
+        *({**ORIGINAL, "add_embedding_dropout": False}, {**CURRENT, "_name_or_path": "x"}),
+        *(xLSTMConfig().to_dict(), SEVEN.to_dict(), replace(SEVEN, gate_soft_cap=None).to_dict()),
+    ):
+        path.write_text(json.dumps(known))
+        ModelConfig.from_file(path)
+        assert caplog.messages == []
+    path.write_text(json.dumps({**CURRENT, "rope_theta": 1e4, "conv_kernel": 4}))
+    assert ModelConfig.from_file(path) == ModelConfig.from_file(path) == SEVEN
+    (message,) = caplog.messages
+    assert message.startswith(f"{path}: unknown fields are ignored: conv_kernel, rope_theta. If")
 
 
 def test_fields_in_the_file_win_over_defaults() -> None:

@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from xlstm7b import files, hub
-from xlstm7b.config import ModelConfig
+from xlstm7b.config import ModelConfig, warn_of_unknown
 from xlstm7b.files import Progress, Stored
 from xlstm7b.quantize.config import GROUP_SIZES, Quantization, Scheme
 from xlstm7b.quantize.weight import QuantizedWeight, unpack_int8
@@ -182,7 +182,7 @@ def open_checkpoint(folder_or_hub_id: str | Path) -> Checkpoint:
     folder = resolve(folder_or_hub_id)
     config = read_config(folder)
     quantized = read_quantization(folder) is not None
-    dtypes = files.DTYPES | (files.QUANTIZED_DTYPES if quantized else {})
+    dtypes = files.float_dtypes() | (files.quantized_dtypes() if quantized else {})
     everything = _read_headers(folder, dtypes)
     nbytes = sum(torch.Size(part.shape).numel() * part.dtype.itemsize for part in everything)
     stored = [part for part in everything if not part.key.endswith(_BESIDE)]
@@ -207,7 +207,7 @@ def open_checkpoint(folder_or_hub_id: str | Path) -> Checkpoint:
                     f"and so does {seen[name].key} in {seen[name].file.name}"
                 )
             seen[name] = part
-        if part.dtype not in files.DTYPES.values():
+        if part.dtype not in files.float_dtypes().values():
             schemes[names[0]] = _check_quantized(part, names[0], shapes[names[0]], beside)
             scales[names[0]] = beside.pop(f"{names[0]}_scale")
             beside.pop(f"{names[0]}_shape", None)
@@ -222,7 +222,7 @@ def open_checkpoint(folder_or_hub_id: str | Path) -> Checkpoint:
         raise ValueError(f"{part.file}: {part.key!r} belongs to no quantised weight")
     several = stored[0].file != stored[-1].file
     _refuse_missing(shapes.keys() - seen.keys(), folder if several else stored[0].file)
-    floats = [part.dtype for part in stored if part.dtype in files.DTYPES.values()]
+    floats = [part.dtype for part in stored if part.dtype in files.float_dtypes().values()]
     dtype = reduce(torch.promote_types, floats)
     return Checkpoint(folder, config, dtype, nbytes, schemes, tuple(stored), scales)
 
@@ -259,7 +259,7 @@ def _check_quantized(
                 f"{found.file}: {found.key} has the shape {found.shape}, not {expected} as a "
                 f"matrix {shape} in {scheme}"
             )
-    if scale.dtype not in files.DTYPES.values():
+    if scale.dtype not in files.float_dtypes().values():
         raise ValueError(f"{scale.file}: {scale.key} is stored as {scale.dtype}, not as floats")
     return scheme
 
@@ -320,7 +320,7 @@ def save_checkpoint(
         if len(shards) > 1:
             index = {"metadata": {"total_size": nbytes}, "weight_map": file_of}
             write(_INDEX, [files.json_bytes(index)])
-        dtypes &= set(files.DTYPES.values())
+        dtypes &= set(files.float_dtypes().values())
         stored = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
         described = config.to_dict(stored)
         if quantization is not None:
@@ -401,9 +401,11 @@ def read_config(folder: Path) -> ModelConfig:
             if not isinstance(values, dict) or any(isinstance(v, nested) for v in values.values()):
                 raise ValueError("it must be a flat list of fields")
             # The default of the authors' code.
-            return ModelConfig.from_dict({"ffn_proj_factor": 2.6667, **values})
+            config = ModelConfig.from_dict({"ffn_proj_factor": 2.6667, **values})
         except Exception as error:  # PyYAML can raise any type on damaged files
             raise ValueError(f"{path}: {error}") from error
+    warn_of_unknown(values, path)
+    return config
 
 
 def read_quantization(folder: Path) -> dict[str, Any] | None:
@@ -483,7 +485,7 @@ def _checked(
             missing.remove(name)
             yield from tensor.stored(name).items()
             continue
-        if (dtype or tensor.dtype) not in files.DTYPES.values():
+        if (dtype or tensor.dtype) not in files.float_dtypes().values():
             raise ValueError(f"{name} cannot be stored as {dtype or tensor.dtype}")
         missing.remove(name)
         stored = tensor.detach().to("cpu", dtype)

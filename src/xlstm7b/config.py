@@ -1,6 +1,8 @@
 """ModelConfig: the shape of an xLSTM. Named sizes, and reading and writing `config.json`."""
 
+import functools
 import json
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -35,10 +37,25 @@ _ONLY_SUPPORTED: dict[str, bool] = {
     "add_post_norm": False,
     "add_qk_norm": False,
 }
+# Fields that change nothing that is computed: kernels and how they run, training, and what
+# `transformers` writes into every config.json.
+_WITHOUT_EFFECT = {
+    *("chunkwise_kernel", "sequence_kernel", "step_kernel", "mode", "chunk_size", "weight_mode"),
+    *("forward_backend_name", "step_backend_name", "add_forward_backend_padding", "use_cache"),
+    *("max_inference_chunksize", "return_last_states", "norm_reduction_force_float32"),
+    *("autocast_kernel_dtype", "inference_state_dtype", "torch_dtype", "dtype"),
+    *("add_embedding_dropout", "initializer_range", "max_position_embeddings"),
+    *("architectures", "model_type", "auto_map", "transformers_version", "tokenizer_class"),
+    *("return_dict", "output_hidden_states", "output_attentions", "chunk_size_feed_forward"),
+    *("is_encoder_decoder", "id2label", "label2id", "problem_type", "name_or_path"),
+}
+# Fields that are read, but are none of `ModelConfig`.
+_OTHER_NAMES = {"hidden_size", "num_hidden_layers", "head_dim", "quantization_config"}
 _OWN_TYPE = "xlstm7b"  # the model_type of models that compute something else
 _CLASSES = (*STANDARD, "input_gate")  # the fields that name a class
 _SOFT_CAPS = ("gate_soft_cap", "output_logit_soft_cap")
 _GPT_NEOX_VOCABULARY = 50304
+_LOG = logging.getLogger(__name__)
 _LARGEST = 1 << 24  # no model is wider or deeper; a larger number means a damaged file
 
 
@@ -284,9 +301,11 @@ class ModelConfig:
         if not isinstance(values, dict):
             raise ValueError(f"{path} holds a JSON {type(values).__name__}, not an object")
         try:
-            return cls.from_dict(values)
+            config = cls.from_dict(values)
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{path}: {error}") from error
+        warn_of_unknown(values, path)
+        return config
 
     def to_dict(self, dtype: str = "float32") -> dict[str, Any]:
         """A `config.json` that `transformers` loads as `xLSTMConfig` without extra packages.
@@ -315,6 +334,26 @@ class ModelConfig:
             "return_last_states": True,
             "dtype": dtype,
         }
+
+
+def warn_of_unknown(values: Mapping[str, Any], path: Path) -> None:
+    """Logs the fields of a config file that are not known here, once for each file."""
+    known = {field.name for field in fields(ModelConfig)}
+    known |= {*_ONLY_SUPPORTED, *_WITHOUT_EFFECT, *_OTHER_NAMES}
+    unknown = (str(name) for name in values if name not in known)
+    # A name with an underscore is of the program that wrote the file.
+    if names := sorted(name for name in unknown if not name.startswith("_")):
+        _log_unknown(path, ", ".join(names))
+
+
+@functools.cache
+def _log_unknown(path: Path, names: str) -> None:
+    _LOG.warning(
+        "%s: unknown fields are ignored: %s. If one of them changes what the model computes, its "
+        "outputs are wrong here.",
+        path,
+        names,
+    )
 
 
 def _shapes(kind: str, name: str, *arguments: Any) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,7 @@
-"""Files that are never half written: JSON, safetensors, manifests, and folders replaced at once."""
+"""Files that are never half written: JSON, safetensors, manifests, and folders replaced at once.
+
+`xlstm7b prepare` uses it without torch, which takes seconds to load.
+"""
 
 import ctypes
 import fcntl
@@ -12,29 +15,15 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
+
+if TYPE_CHECKING:
+    import torch
 
 Progress = Callable[[str, int], None]
 """Called with the name of a tensor or file and the number of its bytes that were just processed."""
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-}
-"""The dtypes of weights and states, by their names in a safetensors file."""
-
-QUANTIZED_DTYPES = {
-    "I8": torch.int8,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
-"""Other dtypes of the files of a checkpoint with quantised weights."""
 
 MANIFEST = "SHA256SUMS"
 _LONGEST_HEADER = 100_000_000  # the limit of the safetensors library
@@ -118,12 +107,38 @@ def _descriptor(folder: Path) -> Iterator[int]:
 # Safetensors
 
 
+@functools.cache
+def float_dtypes() -> "dict[str, torch.dtype]":
+    """The dtypes of weights and states, by their names in a safetensors file."""
+    import torch
+
+    return {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "BF16": torch.bfloat16,
+        "F16": torch.float16,
+    }
+
+
+@functools.cache
+def quantized_dtypes() -> "dict[str, torch.dtype]":
+    """Other dtypes of the files of a checkpoint with quantised weights."""
+    import torch
+
+    return {
+        "I8": torch.int8,
+        "I32": torch.int32,
+        "I64": torch.int64,
+        "F8_E4M3": torch.float8_e4m3fn,
+    }
+
+
 class Stored(NamedTuple):
     """One tensor as the header of a file describes it."""
 
     file: Path
     key: str
-    dtype: torch.dtype
+    dtype: "torch.dtype"
     shape: tuple[int, ...]
 
 
@@ -154,8 +169,11 @@ def _first_cut(path: Path) -> str:
     return ""
 
 
-def read_headers(files: Iterable[Path], dtypes: Mapping[str, torch.dtype] = DTYPES) -> list[Stored]:
-    """The tensors in these files. No tensor is read."""
+def read_headers(
+    files: Iterable[Path], dtypes: "Mapping[str, torch.dtype] | None" = None
+) -> list[Stored]:
+    """The tensors in these files, which must have one of `dtypes`. No tensor is read."""
+    dtypes = dtypes or float_dtypes()
     stored = []
     for file in files:
         with opened_safetensors(file) as handle:
@@ -172,7 +190,7 @@ def read_headers(files: Iterable[Path], dtypes: Mapping[str, torch.dtype] = DTYP
 
 def write_safetensors(
     path: Path,
-    tensors: dict[str, torch.Tensor],
+    tensors: "dict[str, torch.Tensor]",
     metadata: Mapping[str, str],
     *,
     mode: int = 0o666,
@@ -183,7 +201,7 @@ def write_safetensors(
 
 
 def safetensors_pieces(
-    tensors: dict[str, torch.Tensor],
+    tensors: "dict[str, torch.Tensor]",
     progress: Progress | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> Iterator[bytes | memoryview]:
@@ -192,7 +210,9 @@ def safetensors_pieces(
     The library's own writer does not return the bytes, so the file would have to be read again to
     compute its hash.
     """
-    codes = {dtype: code for code, dtype in (DTYPES | QUANTIZED_DTYPES).items()}
+    import torch
+
+    codes = {dtype: code for code, dtype in (float_dtypes() | quantized_dtypes()).items()}
     # Wide dtypes first: then every tensor is aligned to its own element size.
     keys = sorted(tensors, key=lambda key: -tensors[key].itemsize)
     header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
@@ -216,8 +236,8 @@ def safetensors_pieces(
 
 
 def shards(
-    tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int
-) -> Iterator[dict[str, torch.Tensor]]:
+    tensors: "Iterable[tuple[str, torch.Tensor]]", max_bytes: int
+) -> "Iterator[dict[str, torch.Tensor]]":
     """Groups tensors, in order, into shards of at most `max_bytes`, or of one larger tensor."""
     shard: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:

@@ -1,9 +1,14 @@
-"""A model that takes no time."""
+"""A model that takes no time, and benchmarks that start no processes."""
 
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from xlstm7b.bench import generation, training
+from xlstm7b.bench.cases import Result
 from xlstm7b.config import SIZES
 
 
@@ -13,3 +18,19 @@ def small(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     shape = {"embedding_dim": 64, "num_blocks": 2, "num_heads": 2, "vocab_size": 320}
     monkeypatch.setitem(SIZES, "small", shape)
     return {"size": "small", "device": "cpu", "dtype": "float32"}
+
+
+@pytest.fixture
+def same_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmarks run in this process, which has loaded all packages. test_cases.py tests others."""
+
+    def run(
+        case: Result, function: Callable[..., Iterator[Result]], timeout: float, /, **arguments: Any
+    ) -> Iterator[Result]:
+        try:
+            yield from function(**json.loads(json.dumps(arguments)))
+        except ImportError as error:
+            yield replace(case, error=str(error))
+
+    for module in (generation, training):
+        monkeypatch.setattr(module, "in_process", run)

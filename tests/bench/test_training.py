@@ -42,6 +42,7 @@ def test_the_figures_follow_from_the_time() -> None:
     assert "mfu" not in with_speed(Result("training"), case, 4.0, has_mfu=False).figures
 
 
+@pytest.mark.usefixtures("same_process")
 def test_ours_and_peers_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     plan = Training.of(
@@ -86,6 +87,7 @@ def test_a_case_that_fails_is_a_line() -> None:
     assert result == replace(blank, error="stopped after 0 s")
 
 
+@pytest.mark.usefixtures("same_process")
 def test_the_cpu_benchmark_compares_with_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     plan = Cpu.of(size="tiny", length=64, cases=["tiny:1x64"], steps=1)

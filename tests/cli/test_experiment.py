@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from commands import Cli, refused, succeeded
 
 from xlstm7b.files import lock_folder
+from xlstm7b.train import Trainer
 
 
 def test_smoke_writes_results_and_figures_and_then_only_draws(cli: Cli, tmp_path: Path) -> None:
@@ -33,6 +36,30 @@ def test_smoke_writes_results_and_figures_and_then_only_draws(cli: Cli, tmp_path
     assert refused(cli(*command, "--set", "optimizer.lr=0.1")) == (
         f"the run rms-norm in {out} has optimizer.lr 0.005, not 0.1: choose another --output"
     )
+
+
+def test_diverged_runs_are_named_and_failed_ones_are_an_error(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("experiment", "pre-norm", "--smoke", "--steps", 3, "--output", tmp_path / "out")
+    errors: dict[str, Exception] = {
+        "rms-norm": FloatingPointError("loss nan"),
+        "layer-norm": torch.OutOfMemoryError("too large"),
+    }
+
+    def fail(trainer: Trainer, report: Any) -> None:
+        raise errors[trainer.folder.name]
+
+    monkeypatch.setattr(Trainer, "train", fail)
+    monkeypatch.setattr("xlstm7b.cli.experiment.find_spec", lambda name: None)  # no figures
+    code, printed, _ = cli(*command, "--runs", "rms-norm")
+    assert (code, printed.splitlines()[-1]) == (0, "1 of 1 runs diverged: rms-norm")
+    code, printed, _ = cli(*command)
+    assert code == 1
+    assert printed.splitlines()[-2:] == [
+        "1 of 2 runs diverged: rms-norm",
+        "1 of 2 runs failed: layer-norm",
+    ]
 
 
 def test_without_matplotlib_the_results_are_kept(

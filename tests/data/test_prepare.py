@@ -127,10 +127,12 @@ def test_processes_change_nothing(texts, tokenizer, tmp_path, shard_tokens, monk
     assert documents(opened) == [[*encode(text), 0] for text in EXPECTED]
 
 
-def test_worker_processes_load_no_torch():
-    code = "import sys, xlstm7b.data.prepare; sys.exit('torch' in sys.modules)"
+def test_torch_is_not_loaded(texts, tmp_path):
+    code = "import sys; from xlstm7b.data.prepare import prepare; prepare(sys.argv[1:2], 'out')"
+    command = [sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)", str(texts)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+    assert subprocess.run(command, env=environment, cwd=tmp_path).returncode == 0
+    assert open_folder(tmp_path / "out").documents == 24
 
 
 @settings(max_examples=25)

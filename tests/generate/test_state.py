@@ -6,6 +6,7 @@ import os
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -582,7 +583,7 @@ def test_saving_and_checking_for_room_do_not_list_the_folder(tmp_path, monkeypat
             kept.save(f"state-{n}", random_state(1), StateLabel(str(n)))
             assert kept.find(f"state-{n}").label.name == str(n)
         kept.delete("state-1")
-        kept.set_label("state-2", StateLabel("other"))
+        kept.change_label("state-2", lambda _: StateLabel("other"))
     assert {found.name for found in kept.list()} == {"state-one", "state-0", "state-2"}
     assert kept.nbytes == sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
 
@@ -591,10 +592,10 @@ def test_the_index_follows_other_processes(tmp_path, monkeypatch):
     one, two = store(tmp_path, 2.5), store(tmp_path, 2.5)
     one.save("state-1", random_state(1))
     assert two.find("state-1").status == "ok"
-    two.set_label("state-1", StateLabel("mine", ("a", "b")))
+    two.change_label("state-1", lambda _: StateLabel("mine", ("a", "b")))
     assert one.find("state-1").label == StateLabel("mine", ("a", "b"))
     assert one.names(tag="a") == ["state-1"]
-    two.set_label("state-1", StateLabel())
+    two.change_label("state-1", lambda _: StateLabel())
     assert one.names(tag="a") == []
     one.save("state-2", random_state(1))
     two.delete("state-1")
@@ -611,6 +612,22 @@ def test_the_index_follows_other_processes(tmp_path, monkeypatch):
     monkeypatch.setattr("xlstm7b.generate.state.time.monotonic", lambda: now + 11)
     with pytest.raises(StoreFull):
         two.check_room(SIZE)
+
+
+def test_changes_of_a_label_at_the_same_time_are_all_kept(tmp_path):
+    stores = store(tmp_path), store(tmp_path)  # as of two processes
+    stores[0].save("state-1", random_state(1))
+
+    def add(tag: int) -> None:
+        def change(label: StateLabel) -> StateLabel:
+            time.sleep(0.005)
+            return label._replace(tags=(*label.tags, str(tag)))
+
+        stores[tag % 2].change_label("state-1", change)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(add, range(16)))
+    assert sorted(stores[0].find("state-1").label.tags, key=int) == [*map(str, range(16))]
 
 
 def test_labels_are_kept_and_expire(tmp_path, monkeypatch):
@@ -634,7 +651,7 @@ def test_labels_are_kept_and_expire(tmp_path, monkeypatch):
     kept.delete("state-2")
     assert names_in(tmp_path) == {"state-3.safetensors"}
     with pytest.raises(KeyError):
-        kept.set_label("state-2", StateLabel("late"))
+        kept.change_label("state-2", lambda _: StateLabel("late"))
     assert names_in(tmp_path) == {"state-3.safetensors"}
 
 

@@ -180,7 +180,7 @@ Q = "base_model.model.backbone.blocks.0.mlstm_layer.q."
         (lambda c, t: c.update(lora_alpha=10**400), "not a finite number"),
         (lambda c, t: c.update(alpha_pattern={"q": None}), "lora_alpha is None, not a finite"),
         (lambda c, t: c.update(alpha_pattern=["q"]), r"alpha_pattern is \['q'\], not an object"),
-        (lambda c, t: c.update(alpha_pattern={"(": 1}), r"'\(' in alpha_pattern is no regular exp"),
+        (lambda c, t: c.update(alpha_pattern={"(": 1}), r"alpha_pattern: '\(' is no regular expr"),
         (lambda c, t: c.update(r=99), "the rank of .* is 99, but A and B have"),
         (lambda c, t: c.update(rank_pattern={"q": 9}), r"the rank of .*\.q is 9, but"),
         (lambda c, t: t.clear(), "holds no adapter"),
@@ -194,6 +194,10 @@ Q = "base_model.model.backbone.blocks.0.mlstm_layer.q."
         (lambda c, t: t.update({Q + "lora_C.weight": torch.ones(1)}), "only lora_A and lora_B"),
         (lambda c, t: t.update({"x.lora_A.weight": torch.ones(1)}), "for no matrix of this model"),
         (lambda c, t: t[Q + "lora_A.weight"].fill_(torch.inf), "not finite numbers"),
+        (
+            lambda c, t: t.update({Q + "lora_A.weight": torch.ones(4, 128, dtype=torch.int64)}),
+            r"lora_A\.weight' is of type int64, not of a floating-point type",
+        ),
     ],
 )
 def test_adapters_that_do_not_fit(edit, message, adapter, tmp_path):
@@ -203,10 +207,10 @@ def test_adapters_that_do_not_fit(edit, message, adapter, tmp_path):
 
 
 def test_a_pattern_that_takes_years_is_refused(adapter, tmp_path, monkeypatch):
-    monkeypatch.setattr("xlstm7b.model.adapter._MATCH_SECONDS", 1)
+    monkeypatch.setattr("xlstm7b.patterns._SECONDS", 1)
     years = {"(.*)*(.*)*!": 3}
     change(adapter, tmp_path / "changed", lambda c, t: c.update(alpha_pattern=years))
-    with pytest.raises(ValueError, match="in alpha_pattern take more than 1 s"):
+    with pytest.raises(ValueError, match=r"alpha_pattern: the regular expressions take .* 1 s"):
         load_adapter(tmp_path / "changed", CONFIG)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -519,6 +520,19 @@ def test_a_state_has_a_name_tags_and_an_expiry(live: LiveServer) -> None:
             assert error_of(answer)["param"] == param
             assert "Input should" not in answer.text
     assert live.client.patch(f"{STATES}/state-{'0' * 24}", json={}).status_code == 404
+
+
+def test_changes_at_the_same_time_are_all_kept(live: LiveServer) -> None:
+    path = f"{STATES}/{live.post(STATES, prompt='a')['id']}"
+
+    def patch(body: dict[str, Any]) -> None:
+        assert live.client.patch(path, json=body).status_code == 200
+
+    with ThreadPoolExecutor(2) as pool:
+        for n in range(1, 21):
+            list(pool.map(patch, ({"name": str(n)}, {"tags": [str(n)]})))
+            found = live.client.get(path).json()
+            assert (found["name"], found["tags"]) == (str(n), [str(n)])
 
 
 def test_an_expired_state_is_gone(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,14 @@
 """Structured output over HTTP: OpenAI's field, vLLM's fields, and refusals that say why."""
 
+import gc
 import json
 import re
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
 import jsonschema_rs
 import openai
 import pytest
@@ -15,6 +16,7 @@ from live_server import LiveServer, error_of, wait_for
 from pydantic import BaseModel, Field
 
 from xlstm7b.generate import Request, SamplingParams
+from xlstm7b.generate.structured import Grammar, Matcher
 from xlstm7b.serve.handlers import GrammarsInUse
 from xlstm7b.serve.protocol import ApiError
 
@@ -269,20 +271,42 @@ def test_large_grammars_are_limited_in_all(
     assert not service.grammars._uses
 
 
-def test_aborted_requests_leave_memory_flat(live: LiveServer) -> None:
-    form = {"response_format": FORMAT | {"json_schema": {**WRAPPED, "schema": {"type": "array"}}}}
+def test_a_thousand_aborted_requests_leave_nothing_behind(live: LiveServer) -> None:
+    """Streams and whole answers, with 25 schemas: more than the 16 that are kept."""
+    aborted = live.metric("request_aborts_total")
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
 
     def abort(count: int) -> None:
-        for _ in range(count):
-            body = {"messages": USER, "stream": True, "max_tokens": 5000, **form}
-            with httpx.stream("POST", f"{live.url}/v1/chat/completions", json=body) as answer:
-                next(answer.iter_lines())
+        for number in range(count):
+            kind = number % 25
+            schema = {"name": "a", "schema": {"type": "array", "minItems": kind}}
+            form = {"response_format": {"type": "json_schema", "json_schema": schema}}
+            body = {"messages": USER, "max_tokens": 50_000, "stream": kind % 4 > 0, **form}
+            content = json.dumps(body).encode()
+            fields = f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+            if not body["stream"]:
+                wait_for(live.is_idle)
+            with live.connect() as connection:
+                connection.sendall(head + fields.encode() + content)
+                if body["stream"]:
+                    assert connection.recv(4096).startswith(b"HTTP/1.1 200 OK")
+                else:
+                    wait_for(lambda: not live.is_idle())
         wait_for(live.is_idle)
 
-    abort(20)
+    abort(200)
     before = resident_bytes()
-    abort(40)
+    abort(800)
+    wait_for(lambda: live.metric("request_aborts_total") == aborted + 1000)
     assert resident_bytes() - before < 16 << 20
+    gc.collect()
+    left = Counter(type(found) for found in gc.get_objects())
+    assert left[Matcher] == 0
+    assert left[Grammar] <= 16
+    assert not live.service.grammars._uses
+    # No slot is lost: all four answer at once.
+    answer = live.post("/v1/completions", prompt="a", max_tokens=80, n=4, guided_json=SCHEMA)
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop"] * 4
 
 
 def resident_bytes() -> int:

@@ -19,7 +19,7 @@ from xlstm7b.model import XLSTM
 from xlstm7b.model.adapter import check_base, load_adapter, merge_checkpoint
 from xlstm7b.model.lora import lora_layers
 from xlstm7b.model.quantizer import quantize_checkpoint
-from xlstm7b.quantize.config import Quantization
+from xlstm7b.quantize.config import Quantization, Scheme, named_schemes
 from xlstm7b.tokenizer import tokenizer_fingerprint
 from xlstm7b.train import Recipe, describe, load_recipe, make_plan
 from xlstm7b.train.metrics_log import read_metrics
@@ -194,6 +194,39 @@ def test_the_plan_knows_quantised_weights(tmp_path):
         plan = make_plan(load_recipe("7b", settings), gpus=1)
         assert plan.memory["frozen"] == pytest.approx(size, rel=0.01)
         assert describe(plan)["model"]["frozen_weights"].startswith(bits)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("re:(.*)*(.*)*!", "quantization_config: the regular expressions take more than 1 s"),
+        ("re:(", r"quantization_config: '\(' is no regular expression"),
+        (5, r"quantization_config, group_0: targets is \[5\], not a list of names"),
+    ],
+)
+def test_targets_that_cannot_be_matched_are_refused(target, message, tmp_path, monkeypatch):
+    monkeypatch.setattr("xlstm7b.patterns._SECONDS", 1)
+    config = ModelConfig.named("7b").to_dict("bfloat16")
+    config["quantization_config"] = Quantization.named("int8").to_dict()
+    config["quantization_config"]["config_groups"]["group_0"]["targets"] = [target]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    chosen = load_recipe("7b", [f"init_from={tmp_path}", "lora={}", *ON_ONE_GPU])
+    with pytest.raises(ValueError, match=message):
+        make_plan(chosen, gpus=1)
+
+
+def test_schemes_by_names_patterns_and_all_layers():
+    group = {"weights": Scheme("int8").to_dict()}
+    layers = ["backbone.blocks.0.mlstm_layer.q", "lm_head", "lm_head2"]
+    for targets, ignore, expected in (
+        (["Linear"], ["lm_head"], [True, False, True]),
+        (["lm_head"], None, [False, True, False]),
+        (["re:.*blocks", "re:lm"], ["re:.*2$"], [True, True, False]),
+        ([], [], [False, False, False]),
+    ):
+        values = {"config_groups": {"a": {**group, "targets": targets}}, "ignore": ignore}
+        found = named_schemes(values, layers)
+        assert found == [Scheme("int8") if one else None for one in expected]
 
 
 def test_the_examples_fit_on_one_gpu(tmp_path, monkeypatch):

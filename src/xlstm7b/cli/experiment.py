@@ -134,8 +134,13 @@ def experiment(
             print(f"\n{accuracy_table(chosen, found)}")
         figures = f" and {target / chosen.name}.png and .svg" if draws else ""
         print(f"wrote {target / 'results.json'}{figures}")
+        for status in ("diverged", "failed"):
+            if ended := [run for run, record in found.items() if record["status"] == status]:
+                print(f"{len(ended)} of {len(found)} runs {status}: {', '.join(ended)}")
     if any(run not in found for run in names):
         print(f"{target}: not finished; the same command continues")
+    if any(record["status"] == "failed" for record in found.values()):
+        raise typer.Exit(1)  # not for a run that diverged: that is its result
 
 
 def _device(device: str | None, smoke: bool) -> str:

@@ -23,7 +23,7 @@ from functools import cache
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +51,7 @@ from xlstm7b.data.shards import (
     write_manifest,
 )
 from xlstm7b.data.sources import SourceFile, find_sources
+from xlstm7b.files import Progress, lock_folder, write_json
 from xlstm7b.tokenizer import (
     AnyTokenizer,
     ByteTokenizer,
@@ -58,9 +59,6 @@ from xlstm7b.tokenizer import (
     open_tokenizer,
     tokenizer_file,
 )
-
-if TYPE_CHECKING:
-    from xlstm7b.files import Progress
 
 # The temporary names of `files.write_aside`, which a killed run leaves.
 _HALF_WRITTEN = re.compile(r"\.(unfinished|manifest|\d{5}\.ds).*\.[0-9a-f]{8}")
@@ -367,8 +365,6 @@ def _check_bad(bad: Sequence[str], allowed: int) -> None:
 @contextmanager
 def _begin(output: Path, plan: _Plan) -> Iterator[None]:
     """Creates the folder, locks it and marks it as unfinished."""
-    from xlstm7b.files import lock_folder, write_json  # not at the top: it loads torch
-
     output.mkdir(parents=True, exist_ok=True)
     with lock_folder(output, "preparing"):
         if not _is_done(output, plan):

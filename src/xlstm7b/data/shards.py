@@ -19,18 +19,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
+from typing import IO, Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from xlstm7b.chat_format import PlainFormat
+from xlstm7b.files import Progress, write_aside, write_json
 
-if TYPE_CHECKING:
-    from xlstm7b.files import Progress
-
-# `files` is imported where it is used: it loads torch, which the workers of `prepare` do not need.
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished.json"
 
@@ -294,8 +291,6 @@ def write_manifest(
     **noted: Any,
 ) -> None:
     """Completes a folder of shards. `entries` are the writers' `entry`; `noted` is stored as is."""
-    from xlstm7b.files import write_json
-
     manifest = {
         "format": 1,
         "tokenizer": tokenizer_fingerprint,
@@ -367,8 +362,6 @@ class ShardWriter:
     def __init__(
         self, path: Path, *, vocab_size: int, has_mask: bool = False, eos_token_id: int = 0
     ) -> None:
-        from xlstm7b.files import write_aside
-
         self.path, self.documents, self.tokens = path, 0, 0
         self._vocab_size, self._has_mask, self._eos = vocab_size, has_mask, eos_token_id
         self._dtype = np.dtype(f"<u{token_size(vocab_size)}")
@@ -400,8 +393,6 @@ class ShardWriter:
 
     def close(self, **noted: Any) -> None:
         """Renames the files. `noted` is stored in NAME.ds.json with the entry."""
-        from xlstm7b.files import write_json
-
         with self._stack:
             self._write(".index", np.array(self._ends, dtype="<u8"))
             for file in self._files.values():

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,11 +202,24 @@ class StateStore:
         self.find(name)
         return self._path(name)
 
-    def set_label(self, name: str, label: StateLabel) -> StoredState:
-        """Replaces the label. `KeyError` if there is no such state."""
-        self.find(name)
-        self._write_label(name, label)
-        return self.find(name)
+    def change_label(self, name: str, change: Callable[[StateLabel], StateLabel]) -> StoredState:
+        """Replaces the label by a changed one. `KeyError` if there is no such state.
+
+        The state's file is locked meanwhile: of two changes at the same time, in any threads or
+        processes, the second sees the first.
+        """
+        try:
+            file = self._path(name).open("rb")
+        except FileNotFoundError as error:
+            raise KeyError(name) from error
+        with file:
+            with suppress(OSError):  # some network file systems have no locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            self.find(name)  # it may have expired
+            now = _Entry()  # not that of the index: another process may have written since
+            self._read_label(name, now)
+            self._write_label(name, change(now.label))
+            return self.find(name)
 
     def delete(self, name: str) -> None:
         """`KeyError` if there is no such state."""

@@ -11,8 +11,6 @@ import hashlib
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,20 +34,13 @@ from xlstm7b.config import ModelConfig
 from xlstm7b.model.layers import QuantizedLinear
 from xlstm7b.model.lm import XLSTM
 from xlstm7b.model.lora import LoraLinear
+from xlstm7b.patterns import first_matches
 from xlstm7b.tokenizer import read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 # Fields of the config that may have any value: they do not change what an adapter computes.
 _INITIAL = {"eva_config", "loftq_config"}
-# A program that matches patterns, and the time that it may take.
-_MATCH = """
-import json, re, sys
-patterns, layers = json.load(sys.stdin)
-found = [next((n for n, p in enumerate(patterns) if re.match(p, layer)), None) for layer in layers]
-json.dump(found, sys.stdout)
-"""
-_MATCH_SECONDS = 10
 # Ways to start an adapter that change the base's weights too.
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -109,7 +100,10 @@ def load_adapter(folder_or_hub_id: str | Path, config: ModelConfig) -> Adapter:
             if len(shape) != 2 or layer == "backbone.embeddings":
                 raise ValueError(f"{path}: {key!r} is for no matrix of this model")
             tensor = file.get_tensor(key).clone()
-            if not tensor.is_floating_point() or not tensor.float().isfinite().all():
+            if not tensor.is_floating_point():
+                kind = str(tensor.dtype).removeprefix("torch.")
+                raise ValueError(f"{path}: {key!r} is of type {kind}, not of a floating-point type")
+            if not tensor.float().isfinite().all():
                 raise ValueError(f"{path}: {key!r} holds values that are not finite numbers")
             if side in parts.setdefault(layer, {}):
                 raise ValueError(f"{path} holds lora_{side} of {layer} twice")
@@ -200,44 +194,16 @@ def _by_layer(
     given = settings.get(patterns) or {}
     if not isinstance(given, dict):
         raise ValueError(f"{path}: {patterns} is {given!r}, not an object of patterns and numbers")
-    wholes = {pattern: rf"(.*\.)?({pattern})$" for pattern in given}
-    for pattern, whole in wholes.items():
-        try:
-            re.compile(whole)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(
-                f"{path}: {pattern!r} in {patterns} is no regular expression: {error}"
-            ) from error
     found = dict.fromkeys(layers, settings.get(name, 8))  # PEFT's default of both
-    if given:
-        try:
-            matches = _first_matches([*wholes.values()], [*found])
-        except subprocess.TimeoutExpired as error:
-            raise ValueError(
-                f"{path}: the regular expressions in {patterns} take more than {_MATCH_SECONDS} s"
-            ) from error
-        values = [*given.values()]
-        for layer, number in zip(found, matches, strict=True):
-            if number is not None:
-                found[layer] = values[number]
+    try:
+        matches = first_matches([*given], [*found], form=r"(.*\.)?({})$")
+    except ValueError as error:
+        raise ValueError(f"{path}: {patterns}: {error}") from error
+    values = [*given.values()]
+    for layer, number in zip(found, matches, strict=True):
+        if number is not None:
+            found[layer] = values[number]
     return found
-
-
-def _first_matches(patterns: list[str], layers: list[str]) -> list[int | None]:
-    """The number of the first pattern that matches each layer.
-
-    In a process of its own: some regular expressions take years, and only a process can be ended.
-    """
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", _MATCH],
-        input=json.dumps([patterns, layers]),
-        capture_output=True,
-        text=True,
-        timeout=_MATCH_SECONDS,
-        check=True,
-    )
-    numbers: list[int | None] = json.loads(done.stdout)
-    return numbers
 
 
 def save_adapter(

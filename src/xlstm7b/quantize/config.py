@@ -5,9 +5,11 @@ library, and without torch.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
+
+from xlstm7b.patterns import first_matches
 
 GROUP_SIZES = (32, 64, 128)
 SCHEMES = ("int8", "fp8", "int4")
@@ -147,20 +149,25 @@ def described(values: Mapping[str, Any] | None) -> dict[str, str]:
     }
 
 
-def named_scheme(values: Mapping[str, Any], layer: str) -> Scheme | None:
-    """The scheme of a layer by a supported `quantization_config`; None if it stays in floats."""
+def named_schemes(values: Mapping[str, Any], layers: Sequence[str]) -> list[Scheme | None]:
+    """The schemes of layers by a supported `quantization_config`; None if one stays in floats."""
+    schemes: list[Scheme | None] = [None]
+    targets = [(target, 0) for target in values.get("ignore") or ()]
+    for number, group in enumerate(values["config_groups"].values(), 1):
+        schemes.append(Scheme.from_dict(group["weights"]))
+        targets += [(target, number) for target in group.get("targets") or ()]
+    try:
+        matches = first_matches([_pattern(target) for target, _ in targets], layers)
+    except ValueError as error:
+        raise ValueError(f"quantization_config: {error}") from error
+    return [None if match is None else schemes[targets[match][1]] for match in matches]
 
-    def matches(pattern: str) -> bool:
-        if pattern.startswith("re:"):
-            return re.match(pattern.removeprefix("re:"), layer) is not None
-        return pattern in ("Linear", layer)
 
-    if any(map(matches, values.get("ignore") or ())):
-        return None
-    for group in values["config_groups"].values():
-        if any(map(matches, group.get("targets", ()))):
-            return Scheme.from_dict(group["weights"])
-    return None
+def _pattern(target: str) -> str:
+    """The regular expression of a target: `re:` and one, "Linear" for all, or a layer's name."""
+    if target.startswith("re:"):
+        return target.removeprefix("re:")
+    return "" if target == "Linear" else rf"{re.escape(target)}\Z"
 
 
 def check_supported(values: Any) -> None:
@@ -194,11 +201,13 @@ def check_supported(values: Any) -> None:
                 f"quantization_config: the format {group['format']!r} is not supported, "
                 f"only {', '.join(sorted(known))}"
             )
+    _check_names("quantization_config: ignore", values.get("ignore"))
     for extra in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if values.get(extra):
             raise ValueError(f"quantization_config: {extra} is not supported")
     for name, group in groups.items():
         try:
+            _check_names("targets", group.get("targets"))
             if not isinstance(group.get("weights"), Mapping):
                 raise ValueError("no scheme for the weights")
             Scheme.from_dict(group["weights"])
@@ -210,3 +219,9 @@ def check_supported(values: Any) -> None:
                     raise ValueError(f"{side} that are not dynamic are not supported")
         except (ValueError, TypeError) as error:
             raise ValueError(f"quantization_config, {name}: {error}") from error
+
+
+def _check_names(field: str, names: Any) -> None:
+    if names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        return
+    raise ValueError(f"{field} is {names!r}, not a list of names")

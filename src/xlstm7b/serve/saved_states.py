@@ -4,7 +4,7 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -139,10 +139,12 @@ class SavedStates:
             except FileNotFoundError as error:
                 raise KeyError(state_id) from error
 
-    def set_label(self, state_id: str, label: StateLabel) -> StoredState:
+    def change_label(
+        self, state_id: str, change: Callable[[StateLabel], StateLabel]
+    ) -> StoredState:
         self.find(state_id)
         with _http_errors(state_id):
-            return self._store.set_label(state_id, label)
+            return self._store.change_label(state_id, change)
 
     def delete(self, state_id: str) -> None:
         with _http_errors(state_id):

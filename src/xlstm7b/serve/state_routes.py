@@ -97,10 +97,8 @@ async def download_state(state_id: str, http: HttpRequest) -> Response:
 async def label_state(state_id: str, body: protocol.LabelBody, http: HttpRequest) -> dict[str, Any]:
     """Change the name, the tags or the expiry of a saved state."""
     service: Service = http.app.state.service
-    states = service.saved_states()
-    before = (await asyncio.to_thread(states.find, state_id)).label
-    label = _label(body, before)
-    return _describe(service, await asyncio.to_thread(states.set_label, state_id, label))
+    change = partial(service.saved_states().change_label, state_id, partial(_label, body))
+    return _describe(service, await asyncio.to_thread(change))
 
 
 @router.delete("/v1/states/{state_id}")

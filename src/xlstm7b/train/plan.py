@@ -54,7 +54,7 @@ from xlstm7b.accounting import (
     training_flops,
 )
 from xlstm7b.config import ModelConfig
-from xlstm7b.quantize.config import Scheme, named_scheme
+from xlstm7b.quantize.config import Scheme, named_schemes
 from xlstm7b.registry import STANDARD, find
 from xlstm7b.train.recipe import Layout, Recipe
 
@@ -239,7 +239,8 @@ def _quantization(init_from: str) -> tuple[Scheme | None, Scheme | None] | None:
     values = json.loads(path.read_text(encoding="utf-8")).get("quantization_config")
     if values is None:
         return None
-    return named_scheme(values, "backbone.blocks.0.mlstm_layer.q"), named_scheme(values, "lm_head")
+    blocks, head = named_schemes(values, ["backbone.blocks.0.mlstm_layer.q", "lm_head"])
+    return blocks, head
 
 
 def _kept_values(config: ModelConfig, tp: int) -> tuple[int, int, int]:

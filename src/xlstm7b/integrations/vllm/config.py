@@ -37,7 +37,7 @@ class XLSTMConfig(PreTrainedConfig):
                 "max_position_embeddings": _LONGEST_TEXT,
                 "tie_word_embeddings": False,
             }
-        super().__post_init__(**values)  # type: ignore[no-untyped-call]
+        super().__post_init__(**values)
 
     def to_model_config(self) -> ModelConfig:
         return ModelConfig(
