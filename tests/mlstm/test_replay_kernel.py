@@ -239,9 +239,18 @@ def test_passes_and_steps_in_any_order(seed, interval, most, slack, gates):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("heads", [(8, 256, 512), (2, 1024, 1024), (4, 96, 192), (5, 160, 320)])
+@pytest.mark.parametrize(
+    ("heads", "dtype", "state_dtype"),
+    [
+        ((8, 256, 512), torch.bfloat16, torch.float32),
+        ((8, 256, 512), torch.bfloat16, torch.bfloat16),
+        ((8, 256, 512), torch.float32, torch.float32),
+        ((2, 1024, 1024), torch.bfloat16, torch.float32),
+        ((4, 96, 192), torch.float32, torch.bfloat16),
+        ((5, 160, 320), torch.bfloat16, torch.float32),
+        ((5, 160, 320), torch.float16, torch.float32),
+    ],
+)
 def test_passes_of_real_models(heads, dtype, state_dtype):
     torch.manual_seed(0)
     layer = Layer(9, *heads, 32, 14, dtype, state_dtype)
