@@ -15,10 +15,8 @@ from xlstm7b.mlstm import MLSTMState
 from xlstm7b.mlstm.replay import Pass, Ring
 from xlstm7b.mlstm.triton.chunk_gates import log_sigmoid
 from xlstm7b.mlstm.triton.launch_params import Tile, padded
+from xlstm7b.mlstm.triton.replay import FOLDED_ROWS, fold_n, fold_tile, precision
 from xlstm7b.mlstm.triton.step import take_counters
-
-# Rows of C that are folded at a time.
-_FOLDED = 32
 
 
 @triton.jit
@@ -152,7 +150,7 @@ def pass_kernel(
     if tl.atomic_add(arrived + row, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(arrived + row, 0)
         if folds:
-            _fold_n(n_head, K_at, held, weight_fold, decay_fold, DK, FOLDED)
+            fold_n(n_head, K_at, held, weight_fold, decay_fold, DK, FOLDED)
             tl.store(m_head, m_fold)
         all_t, all_v = tl.arange(0, PADDED_T), tl.arange(0, PADDED_V)
         in_all_v = all_v < DV
@@ -172,7 +170,7 @@ def pass_kernel(
     # 7. Fold the tile of C.
     if folds:
         V_in = weight_fold[:, None] * V_old
-        _fold_tile(C_head, K_at, held, in_v, V_in, decay_fold, DK, DV, FOLDED, PRECISION)
+        fold_tile(C_head, K_at, held, in_v, V_in, decay_fold, DK, DV, FOLDED, PRECISION)
 
 
 @triton.jit
@@ -197,38 +195,6 @@ def _add_block(
     else:
         from_state = tl.dot(wide, C_t.to(tl.float32), from_state, input_precision=PRECISION)
     return from_state, scores_old, scores_new, n_q + tl.sum(wide * n_t[None, :], 1)
-
-
-@triton.jit
-def _fold_n(n_head, K_at, held, weight, decay, DK: tl.constexpr, FOLDED: tl.constexpr):
-    """n ← decay n + Σ_j w_j k_j."""
-    for start in range(0, DK, FOLDED):
-        d_k = start + tl.arange(0, FOLDED)
-        mask = held[:, None] & (d_k < DK)[None, :]
-        K_in = tl.load(K_at + d_k[None, :], mask=mask, other=0.0).to(tl.float32)
-        n_new = decay * tl.load(n_head + d_k, mask=d_k < DK, other=0.0)
-        n_new += tl.sum(weight[:, None] * K_in, 0)
-        tl.store(n_head + d_k, n_new, mask=d_k < DK)
-
-
-@triton.jit
-def _fold_tile(
-    C_head, K_at, held, in_v, V_in, decay,
-    DK: tl.constexpr, DV: tl.constexpr, FOLDED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """C ← decay C + Σ_j k_j (w_j v_j)ᵀ, for the rows w_j v_j of V_in.
-
-    The tile is read a second time, most of it from the L2 cache.
-    """
-    for start in range(0, DK, FOLDED):
-        d_k = start + tl.arange(0, FOLDED)
-        in_k = d_k < DK
-        K_mask = held[:, None] & in_k[None, :]
-        K_in = tl.load(K_at + d_k[None, :], mask=K_mask, other=0.0).to(tl.float32)
-        C_block, mask = C_head + d_k[:, None] * DV, in_k[:, None] & in_v[None, :]
-        C_new = decay * tl.load(C_block, mask=mask, other=0.0).to(tl.float32)
-        C_new = tl.dot(tl.trans(K_in), V_in, C_new, input_precision=PRECISION)
-        tl.store(C_block, C_new, mask=mask)
 
 
 @triton.jit
@@ -271,11 +237,10 @@ def launch_pass(
         *gate.stride()[:2], *(part.stride(0) for part in (*state, *ring[:3])),
         d_k**-0.5, eps, norm_eps, heads, DK=d_k, DV=d_v, T=length,
         SIZE=size, ENTRIES=padded(size), INTERVAL=rows.interval,
-        BLOCK_K=tile.d_in, BLOCK_V=tile.d_out, FOLDED=min(_FOLDED, padded(d_k)),
+        BLOCK_K=tile.d_in, BLOCK_V=tile.d_out, FOLDED=min(FOLDED_ROWS, padded(d_k)),
         PADDED_T=triton.next_power_of_2(length), PADDED_V=padded(d_v), ROWS=padded(length),
-        # Three products of TF32 have nearly the digits of float32. 16-bit numbers are exact in one.
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32x3",
-        OVERLAP=overlap, **tile.options(), **({"launch_pdl": True} if overlap else {}),
+        PRECISION=precision(q.dtype), OVERLAP=overlap, **tile.options(),
+        **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     return h
 
