@@ -25,6 +25,7 @@ from xlstm7b.generate.fused import FusedModel, Slots
 from xlstm7b.generate.kernels import fp8, gpu
 from xlstm7b.generate.replay import Rings
 from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
+from xlstm7b.mlstm.replay import Pass
 from xlstm7b.model import ModelState
 from xlstm7b.quantize.config import Scheme
 from xlstm7b.quantize.gpu import prepare
@@ -179,16 +180,25 @@ def run_head() -> None:
 
 @torch.inference_mode()
 def run_steps(dtype: torch.dtype, rows: int) -> None:
-    """Single tokens; some rows keep their state. Then by replay, until all others are folded."""
+    """Single tokens; some rows keep their state. Then by replay, until all others are folded.
+
+    Last, several tokens at once, of which some are kept.
+    """
     fused = fused_model(dtype)
     state = ModelState.zeros(fused.config, rows, device=DEVICE)
     live = torch.rand(rows, device=DEVICE) < 0.5
     tokens = torch.randint(331, (rows,), device=DEVICE)
     fused.step(tokens, state, live)
-    rings = Rings.zeros(fused.config, rows, dtype=dtype, device=DEVICE, interval=3)
+    rings = Rings.zeros(fused.config, rows, dtype=dtype, device=DEVICE, interval=3, size=20)
     rings.folded.copy_(state.tokens_seen)
     for _ in range(1 if ONLY_COMPILE else 5):
         fused.step(tokens, state, live, rings=rings)
+    for count in (9,) if ONLY_COMPILE else (2, 4, 8, 9):
+        drafts = torch.randint(331, (rows, count), device=DEVICE)
+        lengths = torch.randint(count + 1, (rows,), device=DEVICE)
+        one_pass = Pass(rings.folded, state.tokens_seen, lengths, rings.interval)
+        fused.read_drafts(drafts, state, one_pass, rings)
+        fused.advance(one_pass, (lengths + 1) // 2)
 
 
 def run_quantized(scheme: Scheme, batches: Sequence[int]) -> None:

@@ -1,6 +1,7 @@
 """What the generation benchmark measures on a CPU, and its limits; never a speed."""
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from naive_scoring import save_byte_model
 
 from xlstm7b import accounting
-from xlstm7b.bench import cases, generation
+from xlstm7b.bench import cases, generation, speculation
 from xlstm7b.bench.cases import Result
 from xlstm7b.bench.generation import START_TOKENS, with_limit
 from xlstm7b.bench.measure import random_model
@@ -127,6 +128,30 @@ def test_decoding_with_and_without_replay() -> None:
     interval = generation.replay_interval(plan, 64)
     many = with_limit(Result("replay", batch=64), plan, 1, replay_interval=interval)
     assert many.limit == pytest.approx(12_100, rel=0.01)
+
+
+def test_speculation_with_forced_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_once(run: Callable[[int], object], *_: object, **__: object) -> float:
+        run(60)
+        return 0.001
+
+    monkeypatch.setattr(speculation, "measure_steps", run_once)
+    plan = replace(SMALL, parts=("speculation",), batches=(2,))
+    results = cases.run(plan)
+    assert not any(result.error for result in results)
+    shares = {r.work: r.figures.get("accepted") for r in results}
+    assert [*shares] == [
+        "no speculation",
+        "p = 0, lengths adapt",
+        *(f"p = {share}, up to 8 drafts" for share in ("0", "0.5", "0.8", "1")),
+    ]
+    assert shares["no speculation"] is None
+    assert shares["p = 0, lengths adapt"] == shares["p = 0, up to 8 drafts"] == 0
+    assert shares["p = 1, up to 8 drafts"] == 100
+    assert 0 < shares["p = 0.5, up to 8 drafts"] < shares["p = 0.8, up to 8 drafts"] < 100
+    assert all(r.tokens_per_second == pytest.approx(2000) for r in results)
+    with pytest.raises(ValueError, match="speculation needs weights that are not quantised"):
+        replace(plan, quantize="int8").check()
 
 
 def test_drift_of_states(tmp_path: Path) -> None:

@@ -382,6 +382,22 @@ def test_generate_verbose(cli: Cli, speller: Path) -> None:
         assert re.fullmatch(r"peak memory +[\d.]+ GB", memory)
 
 
+def test_generate_speculates(cli: Cli, speller: Path) -> None:
+    """The same text. The one letter that is allowed repeats itself, so drafts are accepted."""
+    options = ("--max-new-tokens", 60, "--ignore-eos", "--repetition-penalty", 0.01, *GREEDY)
+    plain = succeeded(cli("generate", speller, "Once", *options))
+    lookup = "--speculate", "lookup", "--verbose", "--peak-tbs", 0.1
+    code, out, err = cli("generate", speller, "Once", *options, *lookup)
+    assert (code, out) == (0, plain)
+    drafted, accepted = re.search(
+        r"drafted +([\d,]+) tokens, of which ([\d,]+) were accepted", err
+    ).groups()
+    assert 20 < int(accepted) <= int(drafted)
+    code, _, err = cli("generate", speller, "Once", "--speculate", "ngram")
+    assert code == 2
+    assert "ngram" in err
+
+
 def test_generate_measures_the_bandwidth_of_memory(cli: Cli, speller: Path) -> None:
     code, _, err = cli("generate", speller, "x", "--max-new-tokens", 1, "--verbose")
     assert code == 0

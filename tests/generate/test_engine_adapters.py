@@ -145,3 +145,18 @@ def test_requests_with_different_adapters_share_a_batch_on_a_gpu(base, adapters)
         if number:
             merge_adapter(merged, adapters[number])
         assert driver.completion(one).token_ids == run_alone(merged, greedy(prompt)).token_ids
+
+
+def test_drafts_are_verified_with_the_adapter_of_the_request(adapters, expected):
+    """`previous_prompt` holds the output that all of them are to draft: that of adapter 1."""
+    model, prompt = random_model(), PROMPTS[0]
+    driver = Driver(new_engine(model, slots=3, adapters=adapters[1:], speculate="lookup"))
+    made = [request(prompt, adapter, 12) for adapter in adapters]
+    for one in made:
+        ids = one.prepare(driver.engine.config, driver.engine.tokenizer).prompt_token_ids
+        one.previous_prompt = (*ids, *expected[prompt, 1])
+        driver.add(one)
+    driver.finish()
+    for number, one in enumerate(made):
+        assert driver.completion(one).token_ids == expected[prompt, number]
+        assert (one.accepted_tokens > 5) == (number == 1)

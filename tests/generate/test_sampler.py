@@ -627,6 +627,61 @@ def test_rows_that_are_sampled_alone(rows, seed, data):
 
 @settings(max_examples=60)
 @given(
+    rows=st.lists(st.tuples(row_params, st.lists(tokens, max_size=9)), min_size=1, max_size=5),
+    seed=st.integers(0, 2**32),
+    positions=st.integers(1, 5),
+    everything=st.booleans(),
+    data=st.data(),
+)
+def test_positions_after_drafts_are_sampled_as_one_after_the_other(
+    rows, seed, positions, everything, data
+):
+    """Each row has as many tokens as its drafts are right, and one more."""
+    together = set_rows(*[row for row, _ in rows], vocab=VOCAB, prompts=[p for _, p in rows])
+    alone = []
+    for row, prompt in rows:
+        one = Sampler(1, VOCAB, "cpu")
+        one.set_row(0, row, seed=row.seed, prompt=prompt)
+        alone.append(one)
+    needs = EVERYTHING if everything else together.needs
+    for turn in range(3):
+        logits = random_logits(seed + turn, len(rows), positions, VOCAB)
+        wanted, kept, logprobs, drafts = [], [], [], []
+        for row, one in enumerate(alone):
+            found, draft = [], [data.draw(st.integers(-1, VOCAB - 1)) for _ in range(positions - 1)]
+            count, goes_on = 0, int(one.pending[0]) >= 0
+            while goes_on:
+                (token,) = step(one, logits[row, count][None], needs)
+                found.append(token)
+                logprobs.append((row, count, one.logprob[0].clone()))
+                if token == -1:  # the output has its last token
+                    logprobs.pop()
+                count += 1
+                if count < positions and data.draw(st.integers(0, 4)):
+                    draft[count - 1] = max(0, token)
+                goes_on = count < positions and int(one.pending[0]) == draft[count - 1] >= 0
+            wanted.append(found + [-1] * (positions - len(found)))
+            kept.append(count)
+            drafts.append(draft)
+        given_drafts = torch.tensor(drafts, dtype=torch.long).view(len(rows), positions - 1)
+        unused = torch.zeros(len(rows), positions - 1, 2, dtype=torch.int32)
+        drawn = together.sample_drafts(logits, given_drafts, needs, unused)
+        assert drawn.tokens.tolist() == wanted
+        assert drawn.kept.tolist() == kept
+        for row, one in enumerate(alone):
+            assert together.pending[row] == one.pending[0]
+            assert together.index[row] == one.index[0]
+            if "_counts" in vars(one):
+                assert torch.equal(together._counts[row], one._counts[0])
+        if needs.logprobs is not None:
+            own, top_logprobs, top_tokens = drawn.logprobs
+            assert top_logprobs.shape == top_tokens.shape == (*own.shape, needs.logprobs)
+            for row, position, want in logprobs:
+                assert own[row, position] == want
+
+
+@settings(max_examples=60)
+@given(
     first=row_params,
     second=row_params,
     third=row_params,

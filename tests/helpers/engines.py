@@ -70,7 +70,7 @@ def copy_of(request: Request, **changes: object) -> Request:
     """A new request with the same arguments, or with some of them replaced."""
     names = (
         "prompt", "params", "state", "keep_state", "prompt_logprobs", "prefill_only",
-        "previous_prompt", "previous_output", "adapter",
+        "previous_prompt", "previous_output", "adapter", "speculate", "history",
     )  # fmt: skip
     options = {name: getattr(request, name) for name in names} | changes
     return Request(options.pop("prompt"), options.pop("params"), **options)

@@ -17,6 +17,7 @@ from models import spelling_model
 
 from xlstm7b.chat_format import ChatFormat, PlainFormat
 from xlstm7b.generate import Engine, Generator, StateStore
+from xlstm7b.generate.engine import Speculation
 from xlstm7b.model.adapter import Adapter
 from xlstm7b.serve.app import create_app
 from xlstm7b.serve.engine_thread import EngineThread
@@ -114,6 +115,7 @@ def serving(
     cache_bytes: int = 1 << 24,
     send_buffer: int | None = None,
     adapters: Mapping[str, tuple[Adapter, ChatFormat]] | None = None,
+    speculate: Speculation = None,
 ) -> Iterator[LiveServer]:
     """Serves the generator's model. The generator itself can be used at the same time."""
     engine = Engine(
@@ -121,6 +123,7 @@ def serving(
         generator.tokenizer,
         slots=slots,
         cache_bytes=cache_bytes,
+        speculate=speculate,
         adapters=[adapter for adapter, _ in (adapters or {}).values()],
     )
     thread = EngineThread(engine, max_waiting)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from xlstm7b.mlstm import MLSTMState
 from xlstm7b.mlstm.recurrent import recurrent_step
-from xlstm7b.mlstm.replay import Cursor, Ring, folded_state, replay_step
+from xlstm7b.mlstm.replay import Cursor, Pass, Ring, folded_state, replay_pass, replay_step
 
 
 def copy_of(state: MLSTMState) -> MLSTMState:
@@ -32,6 +32,13 @@ class Replay:
         cursor = Cursor(self.folded, self.seen, live, self.interval)
         h = replay_step(*tokens, self.state, self.ring, cursor, **options)
         cursor.advance()
+        return h
+
+    def read(self, tokens: list[Tensor], lengths: Tensor, kept: Tensor, **options: float) -> Tensor:
+        """A pass over several tokens, of which `kept` are right."""
+        rows = Pass(self.folded, self.seen, lengths, self.interval)
+        h = replay_pass(*tokens, self.state, self.ring, rows, **options)
+        rows.advance(kept)
         return h
 
     def current(self, back: int = 0) -> MLSTMState:
@@ -169,3 +176,95 @@ def test_rows_that_start_together_are_folded_one_after_the_other():
         cursor.advance()
         assert torch.equal(cursor.folded == cursor.seen, due)
     assert (folds == 1).all()
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 1000),
+    shape=st.tuples(*[st.integers(1, 3)] * 2, *[st.integers(1, 9)] * 2),
+    interval=st.integers(1, 7),
+    most=st.integers(1, 5),
+    gates=st.sampled_from([1.0, 5.0, 30.0]),
+)
+def test_a_pass_equals_single_steps_in_float64(seed, shape, interval, most, gates):
+    """Rows read different numbers of tokens, of which some are dropped again."""
+    batch, heads, d_qk, d_hv = shape
+    passes = 8
+    case = random_case(seed, batch, passes * most, heads, d_qk, d_hv, gates=gates)
+    draw = torch.Generator().manual_seed(seed)
+    seen = torch.randint(0, 50, (batch,), generator=draw)
+    replay = Replay(case.state, interval + 2 * most, interval, seen, torch.float64)
+    state = case.state
+    for number in range(passes):
+        tokens = [getattr(case, x)[:, number * most : (number + 1) * most] for x in "qkvif"]
+        lengths = torch.randint(0, most + 1, (batch,), generator=draw)
+        kept = (torch.rand(batch, generator=draw) * (lengths + 1)).long()
+        kept = torch.where(lengths > 0, kept.clamp(min=1), 0)  # the first token is no draft
+        before, h = replay.seen.clone(), replay.read(tokens, lengths, kept)
+        states = [state]
+        for t in range(most):
+            live = t < lengths
+            step = shut([x[:, t] for x in tokens], live)
+            want, after = recurrent_step(*step, states[-1])
+            states.append(after)
+            if live.any():
+                assert error(h[live, t], want[live]) < 1e-11
+        assert torch.equal(replay.seen, before + kept)
+        assert (replay.folded <= before).all()
+        assert (before - replay.folded < interval)[lengths > 0].all()
+        state = MLSTMState(
+            *(
+                torch.stack([part[kept[row]][row] for row in range(batch)])
+                for part in (torch.stack(parts) for parts in zip(*states, strict=True))
+            )
+        )
+        assert_same(replay.current(), state, 1e-11)
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 1000), kept=st.integers(1, 6), back=st.integers(0, 5))
+def test_a_state_is_had_as_of_any_token_of_the_latest_pass(seed, kept, back):
+    back = min(back, kept - 1)
+    case = random_case(seed, 2, 18, 2, 3, 5)
+    replay = Replay(case.state, 4 + 12, 4, torch.tensor([0, 11]), torch.float64)
+    for start in (0, 6, 12):
+        tokens = [getattr(case, x)[:, start : start + 6] for x in "qkvif"]
+        taken = torch.full((2,), 6 if start < 12 else kept)
+        replay.read(tokens, torch.full((2,), 6), taken)
+    state = case.state
+    for t in range(12 + kept - back):
+        state = recurrent_step(*tokens_at(case, t), state)[1]
+    assert_same(replay.current(back), state, 1e-11)
+
+
+def test_a_pass_is_at_most_as_wrong_as_single_steps():
+    """In float32 against float64, over 200 tokens in passes of 8: the mean over all."""
+    case = random_case(0, 8, 200, 2, 32, 48)
+    case.i, case.f = case.i - 6, case.f + 5  # as in a trained model
+    narrow = case.to(torch.float32)
+    exact = Case(**vars(narrow)).to(torch.float64)
+    replay = Replay(narrow.state, 32, 16, torch.zeros(8, dtype=torch.long), torch.float32)
+    want_state, plain_state, outputs = exact.state, narrow.state, []
+    eight = torch.full((8,), 8)
+    for t in range(200):
+        if t % 8 == 0:
+            tokens = [getattr(narrow, x)[:, t : t + 8] for x in "qkvif"]
+            got = replay.read(tokens, eight, eight)
+        want, want_state = recurrent_step(*tokens_at(exact, t), want_state)
+        plain, plain_state = recurrent_step(*tokens_at(narrow, t), plain_state)
+        outputs.append((got[:, t % 8], plain, want))
+    got, plain, want = map(torch.stack, zip(*outputs, strict=True))
+    mine, its = (((x - want).norm(dim=-1) / want.norm(dim=-1)).mean() for x in (got, plain))
+    assert mine <= its
+
+
+def test_rows_that_start_together_are_folded_in_different_passes():
+    seen = torch.full((32,), 7)
+    rows = Pass(seen.clone(), seen, torch.full((32,), 3), 16)
+    folds = torch.zeros(32, dtype=torch.long)
+    for _ in range(17):
+        due = rows.is_due()
+        assert int(due.sum()) <= 6
+        folds += due
+        rows.advance(torch.full((32,), 3))
+    assert (folds == 3).all()

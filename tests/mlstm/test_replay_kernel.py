@@ -1,4 +1,4 @@
-"""The kernel of replay decoding against the equations in float64 (`mlstm/replay.py`).
+"""The kernels of replay decoding against the equations in float64 (`mlstm/replay.py`).
 
 Without a GPU it runs in Triton's interpreter. The reference gets the same rounded inputs.
 """
@@ -12,11 +12,12 @@ from measure import error
 from torch import Tensor
 
 from xlstm7b.mlstm import MLSTMState, headwise_norm
-from xlstm7b.mlstm.replay import Cursor, Ring, folded_state, replay_step
+from xlstm7b.mlstm.replay import Cursor, Pass, Ring, folded_state, replay_pass, replay_step
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from xlstm7b.mlstm.triton.launch_params import Tile, replay_tile
+from xlstm7b.mlstm.triton.launch_params import Tile, pass_tile, replay_tile
 from xlstm7b.mlstm.triton.replay import launch_advance, launch_replay
+from xlstm7b.mlstm.triton.replay_pass import launch_advance_pass, launch_pass
 from xlstm7b.mlstm.triton.step import launch_step, take_counters
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -56,21 +57,22 @@ class Layer:
 
     def tokens(self, live: Tensor, gates: float = 3.0) -> list[Tensor]:
         """q, k, v and the output gate as views of one projection; shut gates where not live."""
-        batch, heads, d_qk, d_hv = self.sizes
+        _, heads, d_qk, d_hv = self.sizes
         widths = [heads * d for d in (d_qk, d_qk, d_hv, d_hv)]
-        projected = guarded(torch.randn(batch, sum(widths), device=DEVICE).to(self.dtype))
+        projected = guarded(torch.randn(*live.shape, sum(widths), device=DEVICE).to(self.dtype))
         parts = [x.unflatten(-1, (heads, -1)) for x in projected.split(widths, dim=-1)]
-        i, f = guarded(gates * torch.randn(batch, 2, heads, device=DEVICE)).unbind(1)
+        i, f = guarded(gates * torch.randn(*live.shape, 2, heads, device=DEVICE)).unbind(-2)
         i[~live], f[~live] = -torch.inf, torch.inf
         return [*parts, i, f]
 
     def step(self, live: Tensor, tile: Tile | None = None, **options) -> tuple[Tensor, Tensor]:
         """h of the kernel and of the reference."""
+        batch, heads = self.sizes[:2]
         q, k, v, gate, i, f = self.tokens(live, **options)
         cursor = Cursor(self.folded, self.seen, live, self.interval)
         h = launch_replay(
             q, k, v, i, f, self.state, self.ring, cursor, gate, self.norm, EPS, EPS,
-            tile or replay_tile(*self.sizes[2:]),
+            tile or replay_tile(batch * heads, self.ring.k.shape[2], *self.sizes[2:]),
         )  # fmt: skip
         launch_advance(cursor)
         cursor = Cursor(self.want_folded, self.want_seen, live, self.interval)
@@ -79,6 +81,27 @@ class Layer:
         cursor.advance()
         want = headwise_norm(want, self.norm.double(), EPS) * torch.sigmoid(gate.double())
         return h, want
+
+    def read(
+        self, lengths: Tensor, kept: Tensor, count: int, tile: Tile | None = None, **options
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A pass of `count` tokens: h of the kernel and of the reference, and which are read."""
+        live = torch.arange(count, device=DEVICE) < lengths[:, None]
+        q, k, v, gate, i, f = self.tokens(torch.ones_like(live), **options)
+        for x in (q, k, v, i, f):
+            x[~live] = torch.nan  # not to be read
+        rows = Pass(self.folded, self.seen, lengths, self.interval)
+        h = launch_pass(
+            q, k, v, i, f, self.state, self.ring, rows, gate, self.norm, EPS, EPS,
+            tile or pass_tile(self.sizes[0] * self.sizes[1], *self.sizes[2:]),
+        )  # fmt: skip
+        launch_advance_pass(rows, kept)
+        rows = Pass(self.want_folded, self.want_seen, lengths, self.interval)
+        wide = [x.double() for x in (q, k, v, i, f)]
+        want = replay_pass(*wide, self.want_state, self.want_ring, rows, eps=EPS)
+        rows.advance(kept)
+        want = headwise_norm(want, self.norm.double(), EPS) * torch.sigmoid(gate.double())
+        return h, want, live
 
     def check(self, got: Tensor, want: Tensor, live: Tensor) -> None:
         digits = DIGITS[self.state.C.dtype]
@@ -162,6 +185,111 @@ def test_a_nan_of_an_earlier_text_does_not_return():
         layer.check(*layer.step(live), live)
 
 
+# Passes
+
+
+def some_of(lengths: Tensor) -> Tensor:
+    """How many of the tokens are kept: at least one, where any are read."""
+    kept = 1 + (torch.rand(lengths.shape, device=DEVICE) * lengths).long()
+    return torch.minimum(kept, lengths)
+
+
+@pytest.mark.parametrize(
+    ("count", "d_qk", "d_hv", "tile", "dtype"),
+    [
+        (2, 16, 16, None, NARROW),
+        (8, 24, 40, Tile(1, 16, 32, 1, 1), torch.float32),
+        (4, 33, 65, Tile(1, 64, 64, 2, 1), NARROW),
+        (8, 80, 48, Tile(1, 32, 64, 1, 1), torch.float32),
+    ],
+)
+def test_a_pass_equals_the_equations(count, d_qk, d_hv, tile, dtype):
+    """Rows that read nothing now and then; the neighbours of a row in memory stay as they are."""
+    layer = Layer(2, 2, d_qk, d_hv, 3 + 2 * count, 4, dtype, torch.float32)
+    others = [x[::2].clone() for x in layer.whole]
+    for number in range(5):
+        lengths = torch.tensor([count, number % 3], device=DEVICE).clamp(max=count)
+        layer.check(*layer.read(lengths, some_of(lengths), count, tile))
+    assert all(map(torch.equal, (x[::2] for x in layer.whole), others))
+    assert not take_counters(4, DEVICE).any()
+
+
+@settings(max_examples=4)
+@given(
+    seed=st.integers(0, 1000),
+    interval=st.integers(1, 9),
+    most=st.sampled_from([2, 4, 9]),
+    slack=st.integers(0, 4),
+    gates=st.sampled_from([1.0, 5.0, 15.0]),
+)
+def test_passes_and_steps_in_any_order(seed, interval, most, slack, gates):
+    """All drafts of a pass are kept, or some. Steps fold what passes have left."""
+    torch.manual_seed(seed)
+    size = interval + 2 * most - 1 + slack
+    layer = Layer(2, 1, 17, 20, size, interval, torch.float32, torch.float32)
+    for _ in range(7):
+        count = int(torch.randint(1, most + 1, ()))
+        if count == 1:
+            live = torch.rand(2, device=DEVICE) < 0.8
+            layer.check(*layer.step(live, gates=gates), live)
+            continue
+        lengths = torch.randint(0, count + 1, (2,), device=DEVICE)
+        kept = lengths if torch.rand(()) < 0.5 else some_of(lengths)
+        layer.check(*layer.read(lengths, kept, count, gates=gates))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "dtype", "state_dtype"),
+    [
+        ((8, 256, 512), torch.bfloat16, torch.float32),
+        ((8, 256, 512), torch.bfloat16, torch.bfloat16),
+        ((8, 256, 512), torch.float32, torch.float32),
+        ((2, 1024, 1024), torch.bfloat16, torch.float32),
+        ((4, 96, 192), torch.float32, torch.bfloat16),
+        ((5, 160, 320), torch.bfloat16, torch.float32),
+        ((5, 160, 320), torch.float16, torch.float32),
+    ],
+)
+def test_passes_of_real_models(heads, dtype, state_dtype):
+    torch.manual_seed(0)
+    layer = Layer(9, *heads, 32, 14, dtype, state_dtype)
+    for number in range(24):
+        count = (9, 2)[number % 2]
+        lengths = torch.randint(0, count + 1, (9,), device=DEVICE)
+        got, want, live = layer.read(lengths, some_of(lengths), count)
+        if state_dtype == torch.bfloat16:  # the reference goes on from the rounded state
+            for part, want_part in zip(layer.state, layer.want_state, strict=True):
+                assert error(part, want_part) < DIGITS[state_dtype]
+                want_part.copy_(part)
+        layer.check(got, want, live)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [2, 4, 8, 9])
+def test_a_pass_is_the_same_when_it_is_repeated(count):
+    """The programs of a head hand over what they computed: a race would show now and then."""
+    torch.manual_seed(0)
+    layer = Layer(3, 8, 256, 512, 32, 14, torch.bfloat16, torch.float32)
+    lengths = torch.tensor([count, count - 1, 1], device=DEVICE)
+    for _ in range(3):
+        layer.check(*layer.read(lengths, lengths, count))
+    live = torch.arange(count, device=DEVICE) < lengths[:, None]
+    q, k, v, gate, i, f = layer.tokens(live)
+    rows = Pass(layer.folded, layer.seen, lengths, layer.interval)
+    old, found = [x.clone() for x in layer.state], []
+    for _ in range(50):
+        for part, value in zip(layer.state, old, strict=True):
+            part.copy_(value)
+        h = launch_pass(
+            q, k, v, i, f, layer.state, layer.ring, rows, gate, layer.norm, EPS, EPS,
+            pass_tile(3 * 8, 256, 512),
+        )  # fmt: skip
+        found.append((h, *(x.clone() for x in layer.state)))
+    for again in found[1:]:
+        assert all(map(torch.equal, found[0], again))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -184,7 +312,7 @@ def test_the_kernels_error_is_at_most_that_of_the_plain_step():
     sizes = 16, 4, 128, 256
     layer = Layer(*sizes, 16, 16, torch.float32, torch.float32)
     plain = MLSTMState(*(part.clone(memory_format=torch.contiguous_format) for part in layer.state))
-    live = torch.ones(16, dtype=torch.bool, device=DEVICE)
+    live, tile = torch.ones(16, dtype=torch.bool, device=DEVICE), Tile(1, 128, 64, 4, 1)
     errors = []
     for _ in range(160):
         drawn = layer.tokens(live, gates=1.0)
@@ -193,7 +321,7 @@ def test_the_kernels_error_is_at_most_that_of_the_plain_step():
         f += 5
         layer.tokens = lambda *_, drawn=drawn, **__: drawn
         got, want = layer.step(live)
-        its = launch_step(q, k, v, i, f, *plain, gate, layer.norm, EPS, EPS, replay_tile(128, 256))
+        its = launch_step(q, k, v, i, f, *plain, gate, layer.norm, EPS, EPS, tile)
         del layer.tokens
         errors.append([(x - want).norm(dim=-1) / want.norm(dim=-1) for x in (got, its)])
     mine, its = (torch.stack(each).mean() for each in zip(*errors, strict=True))

@@ -71,3 +71,32 @@ def test_an_abort_is_no_success_and_waiting_is_measured(generator: Generator) ->
         assert live.metric("prompt_tokens_total") == 4  # the aborted prompt was read, too
         queued = live.metric("request_queue_time_seconds_sum")
         assert 0 < queued < live.metric("time_to_first_token_seconds_sum")
+
+
+def test_speculation_is_counted(generator: Generator) -> None:
+    """In the metrics and in the usage. A request may do without."""
+    body = {"prompt": "abc", "max_tokens": 40, "ignore_eos": True, **GREEDY}
+    repeating = {**body, "logit_bias": {"100": 100}}
+    with serving(generator, speculate="lookup") as live, serving(generator) as plain:
+        answer = live.post(PATH, **repeating)
+        details = answer["usage"]["completion_tokens_details"]
+        accepted = details["accepted_prediction_tokens"]
+        drafted = accepted + details["rejected_prediction_tokens"]
+        assert 20 < accepted <= drafted
+        assert live.metric("spec_decode_num_draft_tokens_total") == drafted
+        assert live.metric("spec_decode_num_accepted_tokens_total") == accepted
+        want = plain.post(PATH, **repeating)
+        assert answer["choices"] == want["choices"]
+        assert "completion_tokens_details" not in want["usage"]
+        without = live.post(PATH, **repeating, speculate=False)
+        assert (without["choices"], without["usage"]) == (
+            want["choices"],
+            want["usage"] | {"prompt_tokens_details": without["usage"]["prompt_tokens_details"]},
+        )
+        assert live.metric("spec_decode_num_draft_tokens_total") == drafted
+        chunks = live.stream(PATH, **repeating, stream_options={"include_usage": True})
+        text = "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"])
+        assert text == want["choices"][0]["text"]
+        assert chunks[-1]["usage"]["completion_tokens"] == 40
+        assert len(chunks) < 40
+        live.refused(PATH, 400, prompt="a", speculate="lookup")

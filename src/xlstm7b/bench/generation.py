@@ -4,7 +4,8 @@ Everything is measured through `Generator`, as users call it, sampling included.
 decoding at several batch sizes, and after contexts of several lengths; the time from a prompt to
 its first tokens; prefill of a constant number of tokens as many short or few long prompts; with a
 folder, the time from saved weights to the first token; if asked for, decoding with and without
-replay, and the drift of bfloat16 states (`drift.py`). Every speed is shown with its limit.
+replay, the drift of bfloat16 states (`drift.py`), and speculation (`speculation.py`). Every speed
+but that of speculation is shown with its limit.
 
 Peers run in processes of their own, with random weights, in the fastest way that works: compiled
 in a CUDA graph, in a CUDA graph, or eager (`peer_models.py`). Before a peer is timed, its cached
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from xlstm7b import accounting
-from xlstm7b.bench import drift
+from xlstm7b.bench import drift, speculation
 from xlstm7b.bench.cases import Column, Part, Result
 from xlstm7b.bench.measure import (
     GREEDY,
@@ -75,6 +76,17 @@ PARTS = {
     "drift": Part(
         "loss of a text that is decoded token by token",
         ("batch", "tokens", Column("loss", "loss", digits=5), Column("change, %", "change", 1, 4)),
+    ),
+    "speculation": Part(
+        "generation with drafts; ms are those of a token",
+        (
+            "batch",
+            "tokens",
+            "ms",
+            "tok/s",
+            Column("accepted, %", "accepted", digits=1),
+            Column("of plain, ×", "of_plain", digits=3),
+        ),
     ),
     "context": Part("decoding after a context", (*_DECODE, _SAME), plot=("tokens", "tok/s")),
     "first": Part("from a prompt to its first tokens", _FIRST, plot=("tokens", "ms"), log_y=True),
@@ -293,6 +305,7 @@ _OURS: dict[str, Callable[[XLSTM, Generation], Iterator[Result]]] = {
     "context": _context,
     "first": _first,
     "prefill": _prefill,
+    "speculation": speculation.results,  # last: it changes the embedding and the head
 }
 
 

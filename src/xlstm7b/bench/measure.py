@@ -26,6 +26,7 @@ from xlstm7b.quantize.weight import QuantizedWeight
 
 if TYPE_CHECKING:  # the kernel and training benchmarks do not import it
     from xlstm7b.generate import Generator, SavedState
+    from xlstm7b.generate.engine import Speculation
 
 # Without an end-of-text token no output ends early.
 GREEDY: dict[str, Any] = {"temperature": 0.0, "eos_token_id": ()}
@@ -70,9 +71,16 @@ def synchronize(device: str | torch.device) -> None:
 
 
 def measure_steps(
-    run: Callable[[int], object], device: str | torch.device, *, seconds: float, base: int = 0
+    run: Callable[[int], object],
+    device: str | torch.device,
+    *,
+    seconds: float,
+    base: int = 0,
+    most: int = 100,
 ) -> float:
     """Seconds of one step, where `run(n)` does n steps; one timing takes about `seconds`.
+
+    It has at most `most` steps.
 
     With `base`, the time of that many steps is subtracted, and with it everything that `run` does
     once.
@@ -82,7 +90,7 @@ def measure_steps(
         return measure(lambda: run(steps), device, repeats=repeats) if steps else 0.0
 
     once = timed(4, repeats=1) / 4
-    steps = max(4 if base == 0 else 16, min(100, round(seconds / once)))
+    steps = max(4 if base == 0 else 16, min(most, round(seconds / once)))
     for _ in range(5):
         difference = timed(base + steps) - timed(base)
         if difference > 0:  # on a busy machine less work can take longer
@@ -232,7 +240,12 @@ def random_module(make: Callable[[], Module], dtype: torch.dtype, device: str) -
 
 
 def make_generator(
-    model: XLSTM, plan: ModelPlan, batch_size: int = 1, *, replay: bool | None = None
+    model: XLSTM,
+    plan: ModelPlan,
+    batch_size: int = 1,
+    *,
+    replay: bool | None = None,
+    speculate: "Speculation" = None,
 ) -> "Generator":
     """A generator with a byte tokenizer, which decodes any token id."""
     from xlstm7b.generate import Generator
@@ -244,6 +257,7 @@ def make_generator(
         state_dtype=to_dtype(plan.state_dtype),
         batch_size=batch_size,
         replay=replay,
+        speculate=speculate,
     )
 
 

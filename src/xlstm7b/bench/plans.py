@@ -133,7 +133,7 @@ class Kernels(Plan):
 
 
 _PARTS = ("memory", "decode", "context", "first", "prefill")
-_MORE_PARTS = ("replay", "drift")  # measured if they are asked for
+_MORE_PARTS = ("replay", "drift", "speculation")  # measured if they are asked for
 _PEERS = (
     *("transformers", "xlstm", "llama2", "llama3"),
     *("falcon-mamba", "codestral-mamba", "rwkv7"),
@@ -195,6 +195,8 @@ class Generation(ModelPlan):
             raise ValueError(f"there is no saved model in {self.folder}: it has no config.json")
         if "drift" in self.parts and (self.folder is None or self.text is None):
             raise ValueError("the part drift needs --folder and --text")
+        if "speculation" in self.parts and self.quantize != "no":
+            raise ValueError("the part speculation needs weights that are not quantised")
         if self.text is not None and not Path(self.text).is_file():
             raise ValueError(f"there is no file {self.text}")
 

@@ -51,6 +51,7 @@ def chat(
     dtype: options.DType = None,
     device: options.Device = None,
     state_dtype: options.StateDType = "float32",
+    speculate: options.Speculate = "off",
 ) -> None:
     """Talk with a model. Type /help for commands.
 
@@ -60,7 +61,9 @@ def chat(
 
     Messages are formatted by the model's chat template, or as User: and Assistant: if it has none.
     """
-    opened = open_model(model, tokenizer, dtype, device, state_dtype, adapter=adapter)
+    opened = open_model(
+        model, tokenizer, dtype, device, state_dtype, adapter=adapter, speculate=speculate
+    )
     chat_format = opened.chat_format(system)
     from xlstm7b.chat_format import load_chat_template
     from xlstm7b.generate.chat import Chat
@@ -220,6 +223,9 @@ def _print_stats(conversation: "Chat") -> None:
     if stats.last is not None:
         _notify(f"reading      {stats.last.prompt_tokens_per_second:>12,.1f} tok/s")
         _notify(f"answering    {stats.last.tokens_per_second:>12,.1f} tok/s")
+        if stats.last.drafted_tokens:
+            _notify(f"drafted      {stats.last.drafted_tokens:>12,} tokens")
+            _notify(f"accepted     {stats.last.accepted_tokens:>12,} tokens")
 
 
 def _notify(sentence: str) -> None:

@@ -93,6 +93,7 @@ def generate(
     device: options.Device = None,
     state_dtype: options.StateDType = "float32",
     batch_size: options.BatchSize = 32,
+    speculate: options.Speculate = "off",
 ) -> None:
     """Continue a prompt and stream the output to the terminal.
 
@@ -101,7 +102,9 @@ def generate(
 
     Ctrl-C ends the output; --save-state still saves the state. A second Ctrl-C quits at once.
     """
-    opening = partial(open_model, model, tokenizer, dtype, device, state_dtype, batch_size, adapter)
+    opening = partial(
+        open_model, model, tokenizer, dtype, device, state_dtype, batch_size, adapter, speculate
+    )
     if num_return_sequences < 1:
         raise ValueError(f"num_return_sequences must be at least 1, not {num_return_sequences}")
     if peak_tbs is not None and not 0 < peak_tbs < float("inf"):
@@ -223,11 +226,17 @@ def _print_speeds(
     # Speeds count from the first token to the last. The longest output ran for the most steps.
     longest = max(completions, key=lambda completion: len(completion.token_ids))
     batch = min(len(completions), generator.batch_size)
-    moved = longest.tokens_per_second * decode_bytes(
-        generator.config,
-        batch,
-        weight_itemsize=generator.dtype.itemsize,
-        state_itemsize=generator.state_dtype.itemsize,
+    # An accepted draft takes no pass of its own.
+    passes = 1 - longest.accepted_tokens / max(1, len(longest.token_ids))
+    moved = (
+        passes
+        * longest.tokens_per_second
+        * decode_bytes(
+            generator.config,
+            batch,
+            weight_itemsize=generator.dtype.itemsize,
+            state_itemsize=generator.state_dtype.itemsize,
+        )
     )
     limit = _bandwidth(generator.device.type) if peak_tbs is None else peak_tbs * 1e12
     generated = sum(len(completion.token_ids) for completion in completions)
@@ -241,6 +250,10 @@ def _print_speeds(
     if longest.prompt_tokens:
         tokens, speed = longest.prompt_tokens, longest.prompt_tokens_per_second
         lines.insert(0, f"prompt       {tokens:>8,} tokens {speed:>12,.1f} tok/s")
+    if generator.speculate is not None:
+        drafted = sum(completion.drafted_tokens for completion in completions)
+        accepted = sum(completion.accepted_tokens for completion in completions)
+        lines.append(f"drafted      {drafted:>8,} tokens, of which {accepted:,} were accepted")
     print("\n".join(lines), file=sys.stderr)
 
 

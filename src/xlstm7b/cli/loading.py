@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from xlstm7b.devices import default_dtype, to_device, to_dtype
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from xlstm7b.chat_format import ChatFormat
     from xlstm7b.config import ModelConfig
     from xlstm7b.generate import Generator
+    from xlstm7b.generate.engine import Speculation
     from xlstm7b.model import XLSTM
     from xlstm7b.model.adapter import Adapter
     from xlstm7b.tokenizer import Tokenizer
@@ -27,6 +28,7 @@ def open_model(
     state_dtype: str = "float32",
     batch_size: int = 1,
     adapter: str | None = None,
+    speculate: Literal["lookup", "off"] = "off",
 ) -> "OpenedModel":
     """Reads a checkpoint's config and tokenizer, and its adapter if there is one.
 
@@ -44,7 +46,10 @@ def open_model(
     config = read_config(folder)
     text = model_tokenizer(folder, config, tokenizer)
     loaded = None if adapter is None else open_adapter(adapter, folder)
-    return OpenedModel(folder, config, text, weights_dtype, to, kept_dtype, batch_size, loaded)
+    speculation = None if speculate == "off" else speculate
+    return OpenedModel(
+        folder, config, text, weights_dtype, to, kept_dtype, batch_size, loaded, speculation
+    )
 
 
 def name_of(model: str) -> str:
@@ -75,6 +80,7 @@ class OpenedModel:
     state_dtype: "torch.dtype"
     batch_size: int
     adapter: "Adapter | None" = None
+    speculate: "Speculation" = None
 
     def check_state(self, path: Path) -> None:
         """`ValueError` if a state file belongs to other weights."""
@@ -112,6 +118,7 @@ class OpenedModel:
             self.tokenizer,
             state_dtype=self.state_dtype,
             batch_size=self.batch_size,
+            speculate=self.speculate,
         )
 
     @property

@@ -124,6 +124,7 @@ def serve(
     dtype: options.DType = None,
     device: options.Device = None,
     state_dtype: options.StateDType = "float32",
+    speculate: options.Speculate = "off",
 ) -> None:
     """Serve a model to OpenAI clients, with a chat page.
 
@@ -163,7 +164,12 @@ def serve(
     if max_messages > MAX_MESSAGES:
         raise ValueError(f"--max-messages must be at most {MAX_MESSAGES}, not {max_messages}")
     opened = open_model(
-        model, tokenizer=tokenizer, dtype=dtype, device=device, state_dtype=state_dtype
+        model,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        device=device,
+        state_dtype=state_dtype,
+        speculate=speculate,
     )
     chat_format = opened.chat_format()
     shown = name or name_of(model)
@@ -200,6 +206,7 @@ def serve(
         host_cache_bytes=int(host_cache_gb * 1e9),
         cache_folder=cache_folder,
         cache_folder_bytes=int(cache_folder_gb * 1e9),
+        speculate=opened.speculate,
         adapters=[one for one, _ in adapters.values()],
     )
     thread = EngineThread(engine, max_waiting)

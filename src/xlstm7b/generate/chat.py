@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from xlstm7b.chat_format import ChatFormat, PlainFormat, answer_ends, without_prefix
+from xlstm7b.generate.drafts import WINDOW
 from xlstm7b.generate.generator import Generator
 from xlstm7b.generate.params import SamplingParams
 from xlstm7b.generate.request import Completion, RequestOutput
@@ -35,6 +36,7 @@ class _Snapshot:
     last: Completion | None = None
     message: str | None = None  # that `last` answers
     attempt: int = 0  # how often the answer was generated again
+    history: tuple[int, ...] = ()  # the latest tokens that the state has read, for drafts
 
 
 class Chat:
@@ -112,7 +114,12 @@ class Chat:
             seed = params.seed + base.exchanges + (attempt << 32)
             params = replace(params, seed=seed % (1 << 64))
         outputs = self._generator.stream(
-            prompt, state=base.state, keep_state=True, should_stop=should_stop, **vars(params)
+            prompt,
+            state=base.state,
+            keep_state=True,
+            should_stop=should_stop,
+            history=base.history,
+            **vars(params),
         )
         return self._follow(outputs, base, text, attempt)
 
@@ -125,10 +132,18 @@ class Chat:
                 # The ids hold a stop string that ended the answer, the text does not.
                 overread = self._generator.tokenizer.decode(answer.token_ids, continues=True)
                 overread = overread.removeprefix(answer.text)
+                read = *base.history, *output.request.prompt_token_ids, *answer.token_ids
                 if base is self._now:  # else the last answer is replaced
                     self._past.append(base)
                 self._now = _Snapshot(
-                    answer.state, True, overread, base.exchanges + 1, answer, text, attempt
+                    answer.state,
+                    True,
+                    overread,
+                    base.exchanges + 1,
+                    answer,
+                    text,
+                    attempt,
+                    read[-WINDOW:],
                 )
             yield output
 

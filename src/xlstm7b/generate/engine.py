@@ -15,21 +15,23 @@ import resource
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 from xlstm7b import accounting
 from xlstm7b.config import ModelConfig
 from xlstm7b.devices import as_current
+from xlstm7b.generate.drafts import MAX_DRAFT, LookupDrafter
 from xlstm7b.generate.fusable import check_language_model
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.prefix_cache import DiskLevel, Level, PrefixCache, weights_fingerprint
-from xlstm7b.generate.replay import INTERVAL
+from xlstm7b.generate.replay import ring_sizes
 from xlstm7b.generate.request import (
     Completion,
     HashedTokens,
@@ -47,7 +49,7 @@ from xlstm7b.generate.runner import (
 )
 from xlstm7b.generate.scheduler import PrefillChunk, Scheduler
 from xlstm7b.generate.state import SavedState, StateStore, state_bytes
-from xlstm7b.generate.structured import StructuredOutputError, next_masks
+from xlstm7b.generate.structured import StructuredOutputError, draft_masks, next_masks
 from xlstm7b.generate.unfused import UnfusedModel
 from xlstm7b.model import XLSTM
 from xlstm7b.model.adapter import Adapter
@@ -56,6 +58,7 @@ from xlstm7b.tokenizer import Tokenizer
 _LOG = logging.getLogger(__name__)
 _SHARED_STATES = 4  # kept even without a prefix cache, for prefixes that waiting requests share
 
+Speculation = Literal["lookup"] | None
 _Result = TypeVar("_Result")
 
 
@@ -75,6 +78,8 @@ class EngineStats:
     seconds: float  # in all steps
     model_seconds: float  # of that, launching the model and waiting for it
     request_seconds: float  # how long a request holds a slot: a moving average
+    drafted_tokens: int = 0  # by speculation
+    accepted_tokens: int = 0  # of the drafted ones, those that became output
 
 
 class Engine:
@@ -93,6 +98,8 @@ class Engine:
         model whose config names other classes always runs so.
     replay: whether decode steps read states without writing them (docs/generation.md). By default
         they do on a GPU in batches that are large enough, so that it saves time.
+    speculate: "lookup" guesses the next tokens of each request from its own text, and verifies them
+        in one pass. The output is the same, and sooner there if it repeats earlier text.
     adapters: LoRA adapters. Each request may name one of them, and all run in one batch.
     """
 
@@ -112,6 +119,7 @@ class Engine:
         cache_interval: int = 2048,
         fused: bool = True,
         replay: bool | None = None,
+        speculate: Speculation = None,
         adapters: Sequence[Adapter] = (),
     ) -> None:
         sizes = {"prefill_tokens": prefill_tokens, "cache_interval": cache_interval}
@@ -120,6 +128,7 @@ class Engine:
                 raise ValueError(f"{name} must be at least 1, not {size}")
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"state_dtype must be float32 or bfloat16, not {state_dtype!r}")
+        check_speculation(speculate)
         check_language_model(model)
         if fused and model.config.other_classes():
             _log_unfused(model.config)
@@ -132,14 +141,20 @@ class Engine:
         self.device, self.dtype = computed.device, computed.dtype
         device_bytes = max(cache_bytes, _SHARED_STATES * state_bytes(self.config, state_dtype))
         started = len(adapters) * state_bytes(self.config, state_dtype)
-        rings = 0
-        if replay_slots(computed, replay) is not None:
-            rings = accounting.ring_bytes(self.config, INTERVAL, self.dtype.itemsize)
+        self._speculates = speculate is not None
+        drafts, rings = MAX_DRAFT if self._speculates else 0, 0
+        if replay_slots(computed, replay, drafts) is not None:
+            size = ring_sizes(drafts)["size"]
+            rings = accounting.ring_bytes(self.config, size, self.dtype.itemsize)
+        if self._speculates:  # logits of all positions of a pass
+            rings += 4 * (drafts + 1) * self.config.vocab_size
         self.slots = fitting_slots(
             self.config, self.device, state_dtype, slots, device_bytes + started, rings
         )
         self.slot_bytes = state_bytes(self.config, state_dtype) + rings
-        self._runner = ModelRunner(computed, self.slots, state_dtype=state_dtype, replay=replay)
+        self._runner = ModelRunner(
+            computed, self.slots, state_dtype=state_dtype, replay=replay, drafts=drafts
+        )
         self._scheduler = Scheduler(
             self.slots,
             prefill_limits(self.device, prefill_tokens, long_gaps),
@@ -163,6 +178,7 @@ class Engine:
         self._requests: set[Request] = set()  # added and not finished
         self._finishing: dict[Request, RequestOutput] = {}  # the state lacks their last token
         self._prompt_tokens = self._generated_tokens = self._cached_tokens = self._steps = 0
+        self._drafted_tokens = self._accepted_tokens = 0
         self._seconds = self._model_seconds = 0.0
         self._step_model_seconds = 0.0
         self._request_seconds = 1.0
@@ -207,6 +223,8 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         """Reads some prompt tokens and generates one token for every running request.
+
+        With speculation, it generates one or several.
 
         Returns new outputs. On a GPU these are the results of the previous step, except for first
         tokens. If the model fails, this raises, and the engine is unusable afterwards.
@@ -253,6 +271,8 @@ class Engine:
             waiting=len(scheduler.waiting),
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
+            drafted_tokens=self._drafted_tokens,
+            accepted_tokens=self._accepted_tokens,
             cached_tokens=self._cached_tokens,
             cache_hits=dict(self._cache.hits),
             cache_bytes=self._cache.nbytes,
@@ -342,14 +362,17 @@ class Engine:
 
     def _start_decoding(self, ready: Sequence[Request]) -> None:
         for request in ready:
-            seed = request.params.seed
+            seed, prompt = request.params.seed, request.prompt_token_ids
             self._runner.start(
                 request.slot,
                 request.params,
                 seed=secrets.randbits(64) if seed is None else seed,
-                prompt=[*request.previous_prompt, *request.prompt_token_ids],
+                prompt=[*request.previous_prompt, *prompt],
                 output=request.previous_output,
             )
+            if self._speculates and request.speculate:
+                before = *request.history, *request.previous_prompt, *request.previous_output
+                request.drafter = LookupDrafter([*before, *prompt])
         self._set_masks(ready)
         sample = partial(self._runner.sample, [request.slot for request in ready])
         rows = list(enumerate(ready))
@@ -361,6 +384,9 @@ class Engine:
         """Launches a decode step if one is needed; returns how many results may stay in flight."""
         scheduler = self._scheduler
         requests = scheduler.to_decode()
+        if self._speculates and self._wants_to_draft(requests):
+            self._process_results(0)  # a draft continues the last token
+            requests = scheduler.to_decode()
         if not requests:
             return 0
         move = scheduler.move_to_front(self._runner.bucket)
@@ -370,8 +396,17 @@ class Engine:
             moved.slot = slot
         highest = max(request.slot for request in requests)
         rows = [(request.slot, request) for request in requests]
+        drafts, masks = self._propose(highest, requests)
+        if drafts:
+            self._set_masks(requests)
         for request in requests:
             request.reads += 1
+        if drafts:
+            # The results are processed in the same step. So all tokens in the states are known
+            # when a pass starts. A pass may fold only these.
+            results = self._in_model(partial(self._runner.verify, highest, drafts, masks))
+            self._in_flight.append(partial(self._process_tokens, results, rows, drafts))
+            return 0
         if any(request.matcher is not None for request in requests):
             # A mask depends on the last token. The device computes the next logits while the host
             # processes that token and computes the masks. Only the draw waits for them.
@@ -382,7 +417,43 @@ class Engine:
         else:
             results = self._in_model(partial(self._runner.decode, highest))
         self._in_flight.append(partial(self._process_tokens, results, rows))
-        return 1 if self._run_ahead else 0
+        # The next step would read one token more of requests that wait for their final state.
+        return 1 if self._run_ahead and not self._finishing else 0
+
+    def _wants_to_draft(self, requests: Sequence[Request]) -> bool:
+        """True if drafts may be found for a request, once its last token is known."""
+        highest = max((request.slot for request in requests), default=0)
+        return self._runner.most_drafts(highest) > 0 and any(
+            request.drafter is not None
+            and request.drafter.wants_to_draft
+            and request not in self._finishing
+            for request in requests
+        )
+
+    def _propose(
+        self, highest: int, requests: Sequence[Request]
+    ) -> tuple[dict[int, list[int]], dict[int, Tensor]]:
+        """The drafts of a pass, and the masks after each draft of requests with a grammar, by slot.
+
+        There are none while a result is in flight.
+        """
+        drafts: dict[int, list[int]] = {}
+        masks: dict[int, Tensor] = {}
+        most = self._runner.most_drafts(highest)
+        if self._in_flight or not most:
+            return drafts, masks
+        for request in requests:
+            if request.drafter is not None and request not in self._finishing:
+                assert request.output is not None
+                # The last token of the output is not drafted: every position draws a token.
+                left = request.params.max_new_tokens - len(request.output.token_ids)
+                draft = request.drafter.propose(min(most, left - 1))
+                if draft and request.matcher is not None:
+                    after = draft_masks(request.matcher, draft, pinned=self.device.type == "cuda")
+                    masks[request.slot], draft = after, draft[: len(after)]
+                if draft:
+                    drafts[request.slot] = draft
+        return drafts, masks
 
     def _set_masks(self, requests: Sequence[Request]) -> None:
         """Sets which tokens the grammars of these requests allow next. Ends those that allow none.
@@ -413,8 +484,14 @@ class Engine:
         while len(self._in_flight) > keep:
             self._in_flight.popleft()()
 
-    def _process_tokens(self, results: Results, rows: Sequence[tuple[int, Request]]) -> None:
-        tokens, *logprobs = self._in_model(results.lists)
+    def _process_tokens(
+        self,
+        results: Results,
+        rows: Sequence[tuple[int, Request]],
+        drafts: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        """Adds the tokens of a step to their requests. With `drafts`, there may be several each."""
+        values = self._in_model(results.lists)
         now = time.monotonic()
         for row, request in rows:
             if request.finished:
@@ -426,16 +503,32 @@ class Engine:
             assert text is not None
             request.first_token = request.first_token or now
             before = len(text.token_ids)
+            own = [part[row] if drafts else [part[row]] for part in values]
+            drawn = [found for found in zip(*own, strict=True) if found[0] != -1]
+            unused = len(drawn)
+            new_text = ""
             try:
-                new_text = text.push(tokens[row], *(part[row] for part in logprobs))
-                if request.matcher is not None and text.finish_reason != "stop":
-                    request.matcher.advance(tokens[row])
-                    if request.matcher.is_complete:  # nothing but the end of text can follow
-                        new_text += text.finish("stop")
+                while unused and text.finish_reason is None:
+                    token, *logprobs = drawn[-unused]
+                    unused -= 1
+                    new_text += text.push(token, *logprobs)
+                    if request.matcher is not None and text.finish_reason != "stop":
+                        request.matcher.advance(token)
+                        if request.matcher.is_complete:  # nothing but the end of text can follow
+                            new_text += text.finish("stop")
             except (FloatingPointError, StructuredOutputError) as error:
                 self._fail(request, error)
                 continue
             self._generated_tokens += len(text.token_ids) - before
+            if request.drafter is not None:
+                drafted = len(drafts.get(row, ())) if drafts else 0
+                accepted = len(drawn) - 1
+                request.reads += accepted
+                request.drafter.record(text.token_ids[before:], drafted, accepted)
+                request.drafted_tokens += drafted
+                request.accepted_tokens += accepted - unused
+                self._drafted_tokens += drafted
+                self._accepted_tokens += accepted - unused
             wanted = request.params.logprobs
             output = RequestOutput(
                 request,
@@ -447,22 +540,26 @@ class Engine:
             if text.finish_reason is None:
                 self._outputs.append(output)
             else:
-                self._end(request, output)
+                # The last token drawn was not read. The state has read the others.
+                self._end(request, output, back=max(0, unused - 1))
 
-    def _end(self, request: Request, output: RequestOutput) -> None:
-        """Ends an output. If its final state is needed, the last token must be read first."""
+    def _end(self, request: Request, output: RequestOutput, back: int = 0) -> None:
+        """Ends an output. If its final state is needed, the last token must be read first.
+
+        The state has read `back` tokens after the last one of the output: accepted drafts.
+        """
         assert request.output is not None
         wants_state = self._scheduler.wants_final_state(request)
         if wants_state and request.reads < len(request.output.token_ids):
             self._finishing[request] = output
         elif wants_state:
-            self._finish_with_state(request, output)
+            self._finish_with_state(request, output, back)
         else:
             self._finish(request, output, None)
 
-    def _finish_with_state(self, request: Request, output: RequestOutput) -> None:
+    def _finish_with_state(self, request: Request, output: RequestOutput, back: int = 0) -> None:
         assert request.output is not None
-        state, tokens = self._runner.saved(request.slot), request.output.token_ids
+        state, tokens = self._runner.saved(request.slot, back), request.output.token_ids
         if tokens and request.hashed is not None and self._scheduler.store_all:
             whole = HashedTokens(tokens, after=request.hashed)
             self._cache.add(whole, len(whole), state)
@@ -501,6 +598,8 @@ class Engine:
             top_logprobs=text.top_logprobs if wanted else None,
             state=state,
             cached_tokens=request.cached_tokens,
+            drafted_tokens=request.drafted_tokens,
+            accepted_tokens=request.accepted_tokens,
         )
         self._release(request, RequestStatus.FINISHED)
         self._outputs.append(replace(output, completion=completion))
@@ -519,7 +618,7 @@ class Engine:
         if not self._scheduler.active:
             self._in_flight.clear()  # results of finished requests only
         request.status, request.state, request.waits_for = status, None, None
-        request.matcher = None
+        request.matcher = request.drafter = None
 
     def _in_model(self, work: Callable[[], _Result]) -> _Result:
         """Calls the model, or waits for it, and counts the time."""
@@ -527,6 +626,12 @@ class Engine:
         result = work()
         self._step_model_seconds += time.perf_counter() - started
         return result
+
+
+def check_speculation(speculate: object) -> None:
+    """Raises a `ValueError` unless this is a way to speculate, or None."""
+    if speculate not in ("lookup", None):
+        raise ValueError(f'speculate must be "lookup" or None, not {speculate!r}')
 
 
 @cache  # once for each model: a Generator builds several engines

@@ -20,7 +20,7 @@ from xlstm7b.generate.low_rank import (
 from xlstm7b.generate.replay import Rings
 from xlstm7b.generate.unfused import evaluation_mode
 from xlstm7b.mlstm import MLSTMState, has_kernels, mlstm_sequence
-from xlstm7b.mlstm.replay import Cursor, Ring
+from xlstm7b.mlstm.replay import Cursor, Pass, Ring
 from xlstm7b.model import XLSTM, ModelState
 from xlstm7b.model.adapter import Adapter
 from xlstm7b.model.layers import QuantizedLinear
@@ -132,6 +132,31 @@ class FusedModel:
             self.operations.advance(cursor)
         return self.logits(x)
 
+    def read_drafts(
+        self,
+        tokens: Tensor,
+        state: ModelState,
+        rows: Pass,
+        rings: Rings,
+        adapter_of: Tensor | None = None,
+    ) -> Tensor:
+        """Reads up to T tokens per row [B, T] into the rings; float32 logits [B, T, V].
+
+        `rows.lengths` [B] says how many tokens a row reads; logits after others are garbage. The
+        cursors do not move: `advance` counts the tokens that are kept.
+        """
+        batch, length = tokens.shape
+        x = F.embedding(tokens.flatten(), self.embedding)
+        masks = self.low_ranks.masks(_repeated(adapter_of, length))
+        for number, memory in enumerate(state.blocks):
+            ring = rings.blocks[number], rows
+            self._block(x, number, memory, None, batch, None, masks, ring)
+        return self.logits(x).view(batch, length, -1)
+
+    def advance(self, rows: Pass, kept: Tensor) -> None:
+        """Counts the first `kept` [B] tokens of each row that `read_drafts` has read."""
+        self.operations.advance_pass(rows, kept)
+
     def read(
         self,
         tokens: Tensor,
@@ -166,9 +191,7 @@ class FusedModel:
         live = None
         if lengths is not None:
             live = (torch.arange(length, device=tokens.device) < lengths[:, None]).flatten()
-        if adapter_of is not None:
-            adapter_of = adapter_of[:, None].expand(batch, length).flatten()
-        masks = self.low_ranks.masks(adapter_of)
+        masks = self.low_ranks.masks(_repeated(adapter_of, length))
         for number, memory in enumerate(state.blocks):
             self._block(x, number, memory, live, batch, slots, masks)
         seen, read = state.tokens_seen, length if lengths is None else lengths
@@ -195,7 +218,7 @@ class FusedModel:
         batch: int | None,
         slots: "Slots | None",
         masks: Masks = None,
-        ring: tuple[Ring, Cursor] | None = None,
+        ring: tuple[Ring, Cursor | Pass] | None = None,
     ) -> None:
         """One block over the rows of x, in place: `batch` sequences, or (None) single tokens."""
         block, added = self.blocks[number], self._additions(number, masks)
@@ -240,7 +263,7 @@ class FusedModel:
         slots: "Slots | None",
         added: BlockLowRanks,
         masks: Masks,
-        ring: tuple[Ring, Cursor] | None,
+        ring: tuple[Ring, Cursor | Pass] | None,
     ) -> Tensor:
         config = self.config
         projected, gates = self.operations.project(
@@ -266,6 +289,10 @@ class FusedModel:
                 h = self.operations.replay_cell(q, k, v, i, f, memory, *ring, *end)
             return h.flatten(1)
         q, k, v, gate, i, f = self._heads(projected, gates, (batch, len(x) // batch))
+        if ring is not None:
+            end = gate, block.head_norm, config.cell_norm_eps, config.eps
+            h = self.operations.pass_cell(q, k, v, i, f, memory, *ring, *end)
+            return h.flatten(0, 1).flatten(1)
         before = memory
         if slots is not None:
             before = self.operations.gather_states(memory, slots.source)
@@ -324,6 +351,11 @@ class FusedModel:
         added = want if before is None else want - before
         limit = largest * added.norm() + 2 * torch.finfo(self.dtype).eps * want.norm()
         return bool(((got - want).norm() <= limit) | ~want.isfinite().all())
+
+
+def _repeated(adapter_of: Tensor | None, length: int) -> Tensor | None:
+    """The adapters of all tokens, from those of the rows."""
+    return None if adapter_of is None else adapter_of[:, None].expand(-1, length).flatten()
 
 
 def _refuse(reason: str | None) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from xlstm7b.checkpoint import read_config, resolve
 from xlstm7b.devices import default_dtype, to_device
-from xlstm7b.generate.engine import Engine
+from xlstm7b.generate.engine import Engine, Speculation, check_speculation
 from xlstm7b.generate.fusable import check_language_model
 from xlstm7b.generate.params import SamplingParams
 from xlstm7b.generate.request import (
@@ -41,7 +41,7 @@ class Generator:
     At most `batch_size` requests run at a time. C of the state is kept in `state_dtype`. The
     model's weights are stacked in place (`FusedModel`); it can still be trained and saved. A model
     with adapters, hooks or other layers needs `fused=False`, which calls the model itself. `replay`
-    is that of `Engine`.
+    and `speculate` are those of `Engine`.
     """
 
     def __init__(
@@ -53,15 +53,17 @@ class Generator:
         batch_size: int = 32,
         fused: bool = True,
         replay: bool | None = None,
+        speculate: Speculation = None,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"state_dtype must be float32 or bfloat16, not {state_dtype!r}")
+        check_speculation(speculate)
         check_language_model(model)
         self.model, self.config, self.tokenizer = model, model.config, tokenizer
         self.state_dtype, self.batch_size, self.fused = state_dtype, batch_size, fused
-        self.replay = replay
+        self.replay, self.speculate = replay, speculate
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
         self._idle: dict[int, Engine] = {}
@@ -80,6 +82,7 @@ class Generator:
         adapter: str | Path | None = None,
         state_dtype: torch.dtype = torch.float32,
         batch_size: int = 32,
+        speculate: Speculation = None,
     ) -> Self:
         """Loads a checkpoint folder or hub id with its tokenizer.
 
@@ -93,7 +96,7 @@ class Generator:
         model = load_adapted(
             folder, adapter, dtype=dtype or default_dtype(where), device=where, quantize=quantize
         )
-        return cls(model, text, state_dtype=state_dtype, batch_size=batch_size)
+        return cls(model, text, state_dtype=state_dtype, batch_size=batch_size, speculate=speculate)
 
     def generate(
         self,
@@ -156,19 +159,22 @@ class Generator:
         keep_state: bool = False,
         should_stop: ShouldStop | None = None,
         progress: Progress | None = None,
+        history: Sequence[int] = (),
         **sampling: Any,
     ) -> Iterator[RequestOutput]:
-        """Continues one prompt; an output for each token, the last with the completion.
+        """Continues one prompt; an output for each step, the last with the completion.
+
+        A step adds one token; with speculation, one or several.
 
         A mistake raises here, not at the first output. `should_stop` is polled at every step: True
         ends the text after its latest token. `progress` is called with the number of prompt tokens
-        just read. Closing the iterator aborts the request.
+        just read. `history` is that of `Request`. Closing the iterator aborts the request.
         """
         prompts = None if prompt is None else [prompt]
         requests = self._requests(prompts, state, SamplingParams.from_options(**sampling))
         if len(requests) != 1:
             raise ValueError(f"one request can be streamed, not {len(requests)}")
-        requests[0].keep_state = keep_state
+        requests[0].keep_state, requests[0].history = keep_state, history
         return (output for _, output in self._outputs(requests, should_stop, progress))
 
     def read(
@@ -331,6 +337,7 @@ class Generator:
                 long_gaps=1.0,  # all outputs are for one caller: throughput counts
                 fused=self.fused,
                 replay=self.replay,
+                speculate=self.speculate,
             )
         try:
             yield engine

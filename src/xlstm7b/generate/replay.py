@@ -17,6 +17,7 @@ from xlstm7b.model import ModelState
 # Tokens from one fold to the next. Twice as many would save 0.5% of a step's bytes and double the
 # rings.
 INTERVAL = 16
+_DRAFTS_RING = 32  # tokens of a ring, with drafts: the kernels pad rings to powers of two
 
 
 class Rings(NamedTuple):
@@ -61,8 +62,18 @@ class Rings(NamedTuple):
         return self._replace(blocks=blocks, folded=self.folded[start:end])
 
 
-def folded_copy(state: ModelState, rings: Rings) -> ModelState:
-    """A copy of some rows, with the tokens of their rings folded into it.
+def ring_sizes(drafts: int) -> dict[str, int]:
+    """The interval and size of rings, for `Rings.zeros`, if passes read up to this many drafts.
+
+    The interval is as long as such a ring allows (`mlstm.Pass`).
+    """
+    if not drafts:
+        return {"interval": INTERVAL, "size": INTERVAL}
+    return {"interval": _DRAFTS_RING - 2 * (drafts + 1), "size": _DRAFTS_RING}
+
+
+def folded_copy(state: ModelState, rings: Rings, back: int = 0) -> ModelState:
+    """A copy of some rows, with the tokens of their rings folded into it, but the last `back`.
 
     All blocks are folded together: few launches on a GPU.
     """
@@ -72,8 +83,9 @@ def folded_copy(state: ModelState, rings: Rings) -> ModelState:
     def joined(blocks: tuple[tuple[Tensor, ...], ...]) -> list[Tensor]:
         return [torch.stack(part, dim=1).flatten(0, 1) for part in zip(*blocks, strict=True)]
 
-    folded, seen = (x[:, None].expand(shape).flatten() for x in (rings.folded, state.tokens_seen))
+    tokens_seen = state.tokens_seen - back
+    folded, seen = (x[:, None].expand(shape).flatten() for x in (rings.folded, tokens_seen))
     ring = Ring(*joined(rings.blocks))
     new = folded_state(MLSTMState(*joined(state.blocks)), ring, folded, seen)
     parts = zip(*(part.unflatten(0, shape).unbind(1) for part in new), strict=True)
-    return ModelState(tuple(MLSTMState(*own) for own in parts), state.tokens_seen.clone())
+    return ModelState(tuple(MLSTMState(*own) for own in parts), tokens_seen)

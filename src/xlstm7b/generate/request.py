@@ -15,6 +15,7 @@ from xlstm7b.tokenizer import StreamDecoder, Tokenizer, check_tokens, with_first
 
 if TYPE_CHECKING:
     from xlstm7b.config import ModelConfig
+    from xlstm7b.generate.drafts import LookupDrafter
     from xlstm7b.generate.state import SavedState
     from xlstm7b.generate.structured import Matcher
     from xlstm7b.model.adapter import Adapter
@@ -45,6 +46,9 @@ class Request:
     previous_prompt, previous_output: tokens that `state` has read already. Penalties count them,
         and `structured_outputs` describes `previous_output` and the new output together.
     adapter: one of the engine's adapters. Default: the model without any.
+    speculate: whether an engine that speculates drafts tokens for this request.
+    history: tokens that `state` has read already, in which drafts may be found. They change no
+        output.
     """
 
     def __init__(
@@ -59,8 +63,10 @@ class Request:
         previous_prompt: Sequence[int] = (),
         previous_output: Sequence[int] = (),
         adapter: "Adapter | None" = None,
+        speculate: bool = True,
+        history: Sequence[int] = (),
     ) -> None:
-        self.adapter = adapter
+        self.adapter, self.speculate, self.history = adapter, speculate, history
         self.prompt, self.params = prompt, params or SamplingParams()
         self.state, self.keep_state = state, keep_state
         self.prompt_logprobs, self.prefill_only = prompt_logprobs, prefill_only
@@ -81,7 +87,9 @@ class Request:
         self.shared_prefix_len = 0  # tokens shared with an earlier prompt
         self.waits_for: tuple[Request, int] | None = None  # the request that will cache a prefix
         self.cached_tokens = 0  # prompt tokens that came from the prefix cache
-        self.reads = 0  # decode steps launched, each of which reads one output token
+        self.reads = 0  # output tokens that were read, or will be by steps that were launched
+        self.drafter: LookupDrafter | None = None  # None: nothing is drafted
+        self.drafted_tokens = self.accepted_tokens = 0
         self.added = self.admitted = self.first_token = 0.0  # times; 0 until then
 
     @property
@@ -125,7 +133,9 @@ class Request:
             ids = list(prompt)
         if not is_prompt([*self.previous_prompt, *self.previous_output]):
             raise ValueError("previous_prompt and previous_output must be lists of ids")
-        for tokens in (ids, self.previous_prompt, self.previous_output):
+        if isinstance(self.history, str) or not is_prompt(self.history):
+            raise ValueError("history must be a list of ids")
+        for tokens in (ids, self.previous_prompt, self.previous_output, self.history):
             check_tokens(config, tokens)
         self.prompt_token_ids = with_first_token(config, ids) if self.state is None else ids
         self.read_token_ids = self.prompt_token_ids
@@ -198,6 +208,8 @@ class Completion:
     top_logprobs: list[dict[int, float]] | None = None  # the most likely tokens at each position
     state: "SavedState | None" = field(default=None, repr=False)  # has read all of token_ids
     cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    drafted_tokens: int = 0  # by speculation
+    accepted_tokens: int = 0  # of the drafted ones, those that became output
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ is called directly and allocates as it likes.
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -16,11 +16,12 @@ from torch import Tensor
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate.fused import FusedModel, Slots
 from xlstm7b.generate.params import MAX_LOGPROBS, SamplingParams
-from xlstm7b.generate.replay import Rings, folded_copy
-from xlstm7b.generate.sampler import Needs, Sampler, on_device
+from xlstm7b.generate.replay import Rings, folded_copy, ring_sizes
+from xlstm7b.generate.sampler import Needs, Sampler, mask_words, on_device
 from xlstm7b.generate.scheduler import PrefillLimits
 from xlstm7b.generate.state import SavedState, state_bytes, to_device
 from xlstm7b.generate.unfused import UnfusedModel
+from xlstm7b.mlstm.replay import Pass
 from xlstm7b.model import ModelState
 
 MAX_SLOTS, CPU_SLOTS = 256, 8
@@ -39,6 +40,11 @@ _NEEDS = (
 )
 # The same with grammars. These graphs are captured when they are first needed.
 _GRAMMAR_NEEDS = tuple(needs._replace(grammar=True) for needs in _NEEDS)
+# Graphs that verify drafts exist for these numbers of positions: a token and the drafts after it.
+_POSITIONS = (2, 4, 8, 9)
+# The most tokens that a pass of all slots reads: as many as the kernels for few rows take. So most
+# of its time is that of reading the weights.
+_PASS_TOKENS = 64
 # Prefill graphs exist for these shapes: one row of these lengths, or rows × tokens. Larger batches
 # are launched kernel by kernel: only there does the GPU take longer than the launches.
 _ONE_ROW = (*range(64, 768, 64), 768, 896, 1024, 1280, 1536, 1792, 2048, 2304)
@@ -94,8 +100,16 @@ def fitting_slots(
     return slots
 
 
-def replay_slots(model: FusedModel | UnfusedModel, replay: bool | None) -> int | None:
-    """From how many slots on decode steps replay; None if none does."""
+def replay_slots(
+    model: FusedModel | UnfusedModel, replay: bool | None, drafts: int = 0
+) -> int | None:
+    """From how many slots on decode steps replay; None if none does. With drafts, all do."""
+    if drafts:
+        if isinstance(model, UnfusedModel):
+            raise ValueError("speculation needs the fused path, which this model does not have")
+        if replay is False:
+            raise ValueError("speculation needs replay decoding, which replay=False turns off")
+        return 1
     if replay and isinstance(model, UnfusedModel):
         raise ValueError("replay decoding needs the fused path, which this model does not have")
     if replay is None:
@@ -120,6 +134,40 @@ class _Part(NamedTuple):
     rings: Rings | None  # None: a decode step of this many slots writes the states
 
 
+class _Drafting(NamedTuple):
+    """Drafts of all slots, and what the latest pass found for them."""
+
+    drafts: Tensor  # [slots, K]; −1: none
+    allowed: Tensor  # [slots, K, words]: the masks of grammars after each draft
+    logits: Tensor  # [slots, K + 1, V], kept until the next pass: a state may be saved as of any
+    # As in `Drawn`.
+    kept: Tensor  # [slots]
+    tokens: Tensor  # [slots, K + 1]
+    logprob: Tensor
+    top_logprobs: Tensor  # [slots, K + 1, MAX_LOGPROBS]
+    top_tokens: Tensor
+
+    @classmethod
+    def zeros(cls, logits: Tensor, drafts: int) -> Self:
+        """For the slots that have these logits [slots, V]."""
+        slots, vocab_size = logits.shape
+        found, device = (slots, drafts + 1), logits.device
+        integers, reals = (
+            partial(torch.zeros, dtype=dtype, device=device)
+            for dtype in (torch.int64, torch.float32)
+        )
+        return cls(
+            integers(slots, drafts),
+            torch.zeros(slots, drafts, mask_words(vocab_size), dtype=torch.int32, device=device),
+            logits.new_zeros(slots, drafts + 1, vocab_size),
+            integers(slots),
+            integers(found),
+            reals(found),
+            reals(*found, MAX_LOGPROBS),
+            integers(*found, MAX_LOGPROBS),
+        )
+
+
 class _NoGraph(NamedTuple):
     """The work itself in place of a CUDA graph."""
 
@@ -131,6 +179,7 @@ class ModelRunner:
 
     replay: whether decode steps use replay decoding. By default those of `REPLAY_SLOTS` slots or
         more do, on a GPU.
+    drafts: the most tokens of a draft that `verify` reads.
 
     With replay, slots between `start` and `stop` may have tokens in their rings. Prefill never
     touches these slots, so it knows of no ring. A step of fewer slots, which writes the states,
@@ -144,14 +193,17 @@ class ModelRunner:
         *,
         state_dtype: torch.dtype = torch.float32,
         replay: bool | None = None,
+        drafts: int = 0,
     ) -> None:
         self.model, self.config, self.slots = model, model.config, slots
         self.device = device = model.device
         self._on_gpu = device.type == "cuda"
-        self._replay_from = replay_slots(model, replay)
+        self._replay_from = replay_slots(model, replay, drafts)
         self._rings: Rings | None = None
         if self._replay_from is not None and slots >= self._replay_from:
-            self._rings = Rings.zeros(self.config, slots, dtype=model.dtype, device=device)
+            self._rings = Rings.zeros(
+                self.config, slots, dtype=model.dtype, device=device, **ring_sizes(drafts)
+            )
         self._replaying = False  # whether rings may have tokens
         self._decoding = set[int]()  # slots between `start` and `stop`
         # The last rows are not slots. They hold the states that prompts start from, after the
@@ -170,6 +222,7 @@ class ModelRunner:
             dtype=torch.promote_types(model.dtype, torch.float32),
             device=device,
         )
+        self._drafting = _Drafting.zeros(self._logits[:slots], drafts) if drafts else None
         self._start_logits = [*self._logits[slots:].clone().split(1)]
         self._sampler = Sampler(slots, self.config.vocab_size, device)
         # Made once: slicing the 97 tensors of a 7B's state takes long next to a step.
@@ -228,15 +281,25 @@ class ModelRunner:
         self._logits[slot : slot + 1].copy_(self._start_logits[number])
 
     @torch.inference_mode()
-    def saved(self, slot: int) -> SavedState:
-        """A copy of a slot's state."""
-        logits = self._logits[slot : slot + 1].clone()
-        return SavedState(self.config, self._copy_of(slot), logits)
+    def saved(self, slot: int, back: int = 0) -> SavedState:
+        """A copy of a slot's state, as it was before the last `back` tokens.
 
-    def _copy_of(self, slot: int) -> ModelState:
-        """A copy of a slot's state, with the tokens of its ring."""
+        These must be tokens of the latest pass of `verify`, and not its first: tokens before them
+        may have been folded.
+        """
+        if back:
+            assert self._drafting is not None
+            position = self._drafting.kept[slot : slot + 1] - 1 - back
+            logits = self._drafting.logits[slot].index_select(0, position)
+        else:
+            logits = self._logits[slot : slot + 1].clone()
+        return SavedState(self.config, self._copy_of(slot, back), logits)
+
+    def _copy_of(self, slot: int, back: int = 0) -> ModelState:
+        """A copy of a slot's state, with the tokens of its ring but the last `back`."""
         if self._rings is not None and self._replaying and slot in self._decoding:
-            return folded_copy(self._slot_states[slot], self._rings.rows(slot, slot + 1))
+            return folded_copy(self._slot_states[slot], self._rings.rows(slot, slot + 1), back)
+        assert not back
         return self._slot_states[slot].clone()
 
     @torch.inference_mode()
@@ -434,6 +497,85 @@ class ModelRunner:
         self._step(part, part.sampler.pending)
         part.sampler(part.logits, needs)
 
+    def most_drafts(self, highest_slot: int) -> int:
+        """How many drafts of a slot the next pass may read. In large batches none pays."""
+        if self._drafting is None:
+            return 0
+        most = self._drafting.drafts.shape[1]
+        if not self._on_gpu:
+            return most
+        positions = _PASS_TOKENS // self.bucket(highest_slot + 1)
+        return min(most, max((size for size in _POSITIONS if size <= positions), default=1) - 1)
+
+    @torch.inference_mode()
+    def verify(
+        self,
+        highest_slot: int,
+        drafts: Mapping[int, Sequence[int]],
+        masks: Mapping[int, Tensor] | None = None,
+    ) -> "Results":
+        """As `decode`, and also reads drafts, by slot: tokens that may come after the last one.
+
+        Each position is drawn as `decode` would draw it. A draft is accepted if it equals the token
+        drawn at the position before it; then the position after it counts too. Results are those
+        of `decode` by slot, then by position. The token −1 comes after a slot's last position.
+
+        `masks`, by slot, say which tokens may be drawn after each draft in slots with a grammar.
+        Those after the last token are set by `set_masks`.
+        """
+        assert self._drafting is not None
+        n, needs = self.bucket(highest_slot + 1), self._needs()
+        part = self._parts[n]
+        self._set_replay(part)
+        most = self._drafting.drafts.shape[1]
+        positions = 1 + max(map(len, drafts.values()), default=0)
+        if self._on_gpu:
+            positions = min(most + 1, next(size for size in _POSITIONS if size >= positions))
+        given = (drafts.get(slot, ()) for slot in range(n))
+        padded = [[*draft, *[-1] * (most - len(draft))] for draft in given]
+        self._drafting.drafts[:n] = on_device(padded, self.device)
+        for slot, mask in (masks or {}).items():
+            self._drafting.allowed[slot, : len(mask)] = to_device(mask, self.device)
+        key = "verify", n, positions, needs
+        self._run(key, partial(self._verify, part, positions, needs))
+        found, count = self._drafting, part.sampler.needs.logprobs
+        parts = [found.tokens]
+        if count is not None:
+            parts += [found.logprob, found.top_logprobs[..., :count], found.top_tokens[..., :count]]
+        return Results([x[:n, :positions] for x in parts])
+
+    def _verify(self, part: _Part, positions: int, needs: Needs) -> None:
+        assert self._drafting is not None
+        assert part.rings is not None
+        assert isinstance(self.model, FusedModel)
+        sampler, n, found = part.sampler, len(part.logits), self._drafting
+        drafts = found.drafts[:n, : positions - 1]
+        # 1. Read the last token and the drafts.
+        live = sampler.pending >= 0
+        lengths = torch.where(live, 1 + (drafts >= 0).sum(1), 0)
+        rows = Pass(part.rings.folded, part.state.tokens_seen, lengths, part.rings.interval)
+        tokens = torch.cat([sampler.pending[:, None], drafts], 1).clamp(min=0)
+        adapter = self._adapter_rows(0, n)
+        logits = self.model.read_drafts(tokens, part.state, rows, part.rings, adapter)
+        # 2. Draw the tokens.
+        allowed = found.allowed[:n, : positions - 1]
+        drawn = sampler.sample_drafts(logits, drafts, needs, allowed)
+        found.kept[:n] = drawn.kept
+        found.tokens[:n, :positions] = drawn.tokens
+        if drawn.logprobs is not None:
+            logprob, top_logprobs, top_tokens = drawn.logprobs
+            found.logprob[:n, :positions] = logprob
+            found.top_logprobs[:n, :positions, : top_tokens.shape[-1]] = top_logprobs
+            found.top_tokens[:n, :positions, : top_tokens.shape[-1]] = top_tokens
+        # 3. Keep the logits: those after the last token that was right, and all for `saved`.
+        found.logits[:n, :positions] = logits
+        last = (drawn.kept - 1).clamp(min=0)[:, None, None]
+        torch.where(
+            live[:, None], logits.take_along_dim(last, 1)[:, 0], part.logits, out=part.logits
+        )
+        # 4. Count the tokens that were right. The others stay in the ring until they are replaced.
+        self.model.advance(rows, drawn.kept)
+
     # `decode` in two parts, for batches with grammars: the masks are computed in between.
 
     @torch.inference_mode()
@@ -499,6 +641,10 @@ class ModelRunner:
             for needs in _NEEDS:
                 kind = self._covering(needs)
                 self._capture(("decode", n, kind), partial(self._decode, part, kind))
+                for positions in _POSITIONS:
+                    if positions <= self.most_drafts(n - 1) + 1:
+                        work = partial(self._verify, part, positions, kind)
+                        self._capture(("verify", n, positions, kind), work)
         longest = max(chunk_tokens + chunk_tokens // 4, _MAX_GRAPH_TOKENS)
         for size in _ONE_ROW:
             if size <= longest:

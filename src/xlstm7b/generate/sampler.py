@@ -53,6 +53,14 @@ class Needs(NamedTuple):
         return cls._make([*map(any, flags), max({*counts} - {None}, default=None)])
 
 
+class Drawn(NamedTuple):
+    """What `Sampler.sample_drafts` found."""
+
+    kept: Tensor  # [B]: tokens that were right to read: the pending one and the accepted drafts
+    tokens: Tensor  # [B, T], as `Sampler.tokens`; −1 after a rejected draft
+    logprobs: tuple[Tensor, Tensor, Tensor] | None = None  # [B, T], [B, T, top], [B, T, top]
+
+
 class Sampler:
     """Parameters and histories of a batch as tensors at fixed addresses.
 
@@ -216,13 +224,76 @@ class Sampler:
         A row in which every token is banned gets token 0. In a row with a grammar, the tokens that
         it allows are never all banned: if bias or `min_new_tokens` ban them all, they have no say.
         """
+        best, token = self._sample(logits, needs)
+        alive, continues, sampled = self._outcome(best, token)
+        self.tokens.copy_(torch.where(alive, sampled, -1))
+        self.pending.copy_(torch.where(continues, sampled, -1))
+        self.index += alive
+        if needs.penalties:
+            self._counts.scatter_add_(-1, token, alive[:, None].int())
+        if needs.logprobs is not None:
+            logprob, top_logprobs, top_tokens = _logprobs(logits, token, needs.logprobs)
+            self.logprob.copy_(logprob)
+            self.top_logprobs[:, : needs.logprobs] = top_logprobs
+            self.top_tokens[:, : needs.logprobs] = top_tokens
+
+    @torch.inference_mode()
+    def sample_drafts(
+        self, logits: Tensor, drafts: Tensor, needs: Needs, allowed: Tensor
+    ) -> "Drawn":
+        """Up to T tokens per row from logits [B, T, V]: position t comes after t drafts [B, T − 1].
+
+        All positions are sampled at once, each as a call would do after the drafts before it: with
+        its own random number, and with penalties that count these drafts. A position counts as
+        long as all drafts before it equal the tokens sampled. −1 is no draft. `allowed`
+        [B, T − 1, words] are the grammars' masks after the drafts, as in `set_masks`.
+        """
+        at = self._after(drafts, needs, allowed)
+        best, token = at._sample(logits, needs)
+        alive, continues, sampled = at._outcome(best, token)
+        accepted = (continues[:, :-1] & (drafts == sampled[:, :-1])).long().cumprod(1)
+        alive[:, 1:] &= accepted.bool()
+        count = accepted.sum(1)
+        drawn = Drawn(torch.where(self.pending >= 0, 1 + count, 0), torch.where(alive, sampled, -1))
+        following = torch.where(continues, sampled, -1)
+        self.pending.copy_(following.gather(1, count[:, None])[:, 0])
+        self.index += alive.sum(1)
+        if needs.penalties:
+            self._counts.scatter_add_(-1, token[..., 0], alive.int())
+        if needs.logprobs is not None:
+            drawn = drawn._replace(logprobs=_logprobs(logits, token, needs.logprobs))
+        return drawn
+
+    def _after(self, drafts: Tensor, needs: Needs, allowed: Tensor) -> Self:
+        """This sampler with an axis of positions after that of the rows. Only to sample."""
+        if needs.bias or needs.penalties or needs.grammar:  # allocated now: a copy cannot do it
+            _ = self._bias, self._in_prompt, self._counts, self._allowed
+        view = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor) and name not in ("_integers", "_reals"):
+                setattr(view, name, value[:, None])
+        view.index = view.index + torch.arange(drafts.shape[1] + 1, device=drafts.device)
+        if needs.penalties:
+            shape = len(drafts), drafts.shape[1] + 1, self._shape[1]
+            new = torch.zeros(shape, dtype=torch.int32, device=drafts.device)
+            counted = (drafts >= 0).int()[..., None]
+            new[:, 1:].scatter_(-1, drafts.clamp(min=0)[..., None], counted)
+            view._counts = view._counts + new.cumsum(1, dtype=torch.int32)
+        if needs.grammar:
+            view._allowed = torch.cat([view._allowed, allowed], 1)
+        return view
+
+    # These take logits [B, V], or [B, T, V] in a sampler with positions.
+
+    def _sample(self, logits: Tensor, needs: Needs) -> tuple[Tensor, Tensor]:
+        """The best score of each row, and the token sampled, both [..., 1]."""
         scores = self._scores(logits, needs)
         best, token = scores.max(-1, keepdim=True)  # NaN, if there is one
         if needs.sampling:
             greedy = (self._temperature == 0) | (best == -torch.inf)
             weights = self._weights(scores, best, needs)
             token = torch.where(greedy, token, draw(weights, uniform(self._key, self.index)))
-        self._record(logits, best, token, needs)
+        return best, token
 
     def _scores(self, logits: Tensor, needs: Needs) -> Tensor:
         """Logits after bias, penalties and bans."""
@@ -235,12 +306,12 @@ class Sampler:
             scores = torch.where(self._in_prompt | generated, less, scores)
             scores = scores - self._presence * generated - self._frequency * self._counts
         if needs.minimum:
-            too_early = (self.index < self._min_new)[:, None]
+            too_early = (self.index < self._min_new)[..., None]
             scores = scores.masked_fill(self._ends & too_early, -torch.inf)
         if needs.grammar:
             bits = torch.arange(32, dtype=torch.int32, device=scores.device)
-            allowed = (self._allowed[:, :, None] >> bits) & 1
-            allowed = allowed.flatten(1)[:, : self._shape[1]].bool()
+            allowed = (self._allowed[..., None] >> bits) & 1
+            allowed = allowed.flatten(-2)[..., : self._shape[1]].bool()
             possible = scores.clamp(min=torch.finfo(scores.dtype).min)
             masked = possible.masked_fill(~allowed, -torch.inf)
             scores = torch.where(self._has_grammar, masked, scores)
@@ -262,30 +333,28 @@ class Sampler:
             ordered = weights.gather(-1, order)
             total = ordered.cumsum(-1)
             # top_k: after the first k tokens the sum has reached all that counts.
-            enough = self._top_p * total.gather(-1, self._last_rank[:, None])
+            enough = self._top_p * total.take_along_dim(self._last_rank[..., None], -1)
             ordered = ordered.where(total - ordered < enough, 0)
             weights = weights.scatter(-1, order, ordered)
             weights = weights.where(weights >= self._min_p * scale, 0)
         return weights
 
-    def _record(self, logits: Tensor, best: Tensor, token: Tensor, needs: Needs) -> None:
+    def _outcome(self, best: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Which rows sample a token, which go on after it, and the token or `BAD_LOGITS`."""
         alive = (self.pending >= 0) & (self.index < self._max_new)
-        continues = alive & ~self._ends.gather(-1, token)[:, 0]
-        sampled = torch.where(best < torch.inf, token, BAD_LOGITS)[:, 0]
-        self.tokens.copy_(torch.where(alive, sampled, -1))
-        self.pending.copy_(torch.where(continues, sampled, -1))
-        self.index += alive
-        if needs.penalties:
-            self._counts.scatter_add_(-1, token, alive[:, None].int())
-        if needs.logprobs is not None:
-            log_total = logits.logsumexp(-1, keepdim=True)
-            most_likely = logits.topk(needs.logprobs)
-            self.logprob.copy_((logits.gather(-1, token) - log_total)[:, 0])
-            self.top_logprobs[:, : needs.logprobs] = most_likely.values - log_total
-            self.top_tokens[:, : needs.logprobs] = most_likely.indices
+        continues = alive & ~self._ends.take_along_dim(token, -1)[..., 0]
+        return alive, continues, torch.where(best < torch.inf, token, BAD_LOGITS)[..., 0]
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self._device)
+
+
+def _logprobs(logits: Tensor, token: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of the tokens [..., 1], then values and ids of the `top` most likely."""
+    log_total = logits.logsumexp(-1, keepdim=True)
+    most_likely = logits.topk(top)
+    own = (logits.gather(-1, token) - log_total)[..., 0]
+    return own, most_likely.values - log_total, most_likely.indices
 
 
 def mask_words(vocab_size: int) -> int:
@@ -310,21 +379,21 @@ def on_device(
 
 
 def draw(weights: Tensor, fraction: Tensor) -> Tensor:
-    """The first token [B, 1] at which the summed weights [B, V] exceed `fraction` [B, 1] of all.
+    """The first token [..., 1] at which the summed weights [..., V] exceed `fraction` of all.
 
     A fraction below 1 times the total is below the total in float64 too, so a token is
     found, and its weight is not 0.
     """
     total = weights.cumsum(-1)
-    token = torch.searchsorted(total, fraction * total[:, -1:], right=True)
+    token = torch.searchsorted(total, fraction * total[..., -1:], right=True)
     # Only an idle row or a row of NaN can exceed the end. It must not stop the device for all rows.
-    return token.clamp(max=weights.shape[1] - 1)
+    return token.clamp(max=weights.shape[-1] - 1)
 
 
 def uniform(key: Tensor, index: Tensor) -> Tensor:
-    """The index-th number of each key's splitmix64 sequence: 53 bits in [0, 1), as [B, 1]."""
+    """The index-th number of each key's splitmix64 sequence: 53 bits in [0, 1), as [..., 1]."""
     bits = scramble(key + (index + 1) * _signed(0x9E3779B97F4A7C15))
-    return (_shift_right(bits, 11).double() * 2**-53)[:, None]
+    return (_shift_right(bits, 11).double() * 2**-53)[..., None]
 
 
 def scramble(x: Tensor) -> Tensor:

@@ -191,6 +191,28 @@ def next_masks(matchers: Sequence[Matcher], *, pinned: bool = False) -> Tensor:
     return masks
 
 
+def draft_masks(matcher: Matcher, draft: Sequence[int], *, pinned: bool = False) -> Tensor:
+    """The masks after 1, 2, … tokens of a draft, [N, words], as far as an output may go on.
+
+    So the first N tokens of the draft can be verified. The matcher stays as it is.
+    """
+    after: list[Matcher] = []
+    for token in draft:
+        follower = (after[-1] if after else matcher).copy()
+        try:
+            follower.advance(token)
+        except StructuredOutputError:
+            break
+        if follower.is_complete:
+            break
+        after.append(follower)
+    if not after:
+        return torch.empty((0, len(matcher.grammar.vocabulary.has_text)), dtype=torch.int32)
+    masks = next_masks(after, pinned=pinned)
+    ended = (n for n, each in enumerate(after) if each.error is not None or each.is_complete)
+    return masks[: next(ended, len(after))]
+
+
 @cache
 def _executor() -> Any:
     import llguidance

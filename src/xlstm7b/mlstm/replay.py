@@ -14,6 +14,10 @@ This is the chunkwise form with a chunk that is not full yet. A step writes one 
 Every `interval` tokens a row is folded: its checkpoint becomes the current state. C is the largest
 part of the state, so a step moves about half of the bytes that `recurrent_step` moves.
 
+`replay_pass` reads several tokens of a row at once, of which the last may be drafts. All queries
+read the same checkpoint and ring, each only the tokens up to its own. A pass folds only tokens
+before it. So rejected drafts are dropped by not counting them, and no state is copied.
+
 Here are the equations in plain PyTorch, for tests and CPUs. All arithmetic is in the gates' dtype.
 """
 
@@ -63,17 +67,51 @@ class Cursor(NamedTuple):
     def is_due(self) -> Tensor:
         """True for rows [B] that are folded after the current token.
 
-        Row r is folded when the number of its tokens plus r is a multiple of the interval. So rows
-        that start together are not folded in the same step.
+        Row r is folded when the number of its tokens plus r reaches a multiple of the interval. So
+        rows that start together are not folded in the same step. A pass may leave tokens beyond
+        the multiple in the ring: then the next step folds them.
         """
-        rows = torch.arange(len(self.seen), device=self.seen.device)
-        return self.live & ((self.seen + 1 + rows) % self.interval == 0)
+        return self.live & _crosses(self.folded, self.seen + 1, self.interval)
 
     def advance(self) -> None:
         """Counts the current token, in place. Call it after the last layer."""
         due = self.is_due()
         self.seen.add_(self.live)
         self.folded.copy_(torch.where(due, self.seen, self.folded))
+
+
+class Pass(NamedTuple):
+    """Where each row [B] is in its rings when it reads up to T tokens at once.
+
+    A ring of interval + 2 T entries is large enough: less than interval + T tokens since the
+    checkpoint, and T new ones.
+    """
+
+    folded: Tensor  # tokens that the checkpoint has read, int64
+    seen: Tensor  # tokens that the row has read before this pass, int64
+    lengths: Tensor  # tokens that it reads now, int64: 0 to T
+    interval: int
+
+    def is_due(self) -> Tensor:
+        """True for rows [B] whose tokens before this pass are folded in it.
+
+        As with `Cursor`, rows that start together are not folded in the same pass.
+        """
+        return (self.lengths > 0) & _crosses(self.folded, self.seen, self.interval)
+
+    def advance(self, kept: Tensor) -> None:
+        """Counts the first `kept` [B] tokens of the pass, in place. The others are dropped.
+
+        Call it after the last layer. Rows that read nothing keep 0.
+        """
+        self.folded.copy_(torch.where(self.is_due(), self.seen, self.folded))
+        self.seen.add_(kept)
+
+
+def _crosses(folded: Tensor, seen: Tensor, interval: int) -> Tensor:
+    """True for rows [B] that pass a multiple of the interval from one count to the other."""
+    rows = torch.arange(len(seen), device=seen.device)
+    return (seen + rows) // interval > (folded + rows) // interval
 
 
 def replay_step(
@@ -93,24 +131,41 @@ def replay_step(
     `state` is the checkpoint. The token is added to the ring of rows that are live, and rows that
     are due are folded, in place. Other rows keep their ring and checkpoint; their h is garbage.
     """
-    size = ring.k.shape[2]
-    entry = torch.arange(size, device=q.device) == (cursor.seen % size)[:, None]
-    written = (entry & cursor.live[:, None])[:, None]
-    for part, new in zip(ring, (k, v, i, f), strict=True):
-        mask = written if part.dim() == 3 else written[..., None]
-        part.copy_(torch.where(mask, new[:, :, None].to(part.dtype), part))
-    tokens = _Tokens.of(state, ring, cursor.folded, cursor.seen + cursor.live)
-    q_scaled = q.to(i.dtype) * q.shape[-1] ** -0.5
-    C, n = state.C.to(i.dtype), state.n.to(i.dtype)
-    from_ring = tokens.weight * (tokens.k @ q_scaled[..., None]).squeeze(-1)
-    numerator = tokens.decay[..., None] * (q_scaled[..., None, :] @ C).squeeze(-2)
-    numerator += (from_ring[..., None, :] @ tokens.v).squeeze(-2)
-    n_q = tokens.decay * (q_scaled * n).sum(-1) + from_ring.sum(-1)
-    denominator = torch.maximum(n_q.abs(), torch.exp(-tokens.m)) + eps
-    h: Tensor = (numerator / denominator[..., None]).to(v.dtype)
+    read = cursor.live.long()
+    _write(ring, cursor.seen, read, *(x[:, None] for x in (k, v, i, f)))
+    tokens = _Tokens.of(state, ring, cursor.folded, (cursor.seen + read)[:, None])
+    h = tokens.outputs(q[:, None], state, eps)[:, 0].to(v.dtype)
     due = cursor.is_due()
-    for part, new in zip(state, tokens.folded_into(state), strict=True):
-        part.copy_(torch.where(due.view(-1, *[1] * (part.dim() - 1)), new.to(part.dtype), part))
+    if _may_hold(due):
+        _fold(state, tokens, due)
+    return h
+
+
+def replay_pass(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    state: MLSTMState,
+    ring: Ring,
+    rows: Pass,
+    *,
+    eps: float = 1e-6,
+) -> Tensor:
+    """T tokens for every row and head, q … f as [B, T, NH, …]. Returns h [B, T, NH, d_hv].
+
+    The first `rows.lengths` tokens of each row are added to its ring. h of the others is garbage.
+    Rows that are due are folded, in place, up to the token before the pass. `Pass.advance` counts
+    the tokens that are kept.
+    """
+    _write(ring, rows.seen, rows.lengths, k, v, i, f)
+    number = 1 + torch.arange(q.shape[1], device=q.device)
+    read = rows.seen[:, None] + torch.minimum(number, rows.lengths[:, None])
+    h = _Tokens.of(state, ring, rows.folded, read).outputs(q, state, eps).to(v.dtype)
+    due = rows.is_due()
+    if _may_hold(due):
+        _fold(state, _Tokens.of(state, ring, rows.folded, rows.seen[:, None]), due)
     return h
 
 
@@ -120,47 +175,83 @@ def folded_state(state: MLSTMState, ring: Ring, folded: Tensor, seen: Tensor) ->
     It has the checkpoint's dtypes. Any `seen` works for which the ring has all tokens since the
     checkpoint: a copy may end before the latest token.
     """
-    new = _Tokens.of(state, ring, folded, seen).folded_into(state)
+    new = _Tokens.of(state, ring, folded, seen[:, None]).folded_into(state)
     return MLSTMState(*(part.to(old.dtype) for part, old in zip(new, state, strict=True)))
 
 
+def _write(ring: Ring, seen: Tensor, lengths: Tensor, *tokens: Tensor) -> None:
+    """Writes the first `lengths` [B] of new tokens [B, T, NH, …] to the ring, after `seen`."""
+    size = ring.k.shape[2]
+    # For each entry, the number of the new token that it gets.
+    number = (torch.arange(size, device=seen.device) - seen[:, None]) % size
+    written = (number < lengths[:, None])[:, None]
+    index = number.clamp(max=tokens[0].shape[1] - 1)[:, None]
+    for part, new in zip(ring, tokens, strict=True):
+        wide = (..., *[None] * (part.dim() - 3))
+        entries = new.transpose(1, 2).take_along_dim(index[wide], 2).to(part.dtype)
+        part.copy_(torch.where(written[wide], entries, part))
+
+
+def _may_hold(condition: Tensor) -> bool:
+    """False if it holds for no row. On a GPU it may always hold: nothing waits for the answer."""
+    return condition.is_cuda or bool(condition.any())
+
+
+def _fold(state: MLSTMState, tokens: "_Tokens", due: Tensor) -> None:
+    """Folds tokens into the state of rows that are due, in place."""
+    for part, new in zip(state, tokens.folded_into(state), strict=True):
+        part.copy_(torch.where(due.view(-1, *[1] * (part.dim() - 1)), new.to(part.dtype), part))
+
+
 class _Tokens(NamedTuple):
-    """The tokens of a ring, the newest first, and what the equations give for them."""
+    """The tokens of a ring, the newest first, and what the equations give for T queries."""
 
     k: Tensor  # [B, NH, R, d_qk]
     v: Tensor  # [B, NH, R, d_hv]
-    weight: Tensor  # w_j [B, NH, R]; 0 for entries that hold no token of this text
-    decay: Tensor  # a [B, NH]
-    m: Tensor  # m_r [B, NH]
+    weight: Tensor  # w_j [B, NH, T, R]; 0 for entries that a query does not see
+    decay: Tensor  # a [B, NH, T]
+    m: Tensor  # m_r [B, NH, T]
 
     @classmethod
     def of(cls, state: MLSTMState, ring: Ring, folded: Tensor, seen: Tensor) -> Self:
-        """The tokens folded … seen − 1 of each row [B]."""
+        """Query t of a row sees its tokens folded … seen[t] − 1. `seen` [B, T] does not fall."""
         size, kind = ring.k.shape[2], ring.i.dtype
-        token = seen[:, None] - 1 - torch.arange(size, device=seen.device)
+        token = seen[:, -1:] - 1 - torch.arange(size, device=seen.device)
         held = (token >= folded[:, None])[:, None]
+        visible = held[:, :, None] & (token[:, None] < seen[..., None])[:, None]
         entry = (token % size)[:, None]
         # Entries of earlier texts may be NaN. A product with 0 would keep that.
         k, v = (
             part.take_along_dim(entry[..., None], 2).to(kind).masked_fill(~held[..., None], 0)
             for part in (ring.k, ring.v)
         )
-        i = ring.i.take_along_dim(entry, 2).masked_fill(~held, -torch.inf)
-        log_f = F.logsigmoid(ring.f.take_along_dim(entry, 2)).masked_fill(~held, 0)
+        i, f = (part.take_along_dim(entry, 2)[:, :, None] for part in (ring.i, ring.f))
+        i, log_f = i.where(visible, -torch.inf), F.logsigmoid(f).where(visible, 0)
         # Summed from the newest token back. Differences of sums from the oldest on would have the
         # rounding errors of the whole sum.
         sums = log_f.cumsum(-1)
         g = F.pad(sums[..., :-1], (1, 0))
-        decayed = sums[..., -1] + state.m.to(kind)
+        decayed = sums[..., -1] + state.m.to(kind)[..., None]
         m = torch.maximum(decayed, (g + i).amax(-1))
         return cls(k, v, torch.exp(g + i - m[..., None]), torch.exp(decayed - m), m)
 
+    def outputs(self, q: Tensor, state: MLSTMState, eps: float) -> Tensor:
+        """h [B, T, NH, d_hv] of queries [B, T, NH, d_qk], in the gates' dtype."""
+        kind = self.m.dtype
+        q_scaled = q.transpose(1, 2).to(kind) * q.shape[-1] ** -0.5
+        from_ring = self.weight * (q_scaled @ self.k.mT)
+        numerator = self.decay[..., None] * (q_scaled @ state.C.to(kind)) + from_ring @ self.v
+        n_q = self.decay * (q_scaled @ state.n.to(kind)[..., None]).squeeze(-1) + from_ring.sum(-1)
+        denominator = torch.maximum(n_q.abs(), torch.exp(-self.m)) + eps
+        h: Tensor = (numerator / denominator[..., None]).transpose(1, 2)
+        return h
+
     def folded_into(self, state: MLSTMState) -> MLSTMState:
-        """The checkpoint with all of these tokens folded into it, in the gates' dtype."""
+        """The checkpoint with what the last query sees folded into it, in the gates' dtype."""
         C, n = state.C.to(self.m.dtype), state.n.to(self.m.dtype)
-        k_in = self.weight[..., None] * self.k
+        decay, k_in = self.decay[..., -1], self.weight[:, :, -1, :, None] * self.k
         return MLSTMState(
-            self.decay[..., None, None] * C + k_in.mT @ self.v,
-            self.decay[..., None] * n + k_in.sum(-2),
-            self.m,
+            decay[..., None, None] * C + k_in.mT @ self.v,
+            decay[..., None] * n + k_in.sum(-2),
+            self.m[..., -1],
         )

@@ -403,6 +403,7 @@ def _build_requests(
             prompt_logprobs=body.answer_logprobs if body.echoes and number == 0 else None,
             prefill_only=body.only_echoes,
             adapter=adapter,
+            speculate=body.speculate is not False,
         ).with_seed_offset(number)
         for prompt in prompts
         for number in range(body.candidates)
@@ -533,12 +534,19 @@ class _Answer:
         first = self.requests[:: self.body.candidates]  # the others find the prompt in the cache
         prompt_tokens = sum(len(request.prompt_token_ids) for request in first)
         cached_tokens = sum(request.cached_tokens for request in first)
-        return {
+        usage: Json = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": self._output_tokens,
             "total_tokens": prompt_tokens + self._output_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
+        if drafted := sum(request.drafted_tokens for request in self.requests):
+            accepted = sum(request.accepted_tokens for request in self.requests)
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            }
+        return usage
 
     def stop_string(self, completion: Completion) -> str:
         """The body's stop string that ended the text, if the client wants it there."""

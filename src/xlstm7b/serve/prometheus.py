@@ -67,6 +67,14 @@ class Metrics:
                 stats.prompt_tokens,
             ),
             "generation_tokens": ("Tokens generated", stats.generated_tokens),
+            "spec_decode_num_draft_tokens": (
+                "Tokens drafted by speculation",
+                stats.drafted_tokens,
+            ),
+            "spec_decode_num_accepted_tokens": (
+                "Drafted tokens that became output",
+                stats.accepted_tokens,
+            ),
             "prefix_cache_hit_tokens": ("Prompt tokens from the prefix cache", stats.cached_tokens),
             "engine_steps": ("Steps of the engine", stats.steps),
             "engine_step_seconds": ("Seconds in steps", stats.seconds),

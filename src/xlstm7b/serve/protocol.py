@@ -200,6 +200,8 @@ class SamplingBody(Body):
     # Saved states, which are not in OpenAI's API:
     state: Annotated[str | None, Field(description="id of the saved state to continue from")] = None
     save_state: bool | None = None
+    # Whether tokens are drafted for this request, if the server speculates; not in OpenAI's API:
+    speculate: bool | None = None
     # Accepted, without effect:
     user: str | None = None
     metadata: Metadata | None = None

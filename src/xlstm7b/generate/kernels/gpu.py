@@ -18,9 +18,10 @@ from xlstm7b.generate.kernels.pointwise import rms_norm, silu_and_multiply
 from xlstm7b.generate.kernels.quantized import multiply_codes
 from xlstm7b.generate.kernels.slot_states import gather_states, scatter_states
 from xlstm7b.mlstm import MLSTMState
-from xlstm7b.mlstm.replay import Cursor, Ring
-from xlstm7b.mlstm.triton.launch_params import replay_tile, step_tile
+from xlstm7b.mlstm.replay import Cursor, Pass, Ring
+from xlstm7b.mlstm.triton.launch_params import pass_tile, replay_tile, step_tile
 from xlstm7b.mlstm.triton.replay import launch_advance, launch_replay
+from xlstm7b.mlstm.triton.replay_pass import launch_advance_pass, launch_pass
 from xlstm7b.mlstm.triton.step import launch_step
 from xlstm7b.model.layers import product_float32
 from xlstm7b.quantize.gpu import Fp8Rows
@@ -29,10 +30,12 @@ from xlstm7b.quantize.weight import QuantizedWeight
 __all__ = [
     "add_product",
     "advance",
+    "advance_pass",
     "gather_states",
     "head",
     "head_norm",
     "multiply",
+    "pass_cell",
     "project",
     "replay_cell",
     "rms_norm",
@@ -108,7 +111,8 @@ def replay_cell(
 
     It may read state, ring and cursor before the previous launch has ended, as `step_cell` does.
     """
-    tile = replay_tile(q.shape[-1], v.shape[-1])
+    rows, size = q.shape[0] * q.shape[1], ring.k.shape[2]
+    tile = replay_tile(rows, size, q.shape[-1], v.shape[-1])
     overlaps = overlap_options(q.device)["OVERLAP"]
     return launch_replay(
         q, k, v, i, f, state, ring, cursor, gate, norm, norm_eps, eps, tile, overlaps
@@ -118,6 +122,34 @@ def replay_cell(
 def advance(cursor: Cursor) -> None:
     """Counts the current token, after the last block."""
     launch_advance(cursor)
+
+
+def pass_cell(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    state: MLSTMState,
+    ring: Ring,
+    rows: Pass,
+    gate: Tensor,
+    norm: Tensor,
+    norm_eps: float,
+    eps: float,
+) -> Tensor:
+    """As `replay_cell`, with T tokens of each row: h [B, T, NH, d_hv]. Writes up to T entries.
+
+    It may read state, ring, cursors and lengths before the previous launch has ended.
+    """
+    tile = pass_tile(q.shape[0] * q.shape[2], q.shape[-1], v.shape[-1])
+    overlaps = overlap_options(q.device)["OVERLAP"]
+    return launch_pass(q, k, v, i, f, state, ring, rows, gate, norm, norm_eps, eps, tile, overlaps)
+
+
+def advance_pass(rows: Pass, kept: Tensor) -> None:
+    """Counts the first `kept` [B] tokens of a pass, after the last block."""
+    launch_advance_pass(rows, kept)
 
 
 def head_norm(

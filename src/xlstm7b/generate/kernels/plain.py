@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xlstm7b.mlstm import MLSTMState, headwise_norm, mlstm_step
-from xlstm7b.mlstm.replay import Cursor, Ring, replay_step
+from xlstm7b.mlstm.replay import Cursor, Pass, Ring, replay_pass, replay_step
 from xlstm7b.model.layers import linear, linear_float32, soft_cap
 from xlstm7b.quantize.gpu import Fp8Rows
 from xlstm7b.quantize.weight import QuantizedWeight
@@ -109,6 +109,30 @@ def replay_cell(
 def advance(cursor: Cursor) -> None:
     """Counts the current token, after the last block."""
     cursor.advance()
+
+
+def pass_cell(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    state: MLSTMState,
+    ring: Ring,
+    rows: Pass,
+    gate: Tensor,
+    norm: Tensor,
+    norm_eps: float,
+    eps: float,
+) -> Tensor:
+    """As `replay_cell`, with T tokens of each row: h [B, T, NH, d_hv]. Writes up to T entries."""
+    h = replay_pass(q, k, v, i, f, state, ring, rows, eps=eps)
+    return headwise_norm(h, norm, norm_eps) * torch.sigmoid(gate)
+
+
+def advance_pass(rows: Pass, kept: Tensor) -> None:
+    """Counts the first `kept` [B] tokens of a pass, after the last block."""
+    rows.advance(kept)
 
 
 def head_norm(

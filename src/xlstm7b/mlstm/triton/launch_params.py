@@ -2,7 +2,7 @@
 
 `_FAST` and the tiles of the single step were measured with `xlstm7b bench tune` on an
 H200 (Triton 3.6) for heads of 256/512 and 65,536 tokens; other head sizes use the same. `_WIDE`,
-`CARRY` and `replay_tile` were not tuned.
+`CARRY`, `replay_tile` and `pass_tile` were not tuned.
 """
 
 from dataclasses import dataclass, replace
@@ -81,9 +81,19 @@ def step_tile(rows: int, d_qk: int, d_hv: int) -> Tile:
     return (tile if rows <= 128 else Tile(1, 128, 64, 4, 1)).within(d_qk, d_hv)
 
 
-def replay_tile(d_qk: int, d_hv: int) -> Tile:
-    """The tile of a step by replay: that of a single step of many rows."""
-    return Tile(1, 128, 64, 4, 1).within(d_qk, d_hv)
+def replay_tile(rows: int, ring: int, d_qk: int, d_hv: int) -> Tile:
+    """The tile of a step by replay.
+
+    A few rows load all of C before the previous launch has ended. With many rows, a large ring
+    leaves registers for less of C.
+    """
+    tile = Tile(1, 128 if ring <= 16 else 64, 64, 4, 1)
+    return (Tile(1, 256, 32, 8, 1) if rows <= 16 else tile).within(d_qk, d_hv)
+
+
+def pass_tile(rows: int, d_qk: int, d_hv: int) -> Tile:
+    """The tile of a pass by replay."""
+    return Tile(1, 64, 32 if rows <= 16 else 64, 4, 1).within(d_qk, d_hv)
 
 
 def padded(d: int) -> int:

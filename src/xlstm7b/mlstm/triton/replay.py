@@ -20,6 +20,7 @@ from xlstm7b.mlstm.triton.step import take_counters
 
 # Of a thread: with 4 warps, four programs fit on a multiprocessor. Without a limit, three do.
 _MAX_REGISTERS = 128
+FOLDED_ROWS = 32  # of C that are folded at a time
 
 
 @triton.jit
@@ -32,7 +33,7 @@ def replay_kernel(
     scale, eps, norm_eps, NH, DK: tl.constexpr, DV: tl.constexpr,
     SIZE: tl.constexpr, ENTRIES: tl.constexpr, INTERVAL: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PADDED_K: tl.constexpr, PADDED_V: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    FOLDED: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_V columns of one head's C, and the same elements of h.
 
@@ -44,9 +45,10 @@ def replay_kernel(
     # A row that is not live has a head and a ring of size 0: nothing of it is read or written.
     is_live = tl.load(live + batch).to(tl.int32)
     width_k, width_v = DK * is_live, DV * is_live
-    token = tl.load(seen + batch)
-    in_ring = (token - tl.load(folded + batch)).to(tl.int32) * is_live
-    folds = tl.where((token + 1 + batch) % INTERVAL == 0, is_live, 0) != 0
+    token, before = tl.load(seen + batch), tl.load(folded + batch)
+    in_ring = (token - before).to(tl.int32) * is_live
+    crosses = (token + 1 + batch) // INTERVAL > (before + batch) // INTERVAL
+    folds = tl.where(crosses, is_live, 0) != 0
     d_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     in_v = d_v < width_v
     C_head = C + batch * C_stride_b + head * DK * DV + d_v[None, :]
@@ -125,17 +127,15 @@ def replay_kernel(
     h_t = numerator / (tl.maximum(tl.abs(n_q), tl.exp(-m_new)) + eps)
     tl.store(raw + row * DV + d_v, h_t, mask=d_v < DV)
 
+    # What is folded: the ring's tokens and the current one.
+    in_fold = age <= in_ring
+    K_folded = tl.where(age[:, None] == 0, k_head, K_at)
+
     tl.debug_barrier()  # all threads have read and written their part
     if tl.atomic_add(arrived + row, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(arrived + row, 0)
         if folds:
-            k_all = tl.load(k_head + all_k, mask=in_all, other=0.0)
-            n_new = decay * n_old + _at(weight, age, 0) * k_all.to(tl.float32)
-            for older in range(1, in_ring + 1):
-                place = (newest - older + SIZE) % SIZE
-                k_all = tl.load(ring_k_head + place * DK + all_k, mask=in_all, other=0.0)
-                n_new += _at(weight, age, older) * k_all.to(tl.float32)
-            tl.store(n_head + all_k, n_new, mask=in_all)
+            fold_n(n_head, K_folded, in_fold, weight, decay, DK, FOLDED)
             tl.store(m_head, m_new)
         # .cg skips the L1 cache, which may not have what other programs wrote.
         x = tl.load(raw + row * DV + all_v, mask=in_all_v, other=0.0, cache_modifier=".cg")
@@ -143,27 +143,41 @@ def replay_kernel(
         x = centred * tl.rsqrt(tl.sum(centred * centred, 0) / DV + norm_eps) * norm_v
         tl.store(h + row * DV + all_v, x * tl.sigmoid(gate_v), mask=in_all_v)
 
-    # The tile is read a second time, most of it from the L2 cache. One step in INTERVAL does this.
-    if folds:
-        for begin in range(0, DK, BLOCK_K):
-            d_k = begin + tl.arange(0, BLOCK_K)
-            in_k = d_k < DK
-            C_block, mask = C_head + d_k[:, None] * DV, in_k[:, None] & in_v[None, :]
-            C_new = decay * tl.load(C_block, mask=mask, other=0.0).to(tl.float32)
-            k_in = tl.load(k_head + d_k, mask=in_k, other=0.0).to(tl.float32)
-            C_new += (_at(weight, age, 0) * k_in)[:, None] * v_new.to(tl.float32)[None, :]
-            for older in range(1, in_ring + 1):
-                place = (newest - older + SIZE) % SIZE
-                k_in = tl.load(ring_k_head + place * DK + d_k, mask=in_k, other=0.0).to(tl.float32)
-                v_in = tl.load(ring_v_head + place * DV + d_v, mask=in_v, other=0.0).to(tl.float32)
-                C_new += (_at(weight, age, older) * k_in)[:, None] * v_in[None, :]
-            tl.store(C_block, C_new, mask=mask)
+    if folds:  # one step in INTERVAL does this
+        V_in = weight[:, None] * V_t
+        fold_tile(C_head, K_folded, in_fold, in_v, V_in, decay, DK, DV, FOLDED, PRECISION)
 
 
 @triton.jit
-def _at(x, index, wanted):
-    """The element of a vector at one index."""
-    return tl.sum(tl.where(index == wanted, x, 0.0), 0)
+def fold_n(n_head, K_at, held, weight, decay, DK: tl.constexpr, FOLDED: tl.constexpr):
+    """n ← decay n + Σ_j w_j k_j."""
+    for start in range(0, DK, FOLDED):
+        d_k = start + tl.arange(0, FOLDED)
+        mask = held[:, None] & (d_k < DK)[None, :]
+        K_in = tl.load(K_at + d_k[None, :], mask=mask, other=0.0).to(tl.float32)
+        n_new = decay * tl.load(n_head + d_k, mask=d_k < DK, other=0.0)
+        n_new += tl.sum(weight[:, None] * K_in, 0)
+        tl.store(n_head + d_k, n_new, mask=d_k < DK)
+
+
+@triton.jit
+def fold_tile(
+    C_head, K_at, held, in_v, V_in, decay,
+    DK: tl.constexpr, DV: tl.constexpr, FOLDED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """C ← decay C + Σ_j k_j (w_j v_j)ᵀ, for the rows w_j v_j of V_in.
+
+    The tile is read a second time, most of it from the L2 cache.
+    """
+    for start in range(0, DK, FOLDED):
+        d_k = start + tl.arange(0, FOLDED)
+        in_k = d_k < DK
+        K_mask = held[:, None] & in_k[None, :]
+        K_in = tl.load(K_at + d_k[None, :], mask=K_mask, other=0.0).to(tl.float32)
+        C_block, mask = C_head + d_k[:, None] * DV, in_k[:, None] & in_v[None, :]
+        C_new = decay * tl.load(C_block, mask=mask, other=0.0).to(tl.float32)
+        C_new = tl.dot(tl.trans(K_in), V_in, C_new, input_precision=PRECISION)
+        tl.store(C_block, C_new, mask=mask)
 
 
 @triton.jit
@@ -173,8 +187,18 @@ def advance_kernel(folded, seen, live, rows, INTERVAL: tl.constexpr, BLOCK: tl.c
     mask = row < rows
     is_live = tl.load(live + row, mask=mask, other=0) != 0
     tokens = tl.load(seen + row, mask=mask, other=0) + is_live.to(tl.int64)
+    before = tl.load(folded + row, mask=mask, other=0)
+    crosses = (tokens + row) // INTERVAL > (before + row) // INTERVAL
     tl.store(seen + row, tokens, mask=mask)
-    tl.store(folded + row, tokens, mask=mask & is_live & ((tokens + row) % INTERVAL == 0))
+    tl.store(folded + row, tokens, mask=mask & is_live & crosses)
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How `tl.dot` multiplies float32 numbers, for tokens of this dtype.
+
+    Three products of TF32 have nearly the digits of float32. 16-bit numbers are exact in one.
+    """
+    return "ieee" if dtype == torch.float32 else "tf32x3"
 
 
 def launch_replay(
@@ -200,10 +224,10 @@ def launch_replay(
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *i.stride(), *f.stride(),
         *gate.stride()[:2], *(part.stride(0) for part in (*state, *ring[:3])),
         d_k**-0.5, eps, norm_eps, heads, DK=d_k, DV=d_v,
-        SIZE=size, ENTRIES=triton.next_power_of_2(size), INTERVAL=cursor.interval,
+        SIZE=size, ENTRIES=padded(size), INTERVAL=cursor.interval,
         BLOCK_K=tile.d_in, BLOCK_V=tile.d_out, PADDED_K=padded(d_k), PADDED_V=padded(d_v),
-        OVERLAP=overlap, maxnreg=_MAX_REGISTERS, **tile.options(),
-        **({"launch_pdl": True} if overlap else {}),
+        FOLDED=min(FOLDED_ROWS, padded(d_k)), PRECISION=precision(q.dtype), OVERLAP=overlap,
+        maxnreg=_MAX_REGISTERS, **tile.options(), **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     return h
 

@@ -1,0 +1,170 @@
+"""Drafts: tokens that a request may generate next, guessed from its own text.
+
+Lookup drafting finds where the text has had its latest tokens before, and proposes what followed
+there. It costs no model, and pays when an output repeats its prompt or itself: copies with edits,
+code, answers that quote a document. The model verifies drafts: a wrong one changes no token.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+MAX_DRAFT = 8  # tokens of one draft
+MIN_MATCH = 3  # latest tokens that must have occurred before
+MAX_MATCH = 32  # longer matches are not told apart
+_CANDIDATES = 16  # earlier places that are compared
+WINDOW = 1 << 16  # latest tokens that are searched
+
+_FIRST_LENGTH = 4
+_LEAST_RATE = 0.15  # of accepted drafts; below it, drafting costs more than it saves
+_FIRST_REST, _LONGEST_REST = 16, 512  # tokens without drafts, after drafts that did not pay
+
+
+class SuffixIndex:
+    """A text that grows, and where its latest tokens occurred before.
+
+    Every place is linked to the latest place before it with the same `min_match` tokens. Appending
+    a token is one lookup. Only the latest tokens are kept: at least `window`, less than twice as
+    many.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[int] = (),
+        *,
+        min_match: int = MIN_MATCH,
+        max_match: int = MAX_MATCH,
+        candidates: int = _CANDIDATES,
+        window: int = WINDOW,
+    ) -> None:
+        if not 1 <= min_match <= max_match or candidates < 1 or window < 1:
+            raise ValueError("sizes must be at least 1, and max_match at least min_match")
+        self._min_match, self._max_match = min_match, max_match
+        self._candidates, self._window = candidates, window
+        self._rebuild(tokens[-window:])
+
+    def _rebuild(self, tokens: Iterable[int]) -> None:
+        self._tokens = array("i")
+        self._before = array("i")  # for each place, the one before it with the same tokens, or −1
+        self._latest: dict[bytes, int] = {}  # by the bytes of `min_match` tokens
+        for token in tokens:
+            self._append(token)
+
+    def append(self, token: int) -> None:
+        if len(self._tokens) >= 2 * self._window - 1:
+            self._rebuild(self._tokens[len(self._tokens) - self._window + 1 :])
+        self._append(token)
+
+    def _append(self, token: int) -> None:
+        self._tokens.append(token)
+        end = len(self._tokens)  # a place is the number of tokens before it
+        before = -1
+        if end >= self._min_match:
+            key = self._tokens[end - self._min_match :].tobytes()
+            before = self._latest.get(key, -1)
+            self._latest[key] = end
+        self._before.append(before)
+
+    @property
+    def has_match(self) -> bool:
+        """True if the latest tokens have occurred before."""
+        return len(self._before) > 0 and self._before[-1] >= 0
+
+    def propose(self, count: int) -> list[int]:
+        """Up to `count` tokens that may come next; none if the latest tokens are new.
+
+        They are those that followed the longest match of the latest tokens, and of equally long
+        matches the latest. Of the places that end with the last `min_match` tokens, the latest
+        `candidates` are compared. A match that overlaps the latest tokens is a repetition: it is
+        continued.
+        """
+        if count < 1 or not self._tokens:
+            return []
+        tokens = self._tokens
+        best, longest = -1, 0
+        place = self._before[-1]
+        for _ in range(self._candidates):
+            if place < 0 or longest == self._max_match:
+                break
+            length = self._match_length(place)
+            if length > longest:
+                best, longest = place, length
+            place = self._before[place - 1]
+        if best < 0:
+            return []
+        period = len(tokens) - best
+        followed = tokens[best : best + count].tolist()
+        return [followed[n % period] for n in range(count)]
+
+    def _match_length(self, place: int) -> int:
+        """How many tokens before this place are the latest ones, up to `max_match`."""
+        tokens, end = self._tokens, len(self._tokens)
+        length = self._min_match
+        most = min(self._max_match, place)
+        while length < most and tokens[place - 1 - length] == tokens[end - 1 - length]:
+            length += 1
+        return length
+
+
+class DraftLength:
+    """How many tokens to draft next for one request, from how many were accepted lately.
+
+    Accepted drafts double the length, rejected ones shorten it to what was accepted. When too few
+    are accepted, nothing is drafted for some tokens, then a short draft is tried. After each such
+    try that fails, the next one comes twice as late.
+    """
+
+    def __init__(self, longest: int = MAX_DRAFT) -> None:
+        self._longest = longest
+        self._length = min(_FIRST_LENGTH, longest)
+        self._rate = 0.5  # share of accepted drafts: a moving average
+        self._rest = _FIRST_REST
+        self._resting = 0  # tokens to generate before the next draft
+
+    @property
+    def next(self) -> int:
+        return 0 if self._resting else self._length
+
+    def record(self, drafted: int, accepted: int, generated: int) -> None:
+        """Counts a pass that generated tokens. `drafted` may be 0."""
+        self._resting = max(0, self._resting - generated)
+        if not drafted:
+            return
+        self._rate += (accepted / drafted - self._rate) / 4
+        if accepted == drafted:
+            self._length = min(2 * self._length, self._longest)
+        else:
+            self._length = min(accepted + 1, self._longest)
+        if self._rate >= 0.5:
+            self._rest = _FIRST_REST
+        elif self._rate < _LEAST_RATE:
+            self._resting, self._rest = self._rest, min(2 * self._rest, _LONGEST_REST)
+            self._rate, self._length = _LEAST_RATE, min(2, self._longest)
+
+
+class LookupDrafter:
+    """Drafts for one request, by lookup in its prompt and output.
+
+    `tokens` are those of the text so far that are known. After a loaded state they may be few.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._index, self._length = SuffixIndex(tokens), DraftLength()
+
+    @property
+    def wants_to_draft(self) -> bool:
+        """False while drafts do not pay, and where the text does not repeat itself.
+
+        The engine asks this before it knows the last token. So it waits for that token, to draft
+        after it, only within a repetition.
+        """
+        return self._length.next > 0 and self._index.has_match
+
+    def propose(self, most: int) -> list[int]:
+        """The next draft, of at most this many tokens. It may be empty."""
+        return self._index.propose(min(most, self._length.next))
+
+    def record(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
+        """Adds the tokens that a pass generated, with a draft of which some were accepted."""
+        for token in tokens:
+            self._index.append(token)
+        self._length.record(drafted, accepted, len(tokens))

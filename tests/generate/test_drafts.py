@@ -1,0 +1,136 @@
+"""Lookup drafts: what a brute-force search finds, in bounded memory, and only while it pays."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xlstm7b.generate.drafts import MAX_DRAFT, DraftLength, LookupDrafter, SuffixIndex
+
+
+def searched(tokens: list[int], count: int, least: int, most: int, candidates: int) -> list[int]:
+    """`SuffixIndex.propose`, by comparing all earlier places."""
+    matches = []
+    for place in range(len(tokens) - 1, 0, -1):
+        length = 0
+        while length < min(most, place) and tokens[place - 1 - length] == tokens[-1 - length]:
+            length += 1
+        if length >= least:
+            matches.append((length, place))
+    if not matches:
+        return []
+    _, place = max(matches[:candidates])
+    text = tokens.copy()
+    for _ in range(count):
+        text.append(text[place + len(text) - len(tokens)])
+    return text[len(tokens) :]
+
+
+few_kinds = st.lists(st.integers(0, 2), max_size=60)
+sizes = st.tuples(st.integers(1, 4), st.integers(0, 8), st.sampled_from([1, 2, 100]))
+
+
+@given(start=few_kinds, rest=few_kinds, sizes=sizes, count=st.integers(0, 9))
+def test_the_longest_match_is_found(start, rest, sizes, count):
+    least, more, candidates = sizes
+    options = {"min_match": least, "max_match": least + more, "candidates": candidates}
+    index = SuffixIndex(start, **options)
+    text = [*start]
+    for token in rest:
+        index.append(token)
+        text.append(token)
+        assert index.propose(count) == searched(text, count, least, least + more, candidates)
+
+
+@given(text=st.lists(st.integers(0, 2), max_size=100), window=st.integers(1, 12))
+def test_only_the_latest_tokens_are_kept(text, window):
+    index = SuffixIndex((), min_match=2, max_match=5, candidates=100, window=window)
+    for end, token in enumerate(text, 1):
+        index.append(token)
+        kept = index._tokens.tolist()
+        assert len(kept) == len(index._before) < 2 * window
+        assert len(kept) >= min(end, window)
+        assert len(index._latest) <= len(kept)
+        assert kept == text[end - len(kept) : end]
+        assert index.propose(4) == searched(kept, 4, 2, 5, 100)
+    longer = SuffixIndex(text, min_match=2, max_match=5, candidates=100, window=window)
+    assert longer._tokens.tolist() == text[-window:]
+
+
+def test_a_prompt_is_copied():
+    prompt = random.Random(0).sample(range(1000), 100)
+    drafter = LookupDrafter([*prompt, *prompt[20:24]])
+    assert drafter.propose(MAX_DRAFT) == prompt[24:28]  # the first draft is short
+    drafter.record(prompt[24:29], 4, 4)
+    assert drafter.propose(MAX_DRAFT) == prompt[29 : 29 + MAX_DRAFT]
+    assert drafter.propose(2) == prompt[29:31]
+    assert drafter.propose(0) == []
+
+
+def test_a_repetition_is_continued():
+    index = SuffixIndex([7, 1, 2, 1, 2, 1, 2], min_match=2)
+    assert index.propose(5) == [1, 2, 1, 2, 1]
+    assert SuffixIndex([4] * 9).propose(3) == [4, 4, 4]
+
+
+def test_nothing_is_known():
+    for tokens in ([], [1], [1, 2, 3, 4], [1, 2, 9, 1, 2]):
+        assert SuffixIndex(tokens).propose(5) == []
+
+
+def test_wrong_sizes():
+    for options in ({"min_match": 0}, {"max_match": 2}, {"candidates": 0}, {"window": 0}):
+        with pytest.raises(ValueError, match="at least"):
+            SuffixIndex((), **options)
+
+
+def drafted_share(accepts, tokens: int = 20_000) -> float:
+    """Rejected drafts for each token, if every pass drafts as much as it may."""
+    length, generated, rejected = DraftLength(), 0, 0
+    while generated < tokens:
+        drafted = length.next
+        assert 0 <= drafted <= MAX_DRAFT
+        accepted = accepts(drafted, generated)
+        length.record(drafted, accepted, accepted + 1)
+        generated += accepted + 1
+        rejected += drafted - accepted
+    return rejected / generated
+
+
+def test_drafts_stop_when_they_do_not_pay():
+    assert drafted_share(lambda drafted, _: 0) < 0.01
+    draw = random.Random(0)
+
+    def rarely(drafted: int, _: int) -> int:
+        return next((n for n in range(drafted) if draw.random() > 0.05), drafted)
+
+    assert drafted_share(rarely) < 0.1
+
+
+def test_drafts_are_long_when_all_are_accepted():
+    length = DraftLength()
+    seen = []
+    for _ in range(4):
+        seen.append(length.next)
+        length.record(length.next, length.next, length.next + 1)
+    assert seen == [4, MAX_DRAFT, MAX_DRAFT, MAX_DRAFT]
+
+
+def test_drafts_are_tried_again():
+    """A text that begins to repeat itself after 5,000 tokens."""
+    length, generated, accepted_tokens = DraftLength(), 0, 0
+    while generated < 10_000:
+        drafted = length.next
+        accepted = drafted if generated > 5000 else 0
+        length.record(drafted, accepted, accepted + 1)
+        generated += accepted + 1
+        accepted_tokens += accepted
+    assert accepted_tokens > 0.8 * 5000
+
+
+def test_a_pass_without_a_draft_does_not_count_as_a_failure():
+    length = DraftLength()
+    for _ in range(1000):
+        length.record(0, 0, 1)
+    assert length.next > 0

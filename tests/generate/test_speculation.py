@@ -1,0 +1,650 @@
+"""Speculation changes no token: any drafts, greedy and sampled, alone and in a crowd.
+
+Most tests draft with an oracle, which knows the output and is wrong now and then. A random model
+hardly repeats itself, so lookup alone would find little.
+"""
+
+import copy
+import random
+import types
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import ClassVar
+
+import pytest
+import torch
+from engines import (
+    ROUNDING,
+    Driver,
+    GraphRunner,
+    copy_of,
+    gpu_like_engine,
+    greedy,
+    is_idle,
+    new_engine,
+    random_model,
+    run_alone,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from measure import error
+from models import random_model as exact_model
+
+from xlstm7b.bench import speculation
+from xlstm7b.generate import Completion, Engine, Generator, Request, SamplingParams, SavedState
+from xlstm7b.generate import engine as engine_module
+from xlstm7b.generate.chat import Chat
+from xlstm7b.generate.drafts import MAX_DRAFT, LookupDrafter
+from xlstm7b.generate.fused import FusedModel
+from xlstm7b.generate.replay import INTERVAL, Rings, ring_sizes
+from xlstm7b.generate.runner import ModelRunner, PrefillRow
+from xlstm7b.generate.structured import Matcher, compile_grammar, draft_masks, next_masks
+from xlstm7b.generate.unfused import UnfusedModel
+from xlstm7b.model import XLSTM
+from xlstm7b.tokenizer import ByteTokenizer
+
+torch.manual_seed(0)
+EXACT = exact_model()
+FUSED = FusedModel(copy.deepcopy(EXACT))
+MODEL = random_model()
+ENDLESS = SamplingParams(temperature=0, eos_token_id=(), max_new_tokens=1000)
+both_engines = pytest.mark.parametrize("make_engine", [new_engine, gpu_like_engine])
+
+
+# The runner
+
+
+def exact_runner(slots: int, interval: int = 3) -> GraphRunner:
+    runner = GraphRunner(FUSED, slots, state_dtype=torch.float64, drafts=MAX_DRAFT)
+    size = interval + 2 * MAX_DRAFT + 1
+    runner._rings = Rings.zeros(
+        FUSED.config, slots, dtype=torch.float64, interval=interval, size=size
+    )
+    runner._parts = {n: runner._part(n) for n in runner._parts}
+    return runner
+
+
+@torch.no_grad()
+def assert_has_read(runner: ModelRunner, slot: int, tokens: Sequence[int], back: int = 0) -> None:
+    """Tokens seen, logits and state are those of one pass over all tokens but the last `back`."""
+    tokens = tokens[: len(tokens) - back]
+    saved = runner.saved(slot, back)
+    assert saved.tokens_seen == [len(tokens)]
+    want, state = EXACT(torch.tensor([[*tokens]]), logits="last")
+    assert error(saved.logits, want) < 1e-11
+    for block, want_block in zip(saved.model_state.blocks, state.blocks, strict=True):
+        for part, want_part in zip(block, want_block, strict=True):
+            assert error(part, want_part) < 1e-11
+
+
+@cache
+@torch.no_grad()
+def continued(prompt: tuple[int, ...], count: int = 120) -> list[int]:
+    """The tokens that greedily follow a prompt."""
+    logits, state = EXACT(torch.tensor([prompt]), logits="last")
+    tokens = []
+    for _ in range(count):
+        tokens.append(int(logits.argmax()))
+        logits, state = EXACT(torch.tensor([tokens[-1:]]), state, logits="last")
+    return tokens
+
+
+@settings(max_examples=30)
+@given(data=st.data(), slots=st.integers(1, 5), interval=st.integers(1, 5))
+def test_any_order_of_calls(data, slots, interval):
+    """Slots start, stop, move and start again; drafts are right up to any place."""
+    runner = exact_runner(slots, interval)
+    read = dict[int, tuple[tuple[int, ...], int]]()  # by slot: the prompt, and how much after it
+    for _ in range(12):
+        free = [slot for slot in range(slots) if slot not in read]
+        action = data.draw(st.sampled_from(["start", "stop", "move", "pass", "pass", "pass"]))
+        if action == "start" and free:
+            slot = data.draw(st.sampled_from(free))
+            prompt = (0, *data.draw(st.sampled_from([(1,), (2, 9), (5, 5, 5, 5)])))
+            runner.prefill([PrefillRow(slot, prompt[1:], True)])
+            runner.start(slot, ENDLESS, seed=0)
+            assert runner.sample([slot]).lists() == [continued(prompt)[:1]]
+            read[slot] = prompt, 0
+        elif action == "stop" and read:
+            slot = data.draw(st.sampled_from(sorted(read)))
+            runner.stop(slot)
+            del read[slot]
+        elif action == "move" and read and free:
+            source, target = max(read), min(free)
+            runner.move(source, target)
+            read[target] = read.pop(source)
+        elif read:
+            drafts, right = {}, {}
+            for slot, (prompt, count) in read.items():
+                length = data.draw(st.integers(0, MAX_DRAFT))
+                right[slot] = data.draw(st.integers(0, length))
+                draft = continued(prompt)[count + 1 : count + 1 + length]
+                draft[right[slot] :] = [(token + 1) % 90 for token in draft[right[slot] :]]
+                drafts[slot] = draft
+            (found,) = runner.verify(max(read), drafts).lists()
+            for slot, (prompt, count) in read.items():
+                new = [token for token in found[slot] if token != -1]
+                assert new == continued(prompt)[count + 1 : count + 2 + right[slot]]
+                read[slot] = prompt, count + len(new)
+                back = data.draw(st.integers(0, right[slot]))
+                text = [*prompt, *continued(prompt)[: count + len(new)]]
+                assert_has_read(runner, slot, text, back)
+    for slot, (prompt, count) in read.items():
+        assert_has_read(runner, slot, [*prompt, *continued(prompt)[:count]])
+
+
+def test_a_ring_is_never_too_small():
+    """All drafts are right, and every pass drafts as much as it can."""
+    runner, prompts = exact_runner(3), [(0, 1), (0, 2, 9), (0, 5, 5, 5)]
+    runner.prefill([PrefillRow(slot, prompt[1:], True) for slot, prompt in enumerate(prompts)])
+    for slot in range(3):
+        runner.start(slot, ENDLESS, seed=0)
+    runner.sample([0, 1, 2])
+    for number in range(13):
+        start = number * (MAX_DRAFT + 1) + 1
+        texts = [continued(prompt) for prompt in prompts]
+        drafts = {slot: text[start : start + MAX_DRAFT] for slot, text in enumerate(texts)}
+        (found,) = runner.verify(2, drafts).lists()
+        assert found == [text[start : start + MAX_DRAFT + 1] for text in texts]
+    for slot, prompt in enumerate(prompts):
+        assert_has_read(runner, slot, [*prompt, *continued(prompt)[: 13 * (MAX_DRAFT + 1)]])
+
+
+# The engine
+
+
+class Oracle:
+    """Drafts the output that it was told, with mistakes."""
+
+    texts: ClassVar[dict[tuple[int, ...], list[int]]] = {}  # outputs by what is known at first
+    accuracy = 0.8
+    draw = random.Random(0)
+
+    def __init__(self, known: Sequence[int]) -> None:
+        self.text, self.at = self.texts[tuple(known)], 0
+        self.wants_to_draft = True
+
+    def propose(self, most: int) -> list[int]:
+        if not self.wants_to_draft:
+            return []
+        length = min(most, self.draw.choice([0, 1, 2, MAX_DRAFT, MAX_DRAFT]))
+        draft = self.text[self.at : self.at + length]
+        draft += [3] * (length - len(draft))
+        return [t if self.draw.random() < self.accuracy else (t + 1) % 320 for t in draft]
+
+    def record(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
+        assert [*tokens] == self.text[self.at : self.at + len(tokens)]
+        assert 0 <= accepted <= drafted <= MAX_DRAFT
+        self.at += len(tokens)
+        self.wants_to_draft = self.draw.random() < 0.8
+
+
+def alone(request: Request, longer: Sequence[int] = ()) -> Completion:
+    """The output without speculation. The oracle is told of it, or of a longer one."""
+    plain = copy_of(request)
+    completion = run_alone(MODEL, plain)
+    known = [*plain.previous_prompt, *plain.previous_output, *plain.prompt_token_ids]
+    Oracle.texts[tuple(known)] = [*(longer or completion.token_ids)]
+    return completion
+
+
+def assert_same(got: Completion, want: Completion) -> None:
+    assert (got.token_ids, got.text) == (want.token_ids, want.text)
+    assert got.finish_reason == want.finish_reason
+    assert (got.logprobs is None) == (want.logprobs is None)
+    if want.logprobs is not None:
+        assert got.logprobs == pytest.approx(want.logprobs, abs=ROUNDING)
+        assert (got.top_logprobs is None) == (want.top_logprobs is None)
+        if want.top_logprobs is not None:
+            assert [[*top] for top in got.top_logprobs] == [[*top] for top in want.top_logprobs]
+    assert (got.state is None) == (want.state is None)
+    if want.state is not None:
+        assert got.state.tokens_seen == want.state.tokens_seen
+        assert error(got.state.logits, want.state.logits) < ROUNDING
+        for block, want_block in zip(
+            got.state.model_state.blocks, want.state.model_state.blocks, strict=True
+        ):
+            for part, want_part in zip(block, want_block, strict=True):
+                assert error(part, want_part) < ROUNDING
+
+
+def many_requests() -> list[Request]:
+    """Greedy and sampled, with all that looks at earlier tokens. Each has another prompt."""
+    kinds: list[dict[str, object]] = [
+        {"temperature": 0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
+        {"temperature": 1.0, "frequency_penalty": 1.0, "presence_penalty": 0.5},
+        {"temperature": 0, "repetition_penalty": 1.5, "logprobs": 3},
+        {"temperature": 1.0, "logprobs": 0, "logit_bias": {5: 4.0}},
+        {"temperature": 1.0, "min_new_tokens": 1, "eos_token_id": [*range(100)]},
+        {"temperature": 1.0, "eos_token_id": [*range(8)]},
+    ]
+    requests = []
+    for number, kind in enumerate(kinds):
+        for tokens in (1, 2, 30):
+            params = SamplingParams(max_new_tokens=tokens, seed=number, **kind)
+            prompt = [2 + number, tokens, *range(40, 40 + 3 * number)]
+            requests.append(Request(prompt, params, keep_state=tokens != 2))
+    return requests
+
+
+@pytest.fixture
+def oracle(monkeypatch: pytest.MonkeyPatch) -> type[Oracle]:
+    monkeypatch.setattr(engine_module, "LookupDrafter", Oracle)
+    monkeypatch.setattr(Oracle, "draw", random.Random(0))
+    return Oracle
+
+
+@both_engines
+@pytest.mark.parametrize("accuracy", [0.0, 0.8, 1.0])
+def test_outputs_and_states_are_those_without_drafts(make_engine, accuracy, oracle, monkeypatch):
+    monkeypatch.setattr(oracle, "accuracy", accuracy)
+    requests = many_requests()
+    wanted = [alone(request) for request in requests]
+    driver = Driver(make_engine(MODEL, slots=5, speculate="lookup"))
+    driver.add_all(requests)
+    driver.finish()
+    assert is_idle(driver.engine)
+    for request, want in zip(requests, wanted, strict=True):
+        got = driver.completion(request)
+        assert_same(got, want)
+        assert 0 <= got.accepted_tokens <= got.drafted_tokens
+        assert got.accepted_tokens < max(1, len(got.token_ids))
+    stats = driver.engine.stats()
+    outputs = [driver.completion(request) for request in requests]
+    assert stats.drafted_tokens == sum(one.drafted_tokens for one in outputs) > 100
+    assert stats.accepted_tokens == sum(one.accepted_tokens for one in outputs)
+    assert stats.generated_tokens == sum(len(one.token_ids) for one in outputs)
+    assert (stats.accepted_tokens > 0) == (accuracy > 0)
+
+
+@both_engines
+def test_a_request_alone(make_engine, oracle, monkeypatch):
+    """Much is generated in few steps."""
+    monkeypatch.setattr(oracle, "accuracy", 1.0)
+    engine = make_engine(MODEL, slots=1, speculate="lookup")
+    for request in many_requests()[2::3]:
+        want, driver, before = alone(request), Driver(engine), engine.stats().steps
+        driver.add(request)
+        driver.finish()
+        assert_same(driver.completion(request), want)
+        if len(want.token_ids) == 30:
+            assert engine.stats().steps - before < 25
+    assert is_idle(engine)
+
+
+@both_engines
+def test_requests_are_aborted_in_the_middle_of_a_verification(make_engine, oracle):
+    """One after the launch of each third pass, others between steps."""
+    requests = many_requests()
+    wanted = [alone(request) for request in requests]
+    engine = make_engine(MODEL, slots=4, speculate="lookup")
+    driver, verify, draw = Driver(engine), engine._runner.verify, random.Random(1)
+    aborted, passes = set[Request](), 0
+
+    def abort(request: Request) -> None:
+        engine.abort(request)
+        aborted.add(request)
+
+    def aborting(*arguments):
+        nonlocal passes
+        results = verify(*arguments)
+        passes += 1
+        if passes % 3 == 0 and engine._scheduler.running:
+            abort(draw.choice(engine._scheduler.running))
+        return results
+
+    engine._runner.verify = aborting
+    driver.add_all(requests)
+    while engine.has_requests:
+        driver.step()
+        if draw.random() < 0.05 and engine._scheduler.running:
+            abort(draw.choice(engine._scheduler.running))
+    assert is_idle(engine)
+    finished = [request for request in requests if request not in aborted]
+    assert len(aborted) > 5
+    assert len(finished) > 5
+    for request, want in zip(requests, wanted, strict=True):
+        if request in finished:
+            assert_same(driver.completion(request), want)
+        else:
+            got = driver.token_ids(request)
+            assert got == want.token_ids[: len(got)]
+
+
+@both_engines
+@pytest.mark.parametrize("accuracy", [0.9, 1.0])
+def test_stop_strings_end_an_output_within_a_pass(make_engine, accuracy, oracle, monkeypatch):
+    """The state is that after the stop string, although later tokens were read too."""
+    monkeypatch.setattr(oracle, "accuracy", accuracy)
+    letters = dict.fromkeys(range(99, 125), 30.0)  # a to z
+    requests, wanted = [], []
+    for number in range(6):
+        params = SamplingParams(
+            max_new_tokens=40, seed=number, temperature=8.0, logit_bias=letters, eos_token_id=()
+        )
+        longer = run_alone(MODEL, Request([9, number], params))
+        stop = longer.text[5 + 4 * number : 7 + 4 * number]
+        params = SamplingParams(**{**vars(params), "stop_strings": (stop,)})
+        requests.append(Request([9, number], params, keep_state=number % 2 == 0))
+        wanted.append(alone(requests[-1], longer.token_ids))
+    engine = make_engine(MODEL, slots=3, speculate="lookup", cache_bytes=1 << 22)
+    driver, saved, moved_back = Driver(engine), engine._runner.saved, []
+
+    def saving(slot: int, back: int = 0) -> SavedState:
+        moved_back.append(back)
+        return saved(slot, back)
+
+    engine._runner.saved = saving
+    driver.add_all(requests)
+    driver.finish()
+    assert max(moved_back) > 0
+    for request, want in zip(requests, wanted, strict=True):
+        assert want.finish_reason == "stop"
+        got = driver.completion(request)
+        assert_same(got, want)
+        # The cache has the state after the output: with its tokens as a prompt, all is cached.
+        again = Request([*request.prompt_token_ids[1:], *got.token_ids], greedy("").params)
+        fresh = alone(copy_of(again, params=greedy("", 8).params))
+        again = copy_of(again, params=greedy("", 8).params)
+        driver.add(again)
+        driver.finish()
+        found = driver.completion(again)
+        assert found.cached_tokens == len(again.prompt_token_ids)
+        assert found.token_ids == fresh.token_ids
+    assert is_idle(engine)
+
+
+def test_requests_without_drafts_in_the_same_batch(oracle, monkeypatch):
+    monkeypatch.setattr(oracle, "accuracy", 1.0)
+    requests = many_requests()
+    wanted = [alone(request) for request in requests]
+    for request in requests[::2]:
+        request.speculate = False
+    driver = Driver(new_engine(MODEL, slots=6, speculate="lookup"))
+    driver.add_all(requests)
+    driver.finish()
+    for request, want in zip(requests, wanted, strict=True):
+        got = driver.completion(request)
+        assert_same(got, want)
+        assert got.drafted_tokens == 0 or request.speculate
+    assert any(request.accepted_tokens for request in requests)
+
+
+def grammar_requests() -> list[Request]:
+    """Requests with grammars, and some without."""
+    pytest.importorskip("llguidance")
+    forms = [
+        {"regex": "[a-f]{3,9}"},
+        {"regex": "(ab|cd|e[f-h]+i){4}[0-9]*"},
+        {"choice": ["the sea", "the sea was", "a ship"]},
+        {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+        None,
+    ]
+    requests = []
+    for number in range(15):
+        params = SamplingParams(
+            max_new_tokens=20,
+            seed=number,
+            temperature=number % 2,
+            structured_outputs=forms[number % 5],
+            eos_token_id=() if number % 3 == 0 else None,
+            frequency_penalty=0.5 if number % 4 == 1 else 0,
+        )
+        requests.append(Request([7, number], params, keep_state=number % 7 < 4))
+    return requests
+
+
+@both_engines
+@pytest.mark.parametrize("accuracy", [0.8, 1.0])
+def test_drafts_with_grammars(make_engine, accuracy, oracle, monkeypatch):
+    """Each position has the mask of its own tokens."""
+    monkeypatch.setattr(oracle, "accuracy", accuracy)
+    requests = grammar_requests()
+    wanted = [alone(request) for request in requests]
+    driver = Driver(make_engine(MODEL, slots=3, speculate="lookup"))
+    driver.add_all(requests)
+    driver.finish()
+    assert is_idle(driver.engine)
+    for request, want in zip(requests, wanted, strict=True):
+        assert_same(driver.completion(request), want)
+    accepted = [r.accepted_tokens for r in requests if r.params.structured_outputs is not None]
+    assert sum(accepted) > 20
+    assert len([count for count in accepted if count]) > 5
+
+
+def test_masks_after_drafts_are_those_after_the_same_tokens():
+    pytest.importorskip("llguidance")
+    form = {"regex": "ab(cd|ce)(fg)?"}
+    grammar = compile_grammar(form, MODEL.config, ByteTokenizer())
+    matcher = Matcher(grammar, [0])
+    text = [2 + byte for byte in b"abcdfg"]
+    masks = draft_masks(matcher, text)
+    assert len(masks) == 5  # after the last one nothing can follow
+    for count in range(1, 6):
+        other = Matcher(grammar, [0])
+        for token in text[:count]:
+            other.advance(token)
+        assert torch.equal(masks[count - 1], next_masks([other])[0])
+    assert len(draft_masks(matcher, [*text[:3], 5, *text[3:]])) == 3
+    assert len(draft_masks(matcher, [300])) == 0
+    assert torch.equal(next_masks([matcher]), next_masks([Matcher(grammar, [0])]))
+
+
+@both_engines
+def test_a_request_is_ended_by_the_caller(make_engine, oracle, monkeypatch):
+    monkeypatch.setattr(oracle, "accuracy", 1.0)
+    request = copy_of(greedy([5, 6], 60, eos_token_id=()), keep_state=True)
+    want = alone(request).token_ids
+    driver = Driver(make_engine(MODEL, slots=2, speculate="lookup"))
+    driver.add(request)
+    driver.step(5)
+    driver.engine.finish(request)
+    driver.finish()
+    got = driver.completion(request)
+    assert 0 < len(got.token_ids) < 60
+    assert got.token_ids == want[: len(got.token_ids)]
+    assert got.state.tokens_seen == [len(request.prompt_token_ids) + len(got.token_ids)]
+
+
+# Lookup
+
+
+@both_engines
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_lookup_copies_what_the_text_had_before(make_engine, temperature):
+    """The drafts come from `previous_prompt`, which holds the whole output."""
+    params = SamplingParams(max_new_tokens=80, temperature=temperature, seed=3, eos_token_id=())
+    want = run_alone(MODEL, Request([4, 8], params))
+    request = Request([4, 8], params, previous_prompt=[4, 8, *want.token_ids])
+    other = Request([4, 9], params)
+    driver = Driver(make_engine(MODEL, slots=2, speculate="lookup"))
+    driver.add_all([request, other])
+    driver.finish()
+    got = driver.completion(request)
+    assert got.token_ids == want.token_ids
+    assert got.accepted_tokens > 40
+    assert driver.completion(other).token_ids == run_alone(MODEL, copy_of(other)).token_ids
+
+
+def test_steps_run_ahead_while_drafts_do_not_pay(oracle, monkeypatch):
+    """On a GPU the host processes a step while the next one runs, except when it drafts."""
+    monkeypatch.setattr(oracle, "draw", types.SimpleNamespace(random=lambda: 1, choice=max))
+    request = greedy([5, 6], 20, eos_token_id=())
+    want = alone(request)
+    driver = Driver(gpu_like_engine(MODEL, slots=1, speculate="lookup"))
+    driver.add(request)
+    driver.step(4)
+    assert len(driver.engine._in_flight) == 1
+    driver.finish()
+    assert_same(driver.completion(request), want)
+
+
+def test_large_batches_have_fewer_drafts_on_a_gpu(oracle, monkeypatch):
+    """A pass reads at most 64 tokens: with more than 32 slots, nothing is drafted."""
+    monkeypatch.setattr(oracle, "accuracy", 1.0)
+    monkeypatch.setattr(oracle, "draw", types.SimpleNamespace(random=lambda: 0.0, choice=max))
+    runner = gpu_like_engine(MODEL, slots=64, speculate="lookup")._runner
+    assert [runner.most_drafts(slots - 1) for slots in (1, 8, 9, 16, 17, 32, 33, 64)] == [
+        8, 7, 3, 3, 1, 1, 0, 0,
+    ]  # fmt: skip
+    requests = [greedy([5, n], 5 if n < 30 else 50, eos_token_id=()) for n in range(36)]
+    wanted = [alone(request) for request in requests]
+    engine = gpu_like_engine(MODEL, slots=36, speculate="lookup")
+    driver, verify, passes = Driver(engine), engine._runner.verify, []
+
+    def counting(highest, drafts, masks):
+        passes.append((engine._runner.bucket(highest + 1), max(map(len, drafts.values()))))
+        return verify(highest, drafts, masks)
+
+    engine._runner.verify = counting
+    driver.add_all(requests)
+    driver.step(3)
+    assert not passes
+    assert len(engine._in_flight) == 1  # it runs ahead
+    for request in requests[:30]:
+        engine.abort(request)
+    driver.finish()
+    assert {(8, 7)} <= {*passes}
+    assert all(bucket * (drafts + 1) <= 64 for bucket, drafts in passes)
+    for request, want in zip(requests[30:], wanted[30:], strict=True):
+        assert_same(driver.completion(request), want)
+
+
+def test_a_step_waits_for_the_last_token_only_within_a_repetition():
+    text = [*range(10, 20), 30, 31, *range(10, 16)]
+    for length, repeats in ((12, False), (14, False), (15, True), (18, True)):
+        assert LookupDrafter(text[:length]).wants_to_draft == repeats
+
+
+def test_a_generator_speculates():
+    options = {"max_new_tokens": 40, "seed": 1, "eos_token_id": (), "num_return_sequences": 2}
+    plain = Generator(MODEL, ByteTokenizer())
+    lookup = Generator(MODEL, ByteTokenizer(), speculate="lookup")
+    for prompt in ("abc" * 20, "The sea"):
+        want, got = (generator.generate(prompt, **options) for generator in (plain, lookup))
+        assert [one.token_ids for one in got] == [one.token_ids for one in want]
+    biased = {**options, "logit_bias": {70: 100.0}, "num_return_sequences": 1}  # one letter
+    (got,) = lookup.generate("abc", **biased)
+    assert got.token_ids == [70] * 40
+    assert got.accepted_tokens > 20
+    outputs = [*lookup.stream("abc", **{k: v for k, v in biased.items() if "return" not in k})]
+    assert "".join(output.text for output in outputs) == got.text
+    assert len(outputs) < 30
+
+
+def test_a_chat_drafts_from_earlier_turns():
+    """And gives the answers of a chat without speculation."""
+    options = {"max_new_tokens": 30, "temperature": 0, "eos_token_id": ()}
+    plain, lookup = (
+        Chat(Generator(MODEL, ByteTokenizer(), speculate=speculate), **options)
+        for speculate in (None, "lookup")
+    )
+    texts = ["one two", "three", "one two"]
+    for text in texts:
+        want, got = ([*chat.say(text)][-1].completion for chat in (plain, lookup))
+        assert got.token_ids == want.token_ids
+        assert got.state.tokens_seen == want.state.tokens_seen
+    read = lookup._now.history
+    assert len(read) == lookup.stats().tokens_read
+    assert bytes(token - 2 for token in read[1:] if 2 <= token < 258).count(b"one two") >= 2
+    lookup.undo()
+    assert read[: len(lookup._now.history)] == lookup._now.history
+    lookup.clear()
+    assert lookup._now.history == ()
+
+
+def test_drafts_are_found_in_the_history():
+    """The tokens that a state has read. They change no output, not even with penalties."""
+    generator = Generator(MODEL, ByteTokenizer(), speculate="lookup")
+    state, options = generator.read([[4, 8]]), {"max_new_tokens": 60, "seed": 2}
+    options |= {"eos_token_id": (), "frequency_penalty": 0.5, "repetition_penalty": 1.2}
+    *_, plain = generator.stream([6], state=state, **options)
+    history = [4, 8, 6, *plain.completion.token_ids]
+    *_, last = generator.stream([6], state=state, history=history, **options)
+    assert last.completion.token_ids == plain.completion.token_ids
+    assert last.completion.accepted_tokens > 30
+    for wrong in ("text", [1.5], [1 << 40]):
+        with pytest.raises(ValueError, match=r"history must be a list of ids|vocabulary"):
+            generator.stream([6], state=state, history=wrong, **options)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="speculate must be \"lookup\" or None, not 'ngram'"):
+        Engine(MODEL, ByteTokenizer(), speculate="ngram")
+    with pytest.raises(ValueError, match='speculate must be "lookup" or None'):
+        Generator(MODEL, ByteTokenizer(), speculate=True)
+    with pytest.raises(ValueError, match="speculation needs the fused path"):
+        Engine(MODEL, ByteTokenizer(), slots=1, speculate="lookup", fused=False)
+    with pytest.raises(ValueError, match="speculation needs replay decoding"):
+        Engine(MODEL, ByteTokenizer(), slots=1, speculate="lookup", replay=False)
+    assert ModelRunner(UnfusedModel(MODEL), 2)._drafting is None
+
+
+def test_bytes_of_a_slot():
+    """Rings and the logits of all positions are counted."""
+    plain, replay, lookup = (
+        new_engine(MODEL, slots=1, **options).slot_bytes
+        for options in ({}, {"replay": True}, {"speculate": "lookup"})
+    )
+    sizes = ring_sizes(MAX_DRAFT)
+    assert sizes["size"] >= sizes["interval"] + 2 * MAX_DRAFT + 1
+    rings = (replay - plain) * sizes["size"] // INTERVAL
+    assert lookup - plain == rings + 4 * (MAX_DRAFT + 1) * MODEL.config.vocab_size
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("slots", [1, 5, 12])
+def test_a_gpu_has_the_same_tokens_with_drafts(oracle, slots, warm):
+    """In float32, where the logits of `random_model` have no near ties."""
+    requests = [*many_requests(), *grammar_requests()]
+    requests = [copy_of(request, keep_state=True) for request in requests]
+    wanted = [alone(request) for request in requests]
+    model: XLSTM = copy.deepcopy(MODEL).cuda()
+    engine = new_engine(model, slots=slots, speculate="lookup")
+    assert engine._runner.model.uses_kernels
+    if warm:
+        engine.warm_up()
+    driver = Driver(engine)
+    driver.add_all(requests)
+    driver.finish()
+    for request, want in zip(requests, wanted, strict=True):
+        got = driver.completion(request)
+        assert got.token_ids == want.token_ids
+        assert got.state.tokens_seen == want.state.tokens_seen
+        assert error(got.state.logits.cpu(), want.state.logits) < 10 * ROUNDING
+        for block, want_block in zip(
+            got.state.model_state.blocks, want.state.model_state.blocks, strict=True
+        ):
+            for part, want_part in zip(block, want_block, strict=True):
+                assert error(part.cpu(), want_part) < 10 * ROUNDING
+    assert engine.stats().accepted_tokens > 50
+    assert is_idle(engine)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_a_gpu_in_bfloat16(state_dtype, share, monkeypatch):
+    """Outputs that rounding does not change: the token after t is t + 1."""
+    torch.manual_seed(0)
+    model = random_model(embedding_dim=512, num_heads=4, num_blocks=3).to("cuda", torch.bfloat16)
+    speculation.make_predictable(model)
+    forced = partial(speculation.ForcedDrafts, 320, share, False)
+    monkeypatch.setattr(engine_module, "LookupDrafter", forced)
+    engine = new_engine(model, slots=8, speculate="lookup", state_dtype=state_dtype)
+    driver = Driver(engine)
+    many = driver.add_all(greedy([7, 3 * n], 10 + 3 * n, eos_token_id=()) for n in range(20))
+    driver.finish()
+    for request in many:
+        start, count = request.prompt_token_ids[-1], request.params.max_new_tokens
+        assert driver.completion(request).token_ids == speculation.following(start, count, 320)
+    stats = engine.stats()
+    assert stats.drafted_tokens > 200
+    assert (stats.accepted_tokens == 0) == (share == 0)
+    assert (stats.accepted_tokens == stats.drafted_tokens) == (share == 1)
