@@ -23,6 +23,7 @@ import xlstm7b
 from xlstm7b import XLSTM, Engine, ModelConfig, Request, SamplingParams
 from xlstm7b.generate.fused import FusedModel, Slots
 from xlstm7b.generate.kernels import fp8, gpu
+from xlstm7b.generate.kernels.few_rows import MAX_ROWS
 from xlstm7b.generate.replay import Rings
 from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
 from xlstm7b.mlstm.replay import Pass
@@ -194,6 +195,8 @@ def run_steps(dtype: torch.dtype, rows: int) -> None:
     for _ in range(1 if ONLY_COMPILE else 5):
         fused.step(tokens, state, live, rings=rings)
     for count in (9,) if ONLY_COMPILE else (2, 4, 8, 9):
+        if dtype == BFLOAT16 and rows * count > MAX_ROWS and not ONLY_COMPILE:
+            break  # initcheck does not see what cuBLAS stores in bfloat16
         drafts = torch.randint(331, (rows, count), device=DEVICE)
         lengths = torch.randint(count + 1, (rows,), device=DEVICE)
         one_pass = Pass(rings.folded, state.tokens_seen, lengths, rings.interval)
