@@ -40,8 +40,9 @@ lint: $(TOOLS)
 
 test: lint pytest
 
+# One process more than there are cores: many tests wait for other processes.
 pytest: $(TOOLS)
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $$(($$(nproc) + 1)) --dist worksteal
 
 # vLLM and Ray. vLLM pins its own torch and transformers, so it has an environment of its own (3 GB).
 # torchvision, torchaudio and torchcodec are for images and sound; they may not fit its torch.
