@@ -15,7 +15,7 @@ import torch
 
 from xlstm7b.bench import cases
 from xlstm7b.bench.cases import Column, Part, Result, heading, line
-from xlstm7b.bench.measure import attempt, find_peaks, measure_steps, percentile
+from xlstm7b.bench.measure import attempt, find_peaks, measure, measure_steps, percentile
 from xlstm7b.bench.peers import in_process
 from xlstm7b.bench.plans import BENCHMARKS, Engine, Generation, Kernels, Loader, Serve, Tune
 
@@ -259,6 +259,21 @@ def test_percentiles() -> None:
     values = [n / 100 for n in range(100, 0, -1)]
     assert [percentile(values, percent) for percent in (50, 90, 99)] == [0.5, 0.9, 0.99]
     assert percentile([7.0], 99) == 7.0
+
+
+@pytest.mark.parametrize(("seconds", "counted"), [(0.25, 3), (0.5, 2), (1.5, 1)])
+def test_long_calls_are_timed_less_often(
+    seconds: float, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, calls = [0.0], [0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def call() -> None:
+        calls[0] += 1
+        now[0] += 60 if calls[0] == 1 else seconds  # the first one compiles
+
+    assert measure(call, "cpu", enough=1.0) == seconds
+    assert calls[0] == 1 + counted
 
 
 def test_measured_peaks_fill_what_was_not_given() -> None:
