@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -329,6 +331,35 @@ def test_the_process_of_a_peer_ends_when_its_reader_stops() -> None:
     results.close()  # type: ignore[attr-defined]
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
+
+
+@pytest.mark.usefixtures("_importable")
+def test_the_process_of_a_peer_ends_when_its_parent_is_killed() -> None:
+    code = (
+        f"from {counted.__module__} import CASE, counted, in_process\n"
+        "for result in in_process(CASE, counted, 60.0, upto=1, then='hangs'):\n"
+        "    print(result.figures['process'], flush=True)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        process = int(parent.stdout.readline())
+        parent.kill()
+        parent.wait()
+    for _ in range(100):
+        if not _is_running(process):
+            return
+        time.sleep(0.1)
+    os.kill(process, signal.SIGKILL)
+    pytest.fail("it went on")
+
+
+def _is_running(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
 
 
 def test_the_process_of_a_peer_ends_after_its_timeout() -> None:

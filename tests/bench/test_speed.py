@@ -1,9 +1,6 @@
 """`xlstm7b experiment speed`: what it measures of each model, and how it goes on after failures."""
 
 import json
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -395,37 +392,6 @@ def test_figures_from_results_with_failures(
 
 def invoke(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["experiment", "speed", *arguments])
-
-
-def test_nothing_is_left_of_a_command_that_is_killed(tmp_path: Path) -> None:
-    """Its figures stay, the process of its model does not."""
-    output = tmp_path / "out"
-    command = [sys.executable, "-m", "xlstm7b", "experiment", "speed", "--smoke"]
-    process = subprocess.Popen(
-        [*command, "--runs", "ours", "--output", str(output)], stdout=subprocess.DEVNULL
-    )
-    try:
-        _wait(lambda: (output / speed.NAME).is_file())
-        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    finally:
-        process.kill()
-        process.wait()
-    _wait(lambda: not Path(f"/proc/{child}/cmdline").exists() or _is_zombie(child))
-    record = speed.read_records(output)["runs"]["ours"]
-    assert record["status"] == "stopped"
-    assert record["figures"]["context"]
-
-
-def _is_zombie(process: str) -> bool:
-    return Path(f"/proc/{process}/cmdline").read_bytes() == b""
-
-
-def _wait(condition: Callable[[], bool]) -> None:
-    for _ in range(600):
-        if condition():
-            return
-        time.sleep(0.1)
-    raise TimeoutError
 
 
 def test_the_command_measures_in_a_process_and_draws(tmp_path: Path) -> None:
