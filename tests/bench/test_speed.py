@@ -1,6 +1,7 @@
 """`xlstm7b experiment speed`: what it measures of each model, and how it goes on after failures."""
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -120,6 +121,21 @@ def test_a_much_slower_way_to_attend_is_not_timed_again() -> None:
     assert [row.seconds for row in rows] == [1.0, 0.9, 1.0, 1.0]
     assert [row.work.rpartition(", ")[2] for row in rows] == ["flash", "sdpa", "flash", "flash"]
     assert [case for case in decoder.timed if case[0] == "sdpa"] == list(times)
+
+
+def test_all_ways_to_attend_have_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = speed.SpeedPeer("llama3", replace(PLAN, compile_seconds=0.05))
+    timed = []
+
+    def compiles(decoder: Any, length: int, *, seconds: float) -> float:
+        timed.append(decoder.attention)
+        time.sleep(30)
+        return 1.0
+
+    monkeypatch.setattr(generation.Decoder, "seconds", compiles)
+    result = timer._try(EAGER, Result("ways", "llama3", batch=1, length=16))
+    assert result.error == "TimeoutError: stopped after 0 s"
+    assert timed == ["flash"]
 
 
 def test_a_full_gpu_is_not_tried_in_a_way_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:

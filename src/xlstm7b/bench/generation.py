@@ -333,16 +333,16 @@ class PeerTimer:
         self.name, self.plan = name, plan
         self.peer = PEERS[name](plan)
         self.attentions = self.peer.attentions  # those that passed the check
-        self.ways: tuple[str, ...] = ()  # those that can decode
+        self.ways: tuple[str, ...] = ()  # those that can decode, the fastest first
         self.decoder: Decoder | None = None
         self._cache: Any = None
         self._room = max(START_TOKENS, *plan.contexts, *plan.prompts) + 2 * MOST_STEPS
 
     def start(self) -> Iterator[Result]:
         """The time of each way to decode, then the check. Raises a `ValueError` if it fails."""
-        fastest = None
+        decoders: dict[str, tuple[float, Decoder]] = {}
         for way in decoding_ways(self.plan.device):
-            if way == EAGER and fastest is not None:
+            if way == EAGER and decoders:
                 continue
             case = Result("ways", self.name, f"{self.peer.engine}, {way}", "", 1, START_TOKENS)
             result = attempt(case, partial(self._try, way), Exception)
@@ -350,14 +350,14 @@ class PeerTimer:
             if result.seconds is None:
                 torch.compiler.reset()
             else:
-                self.ways += (way,)
-                if fastest is None or result.seconds < fastest[0]:
-                    fastest = result.seconds, self.decoder
+                assert self.decoder is not None
+                decoders[way] = result.seconds, self.decoder
             self.decoder = None
-        if fastest is None:
+        if not decoders:
             raise ValueError(f"{self.name} cannot decode in any way; see the rows above")
-        self.decoder = fastest[1]
-        assert self.decoder is not None
+        self.ways = tuple(sorted(decoders, key=lambda way: decoders[way][0]))
+        self.decoder = decoders[self.ways[0]][1]
+        decoders.clear()  # what the slower one holds is freed
         fastest_attention, self.attentions = self.decoder.attention, ()
         for attention in self.peer.attentions:
             self.decoder.attention = attention
@@ -400,6 +400,8 @@ class PeerTimer:
         for attention in self.attentions:
             decoder.attention = attention
             results.append(attempt(case, self._step, Exception))
+            if (results[-1].error or "").startswith("TimeoutError"):
+                break  # the time limit is for all of them
         measured = [each for each in results if each.seconds is not None]
         if not measured:
             return results[0]
@@ -410,7 +412,7 @@ class PeerTimer:
             slowest = _MUCH_SLOWER * best.seconds
             self.attentions = tuple(
                 attention
-                for attention, each in zip(self.attentions, results, strict=True)
+                for attention, each in zip(self.attentions, results, strict=False)
                 if each.seconds is not None and each.seconds <= slowest
             )
         return replace(best, work=self.decoding())

@@ -281,20 +281,23 @@ class SpeedPeer(PeerTimer):
         return replace(case, memory=peak_memory(self.peer.device))
 
     def _full(self) -> Iterator[Result]:
-        """The largest batch that fits beside the cache, after contexts of several lengths."""
+        """The largest batch that fits beside the cache, after contexts of several lengths.
+
+        In the way that is fastest for one sequence, or else in the next.
+        """
         self.drop_decoder()
-        ways = [way for way in self.ways if way != EAGER] or [EAGER]
-        result = None
+        ways, result = self.ways, None
         for length in self.plan.full_contexts:
             case = Result("full", self.name, self.peer.engine, "", 0, length)
             if result is not None and not self.peer.grows:
                 yield replace(result, length=length)  # a step costs the same after any context
                 continue
-            results = [self._largest(case, way) for way in ways]
-            measured = [each for each in results if each.tokens_per_second is not None]
-            result = max(measured or results, key=lambda each: each.tokens_per_second or 0)
-            if len(measured) > 1:  # the other contexts in the faster way
-                ways = [ways[results.index(result)]]
+            for way in ways:
+                result = self._largest(case, way)
+                if result.error is None:
+                    ways = (way,)
+                    break
+            assert result is not None
             yield result
 
     def _largest(self, case: Result, way: str) -> Result:
