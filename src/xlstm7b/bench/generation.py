@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from math import prod
+from statistics import median
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from xlstm7b.bench.measure import (
     GREEDY,
     SAMPLED,
     attempt,
+    failed,
     find_peaks,
     make_generator,
     measure,
@@ -490,29 +492,38 @@ class PeerTimer:
 
     def _first(self) -> Iterator[Result]:
         for length in self.plan.prompts:
-            for tokens in (1, self.plan.first):
-                assert self.decoder is not None
-                steps = joined(self.decoder.way, self.decoder.attention)
-                work = f"{self._reading()}, steps {steps}"
-                case = Result("first", self.name, work, "", 1, length, figures={"new": tokens})
-                yield attempt(case, partial(self._time_first, tokens), Exception)
+            assert self.decoder is not None
+            steps = joined(self.decoder.way, self.decoder.attention)
+            case = Result("first", self.name, f"{self._reading()}, steps {steps}", "", 1, length)
+            rows = [replace(case, figures={"new": tokens}) for tokens in (1, self.plan.first)]
+            try:
+                times = self._first_seconds(length, self.plan.first)
+            except Exception as error:
+                yield from (failed(row, error) for row in rows)
+                continue
+            for row, seconds in zip(rows, times, strict=True):
+                yield with_limit(row, self.plan, seconds, decoded=row.figures["new"] - 1)
 
-    def _time_first(self, tokens: int, case: Result) -> Result:
+    def _first_seconds(self, length: int, tokens: int) -> tuple[float, float]:
+        """Until the first token of an output, and until all its tokens."""
         decoder = self.decoder
         assert decoder is not None
-        if case.length + tokens > self._room:
+        if length + tokens > self._room:
             raise torch.OutOfMemoryError
-        decoder.prepare(case.length, case.length + tokens)
-        prompts = self.peer.tokens(1, case.length)
+        decoder.prepare(length, length + tokens)
+        prompts, first = self.peer.tokens(1, length), []
 
-        def generate() -> object:
+        def generate() -> None:
+            began = time.perf_counter()
             decoder.read(prompts)
+            decoder.token.tolist()
+            first.append(time.perf_counter() - began)
             for more in range(tokens - 1):
-                decoder.step(case.length + more)
-            return decoder.token.tolist()
+                decoder.step(length + more)
+            decoder.token.tolist()
 
         seconds = measure(generate, self.plan.device, repeats=2, enough=ENOUGH)
-        return with_limit(case, self.plan, seconds, decoded=tokens - 1)
+        return median(first[1:]), seconds
 
     def _prefill(self) -> Iterator[Result]:
         self.drop_decoder()

@@ -237,7 +237,6 @@ class Speed(Generation):
     most_rows: int = option("Largest batch of a full GPU.", 2048, on_cpu=2)
     seconds: float = option("Length of one timing of decoding.", 0.3, on_cpu=0.001)
     timeout: float = option("Time limit for one model, in seconds.", 480.0)
-    compile_seconds: float = option("Time limit for compiling a peer, in seconds.", 120.0)
 
 
 @dataclass(frozen=True, kw_only=True)
