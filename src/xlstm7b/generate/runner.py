@@ -646,14 +646,18 @@ class ModelRunner:
                         work = partial(self._verify, part, positions, kind)
                         self._capture(("verify", n, positions, kind), work)
         longest = max(chunk_tokens + chunk_tokens // 4, _MAX_GRAPH_TOKENS)
+        self._capture_prefills(longest, _ROW_TOKENS[-1])
+        torch.cuda.synchronize(self.device)
+
+    def _capture_prefills(self, alone: int, together: int) -> None:
+        """Those of one row of up to `alone` tokens, and of several of up to `together` each."""
         for size in _ONE_ROW:
-            if size <= longest:
+            if size <= alone:
                 self._capture_prefill(1, size)
         for count in _ROWS if self.slots > 1 else ():
             for size in _ROW_TOKENS:
-                if count * size <= _MAX_GRAPH_TOKENS:
+                if size <= together and count * size <= _MAX_GRAPH_TOKENS:
                     self._capture_prefill(count, size)
-        torch.cuda.synchronize(self.device)
 
     def _capture(self, key: Any, work: Callable[[], None]) -> None:
         """Runs the work once, which compiles its kernels, then records it as a graph."""
