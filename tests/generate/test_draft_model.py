@@ -55,6 +55,15 @@ def noisy(share: float = 0.03) -> XLSTM:
     return model
 
 
+def with_letters(model: XLSTM) -> XLSTM:
+    """The same model, but all tokens other than the letters a to z have logit 0."""
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.lm_head.weight[:99] = 0
+        changed.lm_head.weight[125:] = 0
+    return changed
+
+
 NOISY = noisy()
 DRAFTS = {"same": SAME, "noisy": NOISY, "other": OTHER}
 both_engines = pytest.mark.parametrize("make_engine", [new_engine, gpu_like_engine])
@@ -189,7 +198,7 @@ def test_requests_are_aborted_in_the_middle_of_a_verification(make_engine):
 @both_engines
 def test_drafts_with_grammars(make_engine):
     """Of a model that likes some letters. Where a grammar allows none of them, drafting rests."""
-    requests = grammar_requests()
+    requests = grammar_requests()[:5]
     for number in range(3):
         form = {"regex": "[a-z]{30,}"}
         params = SamplingParams(
@@ -197,12 +206,7 @@ def test_drafts_with_grammars(make_engine):
         )
         requests.append(Request([8, number], params))
     requests.append(endless([9], 60, structured_outputs={"regex": "[0-9]+"}))
-    model, draft = copy.deepcopy(MODEL), copy.deepcopy(NOISY)
-    with torch.no_grad():
-        for one in (model, draft):
-            letters = one.lm_head.weight[99:105].clone()  # a to f
-            one.lm_head.weight.zero_()
-            one.lm_head.weight[99:105] = letters
+    model, draft = with_letters(MODEL), with_letters(NOISY)
     wanted = [run_alone(model, copy_of(request)) for request in requests]
     engine = make_engine(model, slots=3, speculate=draft)
     driver, drafts, drafted = Driver(engine), engine._drafter._runner.draft, []
@@ -221,7 +225,7 @@ def test_drafts_with_grammars(make_engine):
     assert is_idle(engine)
     for request, want in zip(requests, wanted, strict=True):
         assert_same(driver.completion(request), want)
-    assert all(request.accepted_tokens > 5 for request in requests[15:18])
+    assert all(request.accepted_tokens > 5 for request in requests[5:8])
     assert requests[-1].accepted_tokens == 0
 
 
@@ -281,8 +285,8 @@ def test_of_a_long_prompt_the_latest_tokens_are_read():
 @both_engines
 def test_stop_strings_end_an_output_within_a_pass(make_engine):
     """The stored state is that after the stop string, and drafts after it are right."""
-    letters = dict.fromkeys(range(99, 125), 30.0)  # a to z
-    engine = make_engine(MODEL, slots=3, speculate=SAME, cache_bytes=1 << 22)
+    model = with_letters(MODEL)
+    engine = make_engine(model, slots=3, speculate=with_letters(SAME), cache_bytes=1 << 22)
     driver, saved, moved_back = Driver(engine), engine._runner.saved, []
 
     def saving(slot: int, back: int = 0) -> SavedState:
@@ -291,21 +295,23 @@ def test_stop_strings_end_an_output_within_a_pass(make_engine):
 
     engine._runner.saved = saving
     requests, wanted = [], []
-    for number in range(6):
-        longer = run_alone(MODEL, endless([9, number], logit_bias=letters))
-        stop = longer.text[9 + 3 * number : 11 + 3 * number]
-        request = endless([9, number], logit_bias=letters, stop_strings=(stop,))
-        wanted.append(run_alone(MODEL, copy_of(request, keep_state=True)))
-        requests.append(driver.add(copy_of(request, keep_state=True)))
+    for number in range(3):
+        longer = run_alone(model, endless([9, number]))
+        stop = longer.text[9 + 5 * number : 12 + 5 * number]
+        request = copy_of(endless([9, number], stop_strings=(stop,)), keep_state=True)
+        wanted.append(run_alone(model, copy_of(request)))
+        requests.append(driver.add(request))
     driver.finish()
+    assert max(moved_back) > 0
     for request, want in zip(requests, wanted, strict=True):
         got = driver.completion(request)
         assert_same(got, want)
+        assert got.finish_reason == "stop"
         again = driver.add(endless([*request.prompt_token_ids[1:], *got.token_ids]))
         driver.finish()
         assert again.cached_tokens == len(again.prompt_token_ids)
         assert again.accepted_tokens == again.drafted_tokens > 10
-        fresh = run_alone(MODEL, copy_of(again))
+        fresh = run_alone(model, copy_of(again))
         assert driver.completion(again).token_ids == fresh.token_ids
     assert is_idle(engine)
 
@@ -356,13 +362,15 @@ def test_drafts_stop_where_they_do_not_pay():
     assert request.drafted_tokens < 30
 
 
-def test_warm_up_changes_nothing(monkeypatch):
+def test_warm_up_records_all_graphs_and_changes_nothing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     engine = gpu_like_engine(MODEL, slots=3, speculate=SAME)
     engine.warm_up()
-    driver = Driver(engine)
-    many = driver.add_all(endless([5, n]) for n in range(6))
+    graphs = engine._drafter._runner._graphs
+    recorded, driver = {*graphs}, Driver(engine)
+    many = driver.add_all(endless([5, n] * (1 + 30 * n)) for n in range(6))
     driver.finish()
+    assert {*graphs} == recorded
     for request in many:
         assert request.accepted_tokens == request.drafted_tokens > 20
         want = run_alone(MODEL, copy_of(request))

@@ -152,11 +152,14 @@ class DraftRunner(ModelRunner):
     def warm_up(self, chunk_tokens: int) -> None:
         """Captures the graphs that drafts need. No slot may be in use."""
         self._compute_start(0)
-        if self._on_gpu:
-            for n in self._parts:
-                self._capture_drafts(n)
-            self._capture_prefills(chunk_tokens, _SHORT)
-            torch.cuda.synchronize(self.device)
+        if not self._on_gpu:
+            return
+        self._single_tokens.fill_(-1)
+        for n in self._parts:
+            self._capture(("single", n), partial(self._single_step, n))
+            self._capture_drafts(n)
+        self._capture_prefills(chunk_tokens, _SHORT)
+        torch.cuda.synchronize(self.device)
 
 
 @dataclass
