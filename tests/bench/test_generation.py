@@ -184,6 +184,7 @@ def test_speculation_on_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for changed, message in (
         ({"folder": None}, "--draft needs --folder and the part speculation"),
         ({"parts": ("decode",)}, "--draft needs --folder and the part speculation"),
+        ({"draft": str(tmp_path)}, "there is no saved model in .*: it has no config.json"),
         ({"text_tokens": 1}, "text_tokens must be at least 2, not 1"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -170,7 +170,7 @@ class Generation(ModelPlan):
         None,
     )
     draft: str | None = option(
-        "Folder or hub id of a draft model for the folder's model, in the part speculation.", None
+        "Checkpoint folder of a draft model for the folder's model, in the part speculation.", None
     )
     text: str | None = option(
         "Text file that the folder's model decodes in the part drift, and from which the part "
@@ -203,8 +203,9 @@ class Generation(ModelPlan):
         for length in self.lengths:
             if self.tokens % length:
                 raise ValueError(f"prompts of {length} do not divide {self.tokens} tokens")
-        if self.folder is not None and not (Path(self.folder) / "config.json").is_file():
-            raise ValueError(f"there is no saved model in {self.folder}: it has no config.json")
+        for folder in (self.folder, self.draft):
+            if folder is not None and not (Path(folder) / "config.json").is_file():
+                raise ValueError(f"there is no saved model in {folder}: it has no config.json")
         if "drift" in self.parts and (self.folder is None or self.text is None):
             raise ValueError("the part drift needs --folder and --text")
         if self.draft is not None and (self.folder is None or "speculation" not in self.parts):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from xlstm7b.bench.cases import Result
 from xlstm7b.bench.measure import GREEDY, SAMPLED, attempt, measure, release
 from xlstm7b.bench.plans import Generation
+from xlstm7b.checkpoint import read_config
 from xlstm7b.devices import to_dtype
 from xlstm7b.generate import Generator
 from xlstm7b.generate.draft_model import Speculation, open_speculation
@@ -58,12 +59,12 @@ def results(plan: Generation) -> Iterator[Result]:
     folder, dtype = Path(plan.folder), to_dtype(plan.dtype)
     load = partial(XLSTM.from_pretrained, dtype=dtype, device=plan.device)
     sentences = read_sentences(None if plan.text is None else Path(plan.text))
+    config = read_config(folder)
+    tokenizer = model_tokenizer(folder, config)
+    draft = open_speculation(plan.draft and Path(plan.draft), config, tokenizer)
     model = load(folder)
-    tokenizer = model_tokenizer(folder, model.config)
     ways: dict[str, Speculation] = {"no speculation": None, "lookup": "lookup"}
-    if plan.draft is not None:
-        draft = open_speculation(plan.draft, model.config, tokenizer)
-        assert isinstance(draft, Path)
+    if isinstance(draft, Path):
         ways["draft model"] = load(draft)
     for batch in plan.batches:
         for kind, prompts in make_prompts(sentences, batch).items():

@@ -46,7 +46,7 @@ def open_speculation(
     """
     if speculate is None:
         return None
-    if speculate == "lookup":
+    if speculate == "lookup":  # the folder of that name is ./lookup
         return "lookup"
     try:
         folder = resolve(speculate)
