@@ -81,8 +81,8 @@ def test_generate_by_a_json_schema(cli: Cli, speller: Path, tmp_path: Path) -> N
     [
         (None, "there is no file "),
         (b"\xff", "is not UTF-8 text"),
-        (b"{", "structured_outputs.json is not JSON: "),
-        (b"[]", "structured_outputs.json must be a JSON schema: an object"),
+        (b"{", "schema.json: structured_outputs.json is not JSON: "),
+        (b"[]", "schema.json: structured_outputs.json must be a JSON schema: an object"),
         (b'{"type": "x"}', "structured_outputs.json is not valid: Invalid type: x"),
     ],
 )

@@ -131,9 +131,14 @@ def _read_schema(path: Path) -> str:
     if not path.exists() or path.is_dir():  # a pipe is fine
         raise ValueError(f"there is no file {path}; --json-schema takes a file with a JSON schema")
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+    try:
+        SamplingParams(structured_outputs={"json": text}).check()
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return text
 
 
 def listed(text: str) -> list[str]:
