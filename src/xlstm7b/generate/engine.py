@@ -441,10 +441,10 @@ class Engine:
     def _wants_to_draft(self, requests: Sequence[Request]) -> bool:
         """True if drafts may be found for a request, once its last token is known."""
         drafter = self._drafter
-        highest = max((request.slot for request in requests), default=0)
-        if drafter is None or not self._runner.most_drafts(highest):
+        if drafter is None:
             return False
-        return any(
+        highest = max((request.slot for request in requests), default=0)
+        return self._runner.most_drafts(highest) > 0 and any(
             request.speculate and request not in self._finishing and drafter.wants_to_draft(request)
             for request in requests
         )

@@ -496,8 +496,8 @@ class ModelRunner:
     def _decoded(self, n: int) -> _Part:
         """The first slots, for a step without drafts.
 
-        On a CPU such a step takes a third longer by replay. So it writes the states, also if passes
-        with drafts come before and after it.
+        On a CPU such a step takes longer by replay. So it writes the states, also if passes with
+        drafts come before and after it.
         """
         part = self._parts[n]
         writes = self._drafting is not None and not self._on_gpu
