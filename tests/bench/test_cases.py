@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ import torch
 
 from xlstm7b.bench import cases
 from xlstm7b.bench.cases import Column, Part, Result, heading, line
-from xlstm7b.bench.measure import attempt, find_peaks, measure_steps, percentile
+from xlstm7b.bench.measure import attempt, find_peaks, measure, measure_steps, percentile
 from xlstm7b.bench.peers import in_process
 from xlstm7b.bench.plans import BENCHMARKS, Engine, Generation, Kernels, Loader, Serve, Tune
 
@@ -261,6 +263,21 @@ def test_percentiles() -> None:
     assert percentile([7.0], 99) == 7.0
 
 
+@pytest.mark.parametrize(("seconds", "counted"), [(0.25, 3), (0.5, 2), (1.5, 1)])
+def test_long_calls_are_timed_less_often(
+    seconds: float, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, calls = [0.0], [0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def call() -> None:
+        calls[0] += 1
+        now[0] += 60 if calls[0] == 1 else seconds  # the first one compiles
+
+    assert measure(call, "cpu", enough=1.0) == seconds
+    assert calls[0] == 1 + counted
+
+
 def test_measured_peaks_fill_what_was_not_given() -> None:
     flops, bandwidth = find_peaks("cpu", torch.float32, None, 0.1)
     assert bandwidth == 1e11
@@ -314,6 +331,35 @@ def test_the_process_of_a_peer_ends_when_its_reader_stops() -> None:
     results.close()  # type: ignore[attr-defined]
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
+
+
+@pytest.mark.usefixtures("_importable")
+def test_the_process_of_a_peer_ends_when_its_parent_is_killed() -> None:
+    code = (
+        f"from {counted.__module__} import CASE, counted, in_process\n"
+        "for result in in_process(CASE, counted, 60.0, upto=1, then='hangs'):\n"
+        "    print(result.figures['process'], flush=True)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        process = int(parent.stdout.readline())
+        parent.kill()
+        parent.wait()
+    for _ in range(100):
+        if not _is_running(process):
+            return
+        time.sleep(0.1)
+    os.kill(process, signal.SIGKILL)
+    pytest.fail("it went on")
+
+
+def _is_running(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
 
 
 def test_the_process_of_a_peer_ends_after_its_timeout() -> None:

@@ -1,20 +1,24 @@
 """`xlstm7b experiment speed`: what it measures of each model, and how it goes on after failures."""
 
 import json
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
 from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 from xlstm7b.bench import generation, speed
 from xlstm7b.bench.cases import Result
+from xlstm7b.bench.peer_models import COMPILED, EAGER, GRAPH, PEERS
 from xlstm7b.bench.plans import SPEED_PARTS, Speed
 from xlstm7b.bench.speed_figures import draw
 from xlstm7b.cli import app
@@ -49,6 +53,10 @@ def test_every_figure_is_complete(name: str, measured: dict[str, list[Result]]) 
     assert [(r.batch, r.length) for r in rows["context"]] == [(1, 0), (1, 40), (1, 80)]
     lengths = [(r.length, r.figures["new"]) for r in rows["first"]]
     assert lengths == [(1, 1), (1, 3), (20, 1), (20, 3)]
+    if name != "ours":  # both times are of the same outputs
+        seconds = [r.seconds or 0 for r in rows["first"]]
+        assert seconds[0] < seconds[1]
+        assert seconds[2] < seconds[3]
     assert [(r.batch, r.length) for r in rows["prefill"]] == [(1, 64), (2, 32)]
     assert [(r.batch, r.length) for r in rows["full"]] == [(2, 20), (2, 40)]
     timed = [(r.length, r.seconds) for r in rows["generated"] if r.seconds is not None]
@@ -67,6 +75,98 @@ def test_a_slow_path_is_named(measured: dict[str, list[Result]]) -> None:
     for name in ("falcon-mamba", "codestral-mamba"):
         rows = [r for r in measured[name] if r.part in SPEED_PARTS]
         assert all("slow path" in row.work for row in rows)
+
+
+@torch.no_grad()
+def test_prompts_are_compiled_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = CompileCounter()
+    timer = speed.SpeedPeer.__new__(speed.SpeedPeer)
+    timer.name, timer.plan, timer._room = "llama3", PLAN, 256
+    timer.peer = peer = PEERS["llama3"](PLAN, 1)
+
+    def compile_prompts() -> None:
+        peer.reader = torch.compile(peer.prompt_logits, dynamic=True, backend=counter)
+
+    monkeypatch.setattr(peer, "compile_prompts", compile_prompts)
+    timer._try_compiled_prompts(Result("ways", "llama3"))
+    assert counter.frame_count == 1
+    compile_prompts()  # that one, whichever was faster
+    for room, length in ((1024, 128), (1024, 600), (512, 512)):
+        cache = peer.new_cache(1, room)
+        peer.set_length(cache, 0)
+        peer.reader(peer.tokens(1, length), cache)
+    assert counter.frame_count == 1
+
+
+class _Decoder:
+    """Its steps take the time in `times`."""
+
+    way, attention = EAGER, ""
+
+    def __init__(self, times: dict[tuple[str, int], float]) -> None:
+        self.times, self.timed = times, list[tuple[str, int]]()
+
+    def seconds(self, length: int, *, seconds: float) -> float:
+        self.timed.append((self.attention, length))
+        return self.times[self.attention, length]
+
+
+def test_a_much_slower_way_to_attend_is_not_timed_again() -> None:
+    lengths = (0, 2048, 4096, 8192)
+    flash = {("flash", length): 1.0 for length in lengths}
+    times = {("sdpa", 0): 2.0, ("sdpa", 2048): 0.9, ("sdpa", 4096): 1.5}
+    timer = speed.SpeedPeer.__new__(speed.SpeedPeer)
+    timer.name, timer.plan, timer._room = "llama3", replace(PLAN, contexts=lengths), 1 << 14
+    timer.peer = PEERS["llama3"](PLAN, 1)
+    timer.attentions = timer.peer.attentions
+    decoder = _Decoder(flash | times)
+    timer.decoder = cast(Any, decoder)
+    rows = list(timer.results("context"))
+    assert [row.seconds for row in rows] == [1.0, 0.9, 1.0, 1.0]
+    assert [row.work.rpartition(", ")[2] for row in rows] == ["flash", "sdpa", "flash", "flash"]
+    assert [case for case in decoder.timed if case[0] == "sdpa"] == list(times)
+
+
+def test_all_ways_to_attend_have_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = speed.SpeedPeer("llama3", replace(PLAN, compile_seconds=0.05))
+    timed = []
+
+    def compiles(decoder: Any, length: int, *, seconds: float) -> float:
+        timed.append(decoder.attention)
+        time.sleep(30)
+        return 1.0
+
+    monkeypatch.setattr(generation.Decoder, "seconds", compiles)
+    result = timer._try(EAGER, Result("ways", "llama3", batch=1, length=16))
+    assert result.error == "TimeoutError: stopped after 0 s"
+    assert timed == ["flash"]
+
+
+def test_a_full_gpu_is_not_tried_in_a_way_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = speed.SpeedPeer("llama3", PLAN)
+    tried = []
+    monkeypatch.setattr(generation, "decoding_ways", lambda device: (COMPILED, GRAPH, EAGER))
+    monkeypatch.setattr(generation, "check", lambda *_: {})
+
+    def attempted(way: str, case: Result) -> Result:
+        tried.append(way)
+        timer.decoder = cast(Any, _Decoder({}))
+        if way == COMPILED:
+            raise TimeoutError("stopped after 150 s")
+        return replace(case, seconds=1.0)
+
+    monkeypatch.setattr(timer, "_try", attempted)
+    list(timer.start())
+    assert tried == [COMPILED, GRAPH]
+    ways = []
+
+    def largest(case: Result, way: str) -> Result:
+        ways.append(way)
+        return replace(case, batch=2, tokens_per_second=1.0)
+
+    monkeypatch.setattr(timer, "_largest", largest)
+    list(timer.results("full"))
+    assert set(ways) == {GRAPH}
 
 
 Script = dict[str, list[tuple[list[str], str | None]]]
@@ -97,8 +197,14 @@ def pretend(monkeypatch: pytest.MonkeyPatch, script: Script) -> list[tuple[str, 
     return calls
 
 
-def run(output: Path, *names: str, plan: Speed = PLAN, again: bool = False) -> dict[str, Any]:
-    return speed.run_speed(output, names, plan, again=again, say=lambda line: None)
+def run(
+    output: Path,
+    *names: str,
+    plan: Speed = PLAN,
+    figures: Sequence[str] = speed.FIGURES,
+    again: bool = False,
+) -> dict[str, Any]:
+    return speed.run_speed(output, names, plan, figures=figures, again=again, say=lambda line: None)
 
 
 def test_a_crash_ends_one_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +247,39 @@ def test_a_model_that_cannot_start_keeps_its_reason(
     assert len(calls) == 2
 
 
+def test_a_run_that_cannot_start_again_keeps_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every, late = list(SPEED_PARTS), "stopped after 480 s"
+    script: Script = {"llama2": [(every[:2], late), ([], "at once"), (every[2:], None)]}
+    calls = pretend(monkeypatch, script)
+    run(tmp_path, "llama2")
+    failed = run(tmp_path, "llama2")["llama2"]
+    assert (failed["status"], failed["reason"]) == ("failed", "at once")
+    assert list(failed["figures"]) == every[:2]
+    found = run(tmp_path, "llama2", again=True)["llama2"]
+    assert calls[-1] == ("llama2", every[2:])
+    assert (found["status"], found.get("reason"), list(found["figures"])) == (
+        "finished",
+        None,
+        every,
+    )
+
+
+def test_figures_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    some, others, every = ["first", "full"], ["context", "generated", "prefill"], [*SPEED_PARTS]
+    script: Script = {"ours": [(some, None), (others, None), (["first"], None)]}
+    calls = pretend(monkeypatch, script)
+    record = run(tmp_path, "ours", "kernels", figures=some)["ours"]
+    assert (record["status"], list(record["figures"])) == ("stopped", some)
+    assert run(tmp_path, "ours")["ours"]["status"] == "finished"
+    run(tmp_path, "ours", figures=some)  # it has them
+    assert calls == [("ours", some), ("ours", others)]
+    record = run(tmp_path, "ours", figures=["first"], again=True)["ours"]
+    assert calls[2:] == [("ours", ["first"])]
+    assert (record["status"], sorted(record["figures"])) == ("finished", sorted(every))
+
+
 def test_one_model_is_measured_again_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every = list(SPEED_PARTS)
     script: Script = {"ours": [(every, None), (every, None)], "llama2": [(every, None)]}
@@ -162,15 +301,22 @@ def test_a_stopped_run_goes_on_where_it_was(
         yield Result("began", "llama3", every[0])
         yield Result(every[0], "llama3", batch=1, length=8, seconds=1.0)
         yield Result("ended", "llama3", every[0])
+        yield Result("began", "llama3", every[1])
+        yield Result(every[1], "llama3", batch=1, length=128, seconds=1.0)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(speed, "in_process", stopped)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, "llama3")
+    kept = speed.read_records(tmp_path)["runs"]["llama3"]
+    assert [row["length"] for row in kept["figures"][every[1]]] == [128]
+    assert kept["partial"] == [every[1]]
     calls = pretend(monkeypatch, {"llama3": [(every[1:], None)]})
     found = run(tmp_path, "llama3", again=True)["llama3"]
     assert calls == [("llama3", every[1:])]
     assert (found["status"], list(found["figures"])) == ("finished", every)
+    assert [row["length"] for row in found["figures"][every[1]]] == [8]
+    assert found["partial"] == []
 
 
 def test_other_settings_need_another_folder(
@@ -203,6 +349,14 @@ def test_sums_of_steps(step: float, slope: float, counts: list[int]) -> None:
         assert row["summed"]
         assert row["memory"] == 1
         assert row["seconds"] == pytest.approx(n * step + slope * n * n / 2, rel=1e-6)
+
+
+def test_sums_follow_steps_that_are_measured_again() -> None:
+    rows = [{"length": 4, "seconds": 4.0}, {"length": 8, "memory": 1}]
+    first = speed.with_sums(rows, [{"length": n, "seconds": 1.0} for n in (0, 8)])
+    again = speed.with_sums(first, [{"length": n, "seconds": 2.0} for n in (0, 8)])
+    assert [row["seconds"] for row in first] == [4.0, 8.0]
+    assert [row["seconds"] for row in again] == [4.0, 12.0]
 
 
 def test_nothing_is_summed_without_steps() -> None:
@@ -284,6 +438,7 @@ def test_the_command_measures_in_a_process_and_draws(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--smoke", "--runs", "llama4"], "speed has no run 'llama4'"),
+        (["--smoke", "--figures", "first,last"], "speed has no figure 'last'"),
         (["--smoke", "--steps", "3"], "speed trains nothing"),
         (["--device", "cpu"], "on a CPU, try it with --smoke"),
     ],

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from math import prod
+from statistics import median
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from xlstm7b.bench.measure import (
     GREEDY,
     SAMPLED,
     attempt,
+    failed,
     find_peaks,
     make_generator,
     measure,
@@ -58,6 +60,8 @@ from xlstm7b.model import XLSTM
 from xlstm7b.model.lm import schemes_of
 
 START_TOKENS = 16  # length of the prompt before decoding is timed
+ENOUGH = 1.0  # seconds: a prompt that takes as long is timed once
+_LONG, _MUCH_SLOWER = 2048, 1.2  # tokens of a context; times
 
 _DECODE = ("batch", "tokens", "ms", "tok/s", "GB/s", "limit", "% of limit", "speed of ours, ×")
 _SAME = Column("of shortest, ×", "of_shortest", digits=3)  # speed, over that after the shortest
@@ -286,7 +290,7 @@ def _first(model: XLSTM, plan: Generation) -> Iterator[Result]:
         prompts = random_prompts(plan.config.vocab_size, 1, length)
         for tokens in (1, plan.first):
             generate = partial(generator.generate, prompts, max_new_tokens=tokens, **GREEDY)
-            seconds = measure(generate, plan.device)
+            seconds = measure(generate, plan.device, enough=ENOUGH)
             work = "1 token" if tokens == 1 else f"{tokens} tokens"
             case = Result("first", work=work, batch=1, length=length, figures={"new": tokens})
             yield with_limit(case, plan, seconds, decoded=tokens - 1)
@@ -296,7 +300,8 @@ def _prefill(model: XLSTM, plan: Generation) -> Iterator[Result]:
     def timed(case: Result) -> Result:
         generator = make_generator(model, plan, case.batch)
         prompts = random_prompts(plan.config.vocab_size, case.batch, case.length)
-        return with_limit(case, plan, measure(lambda: generator.read(prompts), plan.device))
+        seconds = measure(lambda: generator.read(prompts), plan.device, enough=ENOUGH)
+        return with_limit(case, plan, seconds)
 
     for length in plan.lengths:
         case = Result("prefill", batch=plan.tokens // length, length=length)
@@ -336,28 +341,31 @@ class PeerTimer:
         self.name, self.plan = name, plan
         self.peer = PEERS[name](plan)
         self.attentions = self.peer.attentions  # those that passed the check
+        self.ways: tuple[str, ...] = ()  # those that can decode, the fastest first
         self.decoder: Decoder | None = None
         self._cache: Any = None
         self._room = max(START_TOKENS, *plan.contexts, *plan.prompts) + 2 * MOST_STEPS
 
     def start(self) -> Iterator[Result]:
         """The time of each way to decode, then the check. Raises a `ValueError` if it fails."""
-        fastest = None
+        decoders: dict[str, tuple[float, Decoder]] = {}
         for way in decoding_ways(self.plan.device):
-            if way == EAGER and fastest is not None:
+            if way == EAGER and decoders:
                 continue
             case = Result("ways", self.name, f"{self.peer.engine}, {way}", "", 1, START_TOKENS)
             result = attempt(case, partial(self._try, way), Exception)
             yield result
-            if result.seconds is not None and (fastest is None or result.seconds < fastest[0]):
-                fastest = result.seconds, self.decoder
-            elif result.error is not None:
+            if result.seconds is None:
                 torch.compiler.reset()
+            else:
+                assert self.decoder is not None
+                decoders[way] = result.seconds, self.decoder
             self.decoder = None
-        if fastest is None:
+        if not decoders:
             raise ValueError(f"{self.name} cannot decode in any way; see the rows above")
-        self.decoder = fastest[1]
-        assert self.decoder is not None
+        self.ways = tuple(sorted(decoders, key=lambda way: decoders[way][0]))
+        self.decoder = decoders[self.ways[0]][1]
+        decoders.clear()  # what the slower one holds is freed
         fastest_attention, self.attentions = self.decoder.attention, ()
         for attention in self.peer.attentions:
             self.decoder.attention = attention
@@ -400,11 +408,21 @@ class PeerTimer:
         for attention in self.attentions:
             decoder.attention = attention
             results.append(attempt(case, self._step, Exception))
+            if (results[-1].error or "").startswith("TimeoutError"):
+                break  # the time limit is for all of them
         measured = [each for each in results if each.seconds is not None]
         if not measured:
             return results[0]
         best = min(measured, key=lambda each: each.seconds or 0)
         decoder.attention = self.attentions[results.index(best)]
+        if case.length >= _LONG:  # what is much slower now is more so after longer contexts
+            assert best.seconds is not None
+            slowest = _MUCH_SLOWER * best.seconds
+            self.attentions = tuple(
+                attention
+                for attention, each in zip(self.attentions, results, strict=False)
+                if each.seconds is not None and each.seconds <= slowest
+            )
         return replace(best, work=self.decoding())
 
     def _step(self, case: Result) -> Result:
@@ -420,7 +438,8 @@ class PeerTimer:
     def _try_compiled_prompts(self, case: Result) -> Result:
         """Compiles the reading of prompts, if that is faster."""
         prompts = self.peer.tokens(1, min(2048, self._room))
-        cache = self.peer.new_cache(1, prompts.shape[1])
+        # A cache as long as the prompts would be compiled for that case only.
+        cache = self.peer.new_cache(1, prompts.shape[1] + 1)
         eager = self.peer.reader
 
         def seconds() -> float:
@@ -479,29 +498,38 @@ class PeerTimer:
 
     def _first(self) -> Iterator[Result]:
         for length in self.plan.prompts:
-            for tokens in (1, self.plan.first):
-                assert self.decoder is not None
-                steps = joined(self.decoder.way, self.decoder.attention)
-                work = f"{self._reading()}, steps {steps}"
-                case = Result("first", self.name, work, "", 1, length, figures={"new": tokens})
-                yield attempt(case, partial(self._time_first, tokens), Exception)
+            assert self.decoder is not None
+            steps = joined(self.decoder.way, self.decoder.attention)
+            case = Result("first", self.name, f"{self._reading()}, steps {steps}", "", 1, length)
+            rows = [replace(case, figures={"new": tokens}) for tokens in (1, self.plan.first)]
+            try:
+                times = self._first_seconds(length, self.plan.first)
+            except Exception as error:
+                yield from (failed(row, error) for row in rows)
+                continue
+            for row, seconds in zip(rows, times, strict=True):
+                yield with_limit(row, self.plan, seconds, decoded=row.figures["new"] - 1)
 
-    def _time_first(self, tokens: int, case: Result) -> Result:
+    def _first_seconds(self, length: int, tokens: int) -> tuple[float, float]:
+        """Until the first token of an output, and until all its tokens."""
         decoder = self.decoder
         assert decoder is not None
-        if case.length + tokens > self._room:
+        if length + tokens > self._room:
             raise torch.OutOfMemoryError
-        decoder.prepare(case.length, case.length + tokens)
-        prompts = self.peer.tokens(1, case.length)
+        decoder.prepare(length, length + tokens)
+        prompts, first = self.peer.tokens(1, length), []
 
-        def generate() -> object:
+        def generate() -> None:
+            began = time.perf_counter()
             decoder.read(prompts)
+            decoder.token.tolist()
+            first.append(time.perf_counter() - began)
             for more in range(tokens - 1):
-                decoder.step(case.length + more)
-            return decoder.token.tolist()
+                decoder.step(length + more)
+            decoder.token.tolist()
 
-        seconds = measure(generate, self.plan.device, repeats=2)
-        return with_limit(case, self.plan, seconds, decoded=tokens - 1)
+        seconds = measure(generate, self.plan.device, repeats=2, enough=ENOUGH)
+        return median(first[1:]), seconds
 
     def _prefill(self) -> Iterator[Result]:
         self.drop_decoder()
@@ -520,7 +548,8 @@ class PeerTimer:
                 self.peer.set_length(cache, 0)
             return self.peer.reader(prompts, cache)[0][:, -1].argmax(-1).tolist()
 
-        return with_limit(case, self.plan, measure(read, self.plan.device, repeats=2))
+        seconds = measure(read, self.plan.device, repeats=2, enough=ENOUGH)
+        return with_limit(case, self.plan, seconds)
 
 
 def joined(*parts: str) -> str:

@@ -4,6 +4,7 @@ Weights and prompts are random, so nothing is downloaded. They are the same in e
 """
 
 import gc
+import math
 import os
 import signal
 import time
@@ -43,10 +44,12 @@ def measure(
     device: str | torch.device,
     *,
     repeats: int = 3,
+    enough: float = math.inf,
     gpu_milliseconds: int = 0,
 ) -> float:
     """Seconds that one call takes, as the median of several, after one that is not counted.
 
+    After `enough` seconds of counted calls there is no further one: long calls differ little.
     Normally a synchronised host clock. With `gpu_milliseconds`, CUDA events over about that much
     time, with an empty L2 cache before each call: for single kernels.
     """
@@ -62,6 +65,8 @@ def measure(
         call()
         synchronize(device)
         times.append(time.perf_counter() - start)
+        if sum(times[1:]) >= enough:
+            break
     return median(times[1:])
 
 

@@ -93,18 +93,21 @@ def in_process(
     """Yields the results of `function(**arguments)`, which runs in a new Python process.
 
     That process starts with no memory in use. If it crashes or hangs, the last result is `case`
-    with the reason as its error. `arguments` must be JSON.
+    with the reason as its error. If this process is killed, so is that one. `arguments` must be
+    JSON.
     """
     code = "from xlstm7b.bench.peers import work_for_parent; work_for_parent()"
     command = [sys.executable, "-c", code, function.__module__, function.__name__]
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         process = subprocess.Popen(
             [*command, json.dumps(arguments)],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
             start_new_session=True,
         )
+        assert process.stdin is not None
         assert process.stdout is not None
         done, began = False, time.monotonic()
         timer = threading.Timer(timeout, _kill, [process])
@@ -119,6 +122,7 @@ def in_process(
             timer.cancel()
             _kill(process)
             process.wait()
+            process.stdin.close()
             process.stdout.close()
         if not done:
             errors.seek(0)
@@ -143,7 +147,14 @@ def _last_error(stderr: str) -> str:
 
 def work_for_parent() -> None:
     """The code that runs in the process of `in_process`."""
+    threading.Thread(target=_die_with_parent, daemon=True).start()
     module, function, arguments = sys.argv[1:]
     for result in getattr(import_module(module), function)(**json.loads(arguments)):
         print("result " + json.dumps(result.to_dict()), flush=True)
     print("done", flush=True)
+
+
+def _die_with_parent() -> None:
+    """Waits until the parent is gone. Else this process would go on using the GPU."""
+    os.read(sys.stdin.fileno(), 1)  # the parent writes nothing, so this is the end of its pipe
+    os.killpg(os.getpgrp(), signal.SIGKILL)

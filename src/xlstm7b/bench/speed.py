@@ -11,7 +11,8 @@ with its pass over the whole text. The figures:
     cell        the cell's kernels beside FlashAttention and others (the run `kernels`)
 
 `results.json` holds the rows of every model. It is written after each figure, so a run that was
-stopped continues with the figures that are missing.
+stopped continues with the figures that are missing. Of a figure that was stopped halfway, the rows
+are kept until it is measured again.
 """
 
 import json
@@ -31,7 +32,6 @@ from xlstm7b.bench.cases import Part, Result
 from xlstm7b.bench.generation import (
     START_TOKENS,
     PeerTimer,
-    decoding_ways,
     itemsizes,
     joined,
     replay_interval,
@@ -54,10 +54,11 @@ from xlstm7b.bench.measure import (
 )
 from xlstm7b.bench.peer_models import EAGER, MOST_STEPS, Decoder
 from xlstm7b.bench.peers import in_process
-from xlstm7b.bench.plans import Kernels, Speed
+from xlstm7b.bench.plans import SPEED_PARTS, Kernels, Speed
 from xlstm7b.devices import to_dtype
 from xlstm7b.files import lock_folder, write_json
 from xlstm7b.generate.engine import peak_memory
+from xlstm7b.generate.replay import INTERVAL
 from xlstm7b.model import XLSTM
 from xlstm7b.report import machine
 
@@ -82,6 +83,7 @@ PARTS = {
     "full": Part("a full GPU", ("batch", "tokens", "ms", "tok/s")),
     "cell": Part("the cell over whole sequences, bf16", ("batch", "tokens", "ms")),
 }
+FIGURES = (*SPEED_PARTS, "cell")
 _PACKAGES = ("transformers", "xlstm", "mlstm_kernels", "mamba_ssm", "causal_conv1d", "fla-core")
 Record = dict[str, Any]
 
@@ -95,6 +97,17 @@ def chosen(names: str | None, smoke: bool) -> list[str]:
         if name not in RUNS:
             raise ValueError(f"speed has no run {name!r}; choose from {', '.join(RUNS)}")
     return [name for name in RUNS if name in given]
+
+
+def chosen_figures(names: str | None) -> list[str]:
+    """The figures of a list with commas. None: all."""
+    if names is None:
+        return list(FIGURES)
+    given = [name.strip() for name in names.split(",")]
+    for name in given:
+        if name not in FIGURES:
+            raise ValueError(f"speed has no figure {name!r}; choose from {', '.join(FIGURES)}")
+    return [name for name in FIGURES if name in given]
 
 
 # The process that measures one model
@@ -196,6 +209,7 @@ def _full(model: XLSTM, plan: Speed) -> Iterator[Result]:
     """The largest batch that fits. A step costs the same after any context, so it is timed once."""
     sizes = itemsizes(plan)
     per_row = accounting.state_bytes(plan.config, sizes["state_itemsize"])["total"]
+    per_row += accounting.ring_bytes(plan.config, INTERVAL, to_dtype(plan.dtype).itemsize)
     per_row += 16 * plan.config.vocab_size
 
     def timed(case: Result) -> Result:
@@ -267,20 +281,23 @@ class SpeedPeer(PeerTimer):
         return replace(case, memory=peak_memory(self.peer.device))
 
     def _full(self) -> Iterator[Result]:
-        """The largest batch that fits beside the cache, after contexts of several lengths."""
+        """The largest batch that fits beside the cache, after contexts of several lengths.
+
+        In the way that is fastest for one sequence, or else in the next.
+        """
         self.drop_decoder()
-        ways = [way for way in decoding_ways(self.plan.device) if way != EAGER] or [EAGER]
-        result = None
+        ways, result = self.ways, None
         for length in self.plan.full_contexts:
             case = Result("full", self.name, self.peer.engine, "", 0, length)
             if result is not None and not self.peer.grows:
                 yield replace(result, length=length)  # a step costs the same after any context
                 continue
-            results = [self._largest(case, way) for way in ways]
-            measured = [each for each in results if each.tokens_per_second is not None]
-            result = max(measured or results, key=lambda each: each.tokens_per_second or 0)
-            if len(measured) > 1:  # the other contexts in the faster way
-                ways = [ways[results.index(result)]]
+            for way in ways:
+                result = self._largest(case, way)
+                if result.error is None:
+                    ways = (way,)
+                    break
+            assert result is not None
             yield result
 
     def _largest(self, case: Result, way: str) -> Result:
@@ -328,32 +345,43 @@ def run_speed(
     names: Sequence[str],
     plan: Speed,
     *,
+    figures: Sequence[str] = FIGURES,
     again: bool = False,
     say: Callable[[str], None] = print,
 ) -> dict[str, Record]:
-    """Measures the runs that have no result yet; with `again` also those that have one.
+    """Measures these figures of the runs that lack them; with `again` also of those that have all.
 
     Returns the records of all runs, by name.
     """
     plan.check()
     records = _Records(output, plan)
-    waiting = [name for name in names if again or not records.is_done(name)]
+    wanted = {name: [part for part in _parts(name, plan) if part in figures] for name in names}
+    waiting = [name for name in names if wanted[name] and (again or not records.is_done(name))]
     if not waiting:
         return records.runs
     output.mkdir(parents=True, exist_ok=True)
     with lock_folder(output, "measuring in"):
         for name in waiting:
             say(f"\n{name}: {RUNS[name]}")
-            records.start(name)
-            _measure(name, plan, records, say)
+            records.start(name, wanted[name])
+            _measure(name, wanted[name], plan, records, say)
     return records.runs
 
 
-def _measure(name: str, plan: Speed, records: "_Records", say: Callable[[str], None]) -> None:
+def _parts(name: str, plan: Speed) -> Sequence[str]:
+    return ("cell",) if name == KERNELS else plan.parts
+
+
+def _measure(
+    name: str,
+    parts: Sequence[str],
+    plan: Speed,
+    records: "_Records",
+    say: Callable[[str], None],
+) -> None:
     """Measures the missing figures. A crash ends a figure; the next goes on in a new process."""
     record, began = records.runs[name], time.monotonic()
-    parts = ("cell",) if name == KERNELS else plan.parts
-    while missing := [part for part in parts if part not in record["figures"]]:
+    while missing := records.missing(name, parts):
         left = plan.timeout - (time.monotonic() - began)
         if left < plan.timeout / 8:  # too little to load a model and measure a figure
             say(f"{name}: the time limit is reached; the same command continues")
@@ -361,28 +389,34 @@ def _measure(name: str, plan: Speed, records: "_Records", say: Callable[[str], N
         current, heading, error = "", "", None
         rows: list[Record] = []
         job = {"model": name, "parts": missing, "options": plan.to_dict()}
-        for result in in_process(Result("end", name), measure_model, left, **job):
-            match result.part:
-                case "end":
-                    error = result.error
-                case "machine":
-                    record |= result.figures | {"ways": [], "check": []}
-                case "began":
-                    current, rows = result.work, []
-                case "ended":
-                    records.add(name, current, rows)
-                case _:
-                    row = result.to_dict()
-                    if name != KERNELS and result.work:
-                        row["engine"] = row.pop("work")
-                    if result.part in ("ways", "check"):
-                        record[result.part].append(row)
-                    else:
-                        rows.append(row)
-                    if result.part != heading:
-                        heading = result.part
-                        say(cases.heading(PARTS[heading]))
-                    say(cases.line(result, PARTS[heading]))
+        try:
+            for result in in_process(Result("end", name), measure_model, left, **job):
+                match result.part:
+                    case "end":
+                        error = result.error
+                    case "machine":
+                        record |= result.figures | {"ways": [], "check": []}
+                    case "began":
+                        current, rows = result.work, []
+                    case "ended":
+                        records.add(name, current, rows)
+                        rows = []
+                    case _:
+                        row = result.to_dict()
+                        if name != KERNELS and result.work:
+                            row["engine"] = row.pop("work")
+                        if result.part in ("ways", "check"):
+                            record[result.part].append(row)
+                        else:
+                            rows.append(row)
+                        if result.part != heading:
+                            heading = result.part
+                            say(cases.heading(PARTS[heading]))
+                        say(cases.line(result, PARTS[heading]))
+        except BaseException:  # Ctrl-C
+            if rows:
+                records.add(name, current, rows, partial=True)
+            raise
         if error is not None:
             say(f"{name}: {current or 'start'}: {error}")
             if not current:
@@ -390,6 +424,8 @@ def _measure(name: str, plan: Speed, records: "_Records", say: Callable[[str], N
                 return
             if error.startswith("stopped after") and current != missing[0]:
                 say(f"{name}: the same command continues with this figure")
+                if rows:
+                    records.add(name, current, rows, partial=True)
                 return
             records.add(name, current, [*rows, Result(current, name, error=error).to_dict()])
     records.finish(name)
@@ -399,11 +435,12 @@ class _Records:
     """`results.json`: a record for each run.
 
     `status` is `finished`, `failed` (no figure could be measured, for the reason `reason`) or
-    `stopped`: the next call measures the figures that are missing.
+    `stopped`: the next call measures the figures that are missing, and those in `partial`, which
+    have only their first rows.
     """
 
     def __init__(self, folder: Path, plan: Speed) -> None:
-        self._path, self._plan = folder / NAME, json.loads(json.dumps(plan.to_dict()))
+        self._path, self._plan = folder / NAME, plan
         self.runs: dict[str, Record] = {}
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"{folder} is a file, not a folder: choose another --output")
@@ -411,7 +448,7 @@ class _Records:
             return
         content = read_records(folder)
         before, self.runs = content["plan"], content["runs"]
-        for key, value in self._plan.items():
+        for key, value in json.loads(json.dumps(plan.to_dict())).items():
             if before.get(key) != value:
                 raise ValueError(
                     f"the results in {folder} have {key} {before.get(key)!r}, not {value!r}: "
@@ -421,13 +458,28 @@ class _Records:
     def is_done(self, name: str) -> bool:
         return self.runs.get(name, {}).get("status") in ("finished", "failed")
 
-    def start(self, name: str) -> None:
-        """A new record, unless this one is only partly measured."""
-        if name not in self.runs or self.is_done(name):
-            self.runs[name] = {"label": RUNS[name], "status": "stopped", "figures": {}}
+    def missing(self, name: str, parts: Sequence[str]) -> list[str]:
+        record = self.runs.get(name, {"figures": {}})
+        partial = record.get("partial", ())
+        return [part for part in parts if part not in record["figures"] or part in partial]
 
-    def add(self, name: str, part: str, rows: list[Record]) -> None:
-        self.runs[name]["figures"][part] = rows
+    def start(self, name: str, parts: Sequence[str]) -> None:
+        """A record to add these figures to. A finished run has them already: it loses them."""
+        record = self.runs.setdefault(name, {"label": RUNS[name], "figures": {}})
+        if record.get("status") == "finished":
+            for part in parts:
+                del record["figures"][part]
+        record.pop("reason", None)
+        record["status"] = "stopped"
+
+    def add(self, name: str, part: str, rows: list[Record], *, partial: bool = False) -> None:
+        record = self.runs[name]
+        figures = record["figures"]
+        figures[part] = rows
+        others = [each for each in record.get("partial", ()) if each != part]
+        record["partial"] = [*others, part] if partial else others
+        if "generated" in figures and "context" in figures:
+            figures["generated"] = with_sums(figures["generated"], figures["context"])
         self._write()
 
     def fail(self, name: str, reason: str) -> None:
@@ -435,15 +487,14 @@ class _Records:
         self._write()
 
     def finish(self, name: str) -> None:
-        self.runs[name] |= {"status": "finished"}
-        figures = self.runs[name]["figures"]
-        if "generated" in figures and "context" in figures:
-            figures["generated"] = with_sums(figures["generated"], figures["context"])
+        """If it has all its figures."""
+        if not self.missing(name, _parts(name, self._plan)):
+            self.runs[name]["status"] = "finished"
         self._write()
 
     def _write(self) -> None:
         in_order = {name: self.runs[name] for name in RUNS if name in self.runs}
-        about = {"experiment": "speed", "title": TITLE, "plan": self._plan}
+        about = {"experiment": "speed", "title": TITLE, "plan": self._plan.to_dict()}
         write_json(self._path, {**about, "runs": in_order})
 
 
@@ -469,6 +520,7 @@ def with_sums(generated: Sequence[Record], contexts: Sequence[Record]) -> list[R
     further token, interpolated between the contexts. It is marked `summed`.
     """
     steps = {row["length"]: row["seconds"] for row in contexts if "seconds" in row}
+    generated = [_measured(row) for row in generated]
     timed = {row["length"]: row["seconds"] for row in generated if "seconds" in row}
     if not timed or not steps:
         return list(generated)
@@ -487,3 +539,9 @@ def with_sums(generated: Sequence[Record], contexts: Sequence[Record]) -> list[R
         else row
         for row in generated
     ]
+
+
+def _measured(row: Record) -> Record:
+    """The row without a time that was summed."""
+    dropped = ("seconds", "summed") if row.get("summed") else ()
+    return {key: value for key, value in row.items() if key not in dropped}

@@ -1,7 +1,7 @@
 """The figures of `xlstm7b experiment speed`, from its records."""
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,22 @@ def draw(runs: Mapping[str, Record], folder: Path) -> list[str]:
                     all_axes = [axes] if len(panels) == 1 else list(axes)
                     for axis, panel in zip(all_axes, panels, strict=True):
                         panel(axis, runs)
-                    caption = textwrap.fill(_caption(runs, name), 75 * len(panels))
-                    all_axes[0].figure.supxlabel(caption, fontsize=7)
+                    _add_legend_and_caption(all_axes, _caption(runs, name))
             drawn.append(f"speed-{name}")
     return drawn
+
+
+def _add_legend_and_caption(axes: Sequence[Any], caption: str) -> None:
+    """Beside and below the panels, which keep their size."""
+    drawn, width = axes[0].figure, 6 * len(axes) + 2.2
+    text = textwrap.fill(caption, int(16 * width))
+    drawn.set_size_inches(width, 3.6 + 0.12 * (text.count("\n") + 2))
+    drawn.supxlabel(text, fontsize=7)
+    lines: dict[str, Any] = {}
+    for axis in axes:
+        handles, labels = axis.get_legend_handles_labels()
+        lines |= zip(labels, handles, strict=True)
+    drawn.legend(lines.values(), lines.keys(), loc="outside right center", fontsize="small")
 
 
 def _rows(record: Record, part: str) -> list[Record]:
@@ -41,7 +53,7 @@ def _rows(record: Record, part: str) -> list[Record]:
 
 def _caption(runs: Mapping[str, Record], part: str) -> str:
     """What ran each model, and what failed."""
-    notes = []
+    models: dict[str, list[str]] = {}
     for name, record in runs.items():
         rows = record["figures"].get(part, [])
         if name == KERNELS or not rows:
@@ -49,11 +61,12 @@ def _caption(runs: Mapping[str, Record], part: str) -> str:
         engine = " or ".join(dict.fromkeys(row["engine"] for row in rows if "engine" in row))
         failed = {row["error"]: row.get("length") for row in rows if "error" in row}
         errors = "".join(f"; from {length} on: {error}" for error, length in failed.items())
-        notes.append(f"{RUNS[name]}: {engine}{errors}.")
+        models.setdefault(f"{engine}{errors}", []).append(RUNS[name])
+    notes = [f"{'; '.join(labels)}: {note}." for note, labels in models.items()]
     if any(name.startswith("llama") for name in runs) and part != "cell":
         notes.append("The Llamas run under transformers, not vLLM.")
     machines = {record.get("machine", {}).get("gpu") for record in runs.values()} - {None}
-    return " ".join([*sorted(machines), "Random weights.", *notes])
+    return " ".join([*(f"{each}." for each in sorted(machines)), "Random weights.", *notes])
 
 
 def _lines(axis: Any, runs: Mapping[str, Record], part: str, key: str, **wanted: Any) -> None:
@@ -77,7 +90,6 @@ def _lines(axis: Any, runs: Mapping[str, Record], part: str, key: str, **wanted:
     if lengths:
         token_ticks(axis, sorted(lengths))
         axis.tick_params(axis="x", labelsize="small")
-        axis.legend(fontsize="small")
 
 
 def _models(runs: Mapping[str, Record]) -> Iterator[tuple[str, Record]]:
@@ -129,16 +141,15 @@ def _full(axis: Any, runs: Mapping[str, Record]) -> None:
 
 def _cell(work: str, axis: Any, runs: Mapping[str, Record]) -> None:
     rows = [row for row in _rows(runs[KERNELS], "cell") if row["work"] == work]
-    for name, label in _CELLS.items():
+    for position, (name, label) in enumerate(_CELLS.items()):
         points = sorted(
             (row["length"], 1e3 * row["seconds"]) for row in rows if row["name"] == name
         )
         if points:
-            width = 2.2 if name == "ours" else 1.2
-            axis.plot(*zip(*points, strict=True), "o-", markersize=3, label=label, linewidth=width)
+            style = {"color": f"C{position}", "linewidth": 2.2 if name == "ours" else 1.2}
+            axis.plot(*zip(*points, strict=True), "o-", markersize=3, label=label, **style)
     if rows:
         token_ticks(axis, [row["length"] for row in rows])
-        axis.legend(fontsize="small")
     axis.set(xlabel="tokens of each sequence", ylabel="ms", title=f"{work}", yscale="log")
 
 

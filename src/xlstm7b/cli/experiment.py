@@ -42,6 +42,13 @@ def experiment(
             show_default="all",
         ),
     ] = None,
+    figures: Annotated[
+        str | None,
+        typer.Option(
+            help="Figures to measure, with commas between them. For the experiment speed only.",
+            show_default="all",
+        ),
+    ] = None,
     steps: Annotated[
         int | None,
         typer.Option(help="Steps of each run.", show_default="as the experiment says"),
@@ -85,8 +92,10 @@ def experiment(
     if name == "speed":
         if data or steps or settings or reuse:
             raise ValueError("speed trains nothing: leave out --data, --steps, --set and --reuse")
-        _speed(output or Path("experiments/speed"), runs, smoke, device, listed)
+        _speed(output or Path("experiments/speed"), runs, figures, smoke, device, listed)
         return
+    if figures is not None:
+        raise ValueError("--figures is for the experiment speed: choose runs with --runs")
     if listed:
         print(_list_runs(name) if name else _list_experiments())
         return
@@ -154,7 +163,14 @@ def _device(device: str | None, smoke: bool) -> str:
     return where
 
 
-def _speed(target: Path, runs: str | None, smoke: bool, device: str | None, listed: bool) -> None:
+def _speed(
+    target: Path,
+    runs: str | None,
+    figures: str | None,
+    smoke: bool,
+    device: str | None,
+    listed: bool,
+) -> None:
     """Measures models instead of training them. Those in --runs are measured again."""
     from xlstm7b.bench import speed
     from xlstm7b.bench.plans import Speed
@@ -162,10 +178,11 @@ def _speed(target: Path, runs: str | None, smoke: bool, device: str | None, list
     if listed:
         print(f"{speed.TITLE}\n\n{table(['run', 'label'], list(speed.RUNS.items()))}")
         return
-    names = speed.chosen(runs, smoke)
+    names, parts = speed.chosen(runs, smoke), speed.chosen_figures(figures)
     where = _device(device, smoke)
     if where == "cuda" or smoke:
-        found = speed.run_speed(target, names, Speed.of(device=where), again=runs is not None)
+        plan, again = Speed.of(device=where), runs is not None
+        found = speed.run_speed(target, names, plan, figures=parts, again=again)
     elif runs is None and (target / speed.NAME).is_file():
         found = speed.read_records(target)["runs"]
         print("there is no GPU here: results are only drawn", file=sys.stderr)
