@@ -6,10 +6,10 @@ integers. A byte w has two codes, each 8 more than its number. `w & 15` is the l
 codes. The 8 that the low codes have too much is in the value that the sums start from.
 
 x becomes integers too. In each group of columns it is rounded to 16 bits relative to the largest
-magnitude, and q = 256 d₁ + d₀ gives two signed bytes. Sums over a group are exact, so a product
-differs from that of the given x by 2⁻¹⁶ of the largest x of a group at most: less than the
-rounding of the result to bfloat16. `digits_kernel` does this, with RMSNorm, and also computes the
-gates, whose few weights are not quantised.
+magnitude, which changes it by 2⁻¹⁶ of that at most, and q = 256 d₁ + d₀ gives two signed bytes. Sums
+over a group are exact. So the result is closer to float64 than a product in bfloat16 would be.
+`digits_kernel` does this, with RMSNorm, and also computes the gates, whose few weights are not
+quantised.
 
 The tensor cores multiply rows of codes by 8 columns. They are the two digits of the four groups of
 a block: column 2 j + d has digit d of group j, and zeros in the rows of the other groups. So one
@@ -89,7 +89,7 @@ def multiply_row_int4(
         digits, starts, factors, out_gates, eps, cap or 1.0, gate_rows,
         K=columns, GROUP=group, BLOCK=triton.next_power_of_2(columns),
         HAS_NORM=norm is not None, HAS_GATES=gates is not None, HAS_LIVE=live is not None,
-        HAS_CAP=cap is not None, num_warps=8, **overlap_options(x.device),
+        HAS_CAP=cap is not None, num_warps=4, **overlap_options(x.device),
     )  # fmt: skip
     out = residual
     if out is None:
@@ -168,6 +168,7 @@ def _store_digits(
     K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HAS_NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """Each of the four warps has one group."""
     j, c = tl.arange(0, 4), tl.arange(0, GROUP)
     k = (block * 4 + j)[:, None] * GROUP + c[None, :]
     weight = tl.full(k.shape, 1.0, tl.float32)
@@ -176,14 +177,15 @@ def _store_digits(
     if OVERLAP:
         gdc_wait()
     v = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32) * weight
-    largest = tl.max(tl.abs(v), 1)
-    step = tl.where(largest > 0, largest, 1.0) / LARGEST
-    # The largest of numbers and a NaN is a number. The sum is NaN.
-    factor = step + 0 * tl.sum(v, 1)
+    size = 1.0
     if HAS_NORM:
         all_k = tl.arange(0, BLOCK)
         wide = tl.load(x + all_k, mask=all_k < K, other=0.0).to(tl.float32)
-        factor *= _rms_factor(wide, eps, K)
+        size = _rms_factor(wide, eps, K)
+    largest = tl.max(tl.abs(v), 1)
+    step = tl.where(largest > 0, largest, 1.0) / LARGEST
+    # The largest of numbers and a NaN is a number. The sum is NaN.
+    factor = (step + 0 * tl.sum(v, 1)) * size
     tl.store(factors + block * 4 + j, tl.where(j % 2 == 0, factor, factor / 16))
     q = tl.floor(v / step[:, None] + 0.5).to(tl.int32)
     high = (q + 128) >> 8
@@ -290,8 +292,8 @@ def _product(
     x_high = _columns(tl.load(at + 4 * BYTES, mask=is_high, other=0), BYTES, SPLIT)
     if OVERLAP:
         # The compiler would put each load right before its use, and wait for every one. It moves no
-        # load over this, and the sums need `start`.
-        gdc_wait()
+        # load over this, which has no other effect the second time. The sums need the load below.
+        gdc_launch_dependents()
     at = tl.reshape(block, [SPLIT, 1, 1]) * 8 + tl.arange(0, 8)[None, None, :]
     sums = tl.broadcast_to(tl.load(starts + at), [SPLIT, ROWS, 8])
     low, high = _decode(w, ASM)
