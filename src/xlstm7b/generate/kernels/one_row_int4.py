@@ -6,8 +6,8 @@ integers. A byte w has two codes, each 8 more than its number. `w & 15` is the l
 codes. The 8 that the low codes have too much is in the value that the sums start from.
 
 x becomes integers too. In each group of columns it is rounded to 16 bits relative to the largest
-magnitude, which changes it by 2⁻¹⁶ of that at most, and q = 256 d₁ + d₀ gives two signed bytes. Sums
-over a group are exact. So the result is closer to float64 than a product in bfloat16 would be.
+magnitude, which changes it by 2⁻¹⁶ of that at most, and q = 256 d₁ + d₀ gives two signed bytes.
+Sums over a group are exact. So the result is closer to float64 than a product in bfloat16 would be.
 `digits_kernel` does this, with RMSNorm, and also computes the gates, whose few weights are not
 quantised.
 
