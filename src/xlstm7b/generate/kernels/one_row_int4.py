@@ -217,11 +217,7 @@ def row_int4_kernel(
     """
     OUT: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
     blocks: tl.constexpr = WIDTH // BYTES
-    total = N * (ROWS // OUT)
-    r = tl.arange(0, 8)[None, :, None, None] + 8 * tl.arange(0, ROWS // 8)[None, None, None, :]
-    # Rows that W does not have are copies of its last one: nothing needs a mask.
-    row = tl.minimum(tl.program_id(0) * OUT + r % OUT, N - 1) + r // OUT * N
-    tiles = _load_codes(W, scale, row, 0, total, WIDTH, BYTES, SPLIT, AHEAD)
+    tiles = _load_codes(W, scale, 0, N, WIDTH, BYTES, ROWS, OUT, SPLIT, AHEAD)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -232,7 +228,7 @@ def row_int4_kernel(
             blocks, BYTES, ROWS, SPLIT, AHEAD, ASM, OVERLAP,
         )  # fmt: skip
     for first in range(AHEAD * SPLIT, blocks, AHEAD * SPLIT):
-        tiles = _load_codes(W, scale, row, first, total, WIDTH, BYTES, SPLIT, AHEAD)
+        tiles = _load_codes(W, scale, first, N, WIDTH, BYTES, ROWS, OUT, SPLIT, AHEAD)
         for i in tl.static_range(AHEAD):
             acc += _product(
                 tiles[i], digits, starts, factors, first + i * SPLIT,
@@ -252,24 +248,53 @@ def row_int4_kernel(
 
 @triton.jit
 def _load_codes(
-    W, scale, row, first, total,
-    WIDTH: tl.constexpr, BYTES: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
+    W, scale, first, N,
+    WIDTH: tl.constexpr, BYTES: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr,
+    SPLIT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """AHEAD times the codes of SPLIT blocks, from `first` on, and their scales.
+    """AHEAD times the codes of SPLIT blocks, from `first` on, for `_rows`, and their scales.
 
-    Codes are [4, 8, SPLIT, ROWS / 8, BYTES / 64, 16], scales [4, 8, SPLIT, ROWS / 8]. After the
-    last block follow copies of it.
+    Scales are [SPLIT, ROWS / 8, 8, 4]. After the last block follow copies of it.
     """
-    beside = tl.arange(0, 4)[:, None, None, None]
-    codes = W + row.to(tl.int64) * WIDTH + beside * 16
+    pieces: tl.constexpr = BYTES // 64
+    beside, r, part, i = _shares(ROWS // 8 * pieces, SPLIT)
+    codes = (
+        W + _row(i // pieces * 8 + r, N, OUT).to(tl.int64) * WIDTH + i % pieces * 64 + beside * 16
+    )
+    group, r, scale_part, i = _shares(ROWS // 8, SPLIT)
+    scales = scale + _row(i * 8 + r, N, OUT)
     tiles = ()
-    for i in tl.static_range(AHEAD):
-        block = _blocks(first + i * SPLIT, WIDTH // BYTES, SPLIT)
-        at = (codes + block * BYTES)[:, :, :, :, None, None]
-        w = tl.load(at + _pieces(BYTES)[None, None, None, None], eviction_policy="evict_first")
-        tile = w, tl.load(scale + row + (block * 4 + beside) * total)
+    for step in tl.static_range(AHEAD):
+        block = _block(first + step * SPLIT + part, WIDTH // BYTES)
+        at = (codes + block * BYTES)[:, None] + tl.arange(0, 16)[None, :]
+        w = tl.load(at, eviction_policy="evict_first")
+        block = _block(first + step * SPLIT + scale_part, WIDTH // BYTES)
+        s = tl.load(scales + (block * 4 + group) * (N * (ROWS // OUT)))
+        tile = w, tl.permute(tl.reshape(s, [ROWS // 8, SPLIT, 8, 4]), 1, 0, 2, 3)
         tiles += (tile,)  # type: ignore[assignment]
     return tiles
+
+
+@triton.jit
+def _row(r, N, OUT: tl.constexpr):
+    """The row of W that is row r of the program's tile. After the last follow copies of it."""
+    return tl.minimum(tl.program_id(0) * OUT + r % OUT, N - 1) + r // OUT * N
+
+
+@triton.jit
+def _block(block, BLOCKS: tl.constexpr):
+    """After the last block follow copies of it: nothing needs a mask."""
+    return tl.minimum(block, BLOCKS - 1)
+
+
+@triton.jit
+def _shares(COUNT: tl.constexpr, SPLIT: tl.constexpr):
+    """What each thread loads, COUNT times: the thread of 4, of 8 times 4, the warp, the number.
+
+    Triton gives the elements of a tensor to threads in this order, the first coordinate fastest.
+    """
+    e = tl.arange(0, COUNT * SPLIT * 32)
+    return e % 4, e // 4 % 8, e // 32 % SPLIT, e // (32 * SPLIT)
 
 
 @triton.jit
@@ -280,23 +305,25 @@ def _product(
 ):  # fmt: skip
     """The products [SPLIT, ROWS, 4] of each group with x, in the blocks first, first + 1, …"""
     w, s = tile
-    beside, block = tl.arange(0, 4)[:, None, None, None], _blocks(first, BLOCKS, SPLIT)
-    in_x = (first + tl.arange(0, SPLIT) < BLOCKS) | (BLOCKS % (AHEAD * SPLIT) == 0)
-    f = tl.load(factors + block * 4 + beside, mask=in_x[None, None, :, None], other=0.0)
-    s = tl.reshape(tl.permute(s.to(tl.float32) * f, 2, 3, 1, 0), [SPLIT, ROWS, 4])
-    column = tl.arange(0, 8)[None, :, None, None]
-    at = digits + block * (8 * BYTES) + (column // 4 * 2 + column % 2) * BYTES + beside * 16
-    at = at[:, :, :, :, None] + _pieces(BYTES)[None, None, None]
-    is_high = (column // 2 % 2 == 1)[:, :, :, :, None]
+    group, _, part, _ = _shares(1, SPLIT)
+    in_x = (first + part < BLOCKS) | (BLOCKS % (AHEAD * SPLIT) == 0)
+    at = factors + _block(first + part, BLOCKS) * 4 + group
+    factor = tl.reshape(tl.load(at, mask=in_x, other=0.0), [SPLIT, 1, 8, 4])
+    s = tl.reshape(s.to(tl.float32) * factor, [SPLIT, ROWS, 4])
+    beside, column, part, piece = _shares(BYTES // 64, SPLIT)
+    at = digits + (_block(first + part, BLOCKS) * 8 + column // 4 * 2 + column % 2) * BYTES
+    at = (at + piece * 64 + beside * 16)[:, None] + tl.arange(0, 16)[None, :]
+    is_high = (column // 2 % 2 == 1)[:, None]
     x_low = _columns(tl.load(at, mask=~is_high, other=0), BYTES, SPLIT)
     x_high = _columns(tl.load(at + 4 * BYTES, mask=is_high, other=0), BYTES, SPLIT)
     if OVERLAP:
         # The compiler would put each load right before its use, and wait for every one. It moves no
         # load over this, which has no other effect the second time. The sums need the load below.
         gdc_launch_dependents()
-    at = tl.reshape(block, [SPLIT, 1, 1]) * 8 + tl.arange(0, 8)[None, None, :]
-    sums = tl.broadcast_to(tl.load(starts + at), [SPLIT, ROWS, 8])
+    block = _block(first + tl.arange(0, SPLIT), BLOCKS)[:, None, None]
+    start = tl.load(starts + block * 8 + tl.arange(0, 8)[None, None, :])
     low, high = _decode(w, ASM)
+    sums = tl.broadcast_to(start, [SPLIT, ROWS, 8])
     sums = tl.dot(_rows(low, BYTES, ROWS, SPLIT), x_low, sums, out_dtype=tl.int32)
     sums = tl.dot(_rows(high, BYTES, ROWS, SPLIT), x_high, sums, out_dtype=tl.int32)
     sums, high_sums = tl.split(tl.reshape(sums, [SPLIT, ROWS, 4, 2]))
@@ -304,29 +331,17 @@ def _product(
 
 
 @triton.jit
-def _blocks(first, BLOCKS: tl.constexpr, SPLIT: tl.constexpr):
-    """The blocks first, first + 1, … of the parts [1, 1, SPLIT, 1]."""
-    return tl.minimum(first + tl.arange(0, SPLIT), BLOCKS - 1)[None, None, :, None]
-
-
-@triton.jit
-def _pieces(BYTES: tl.constexpr):
-    """The bytes [BYTES / 64, 16] of the first thread. Four threads have 64 bytes."""
-    return tl.arange(0, BYTES // 64)[:, None] * 64 + tl.arange(0, 16)[None, :]
-
-
-@triton.jit
 def _rows(w, BYTES: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr):
-    """[4, 8, SPLIT, ROWS / 8, BYTES / 64, 16] as [SPLIT, ROWS, BYTES]."""
-    w = tl.reshape(w, [4, 8, SPLIT, ROWS // 8, BYTES // 64, 4, 4])
-    return tl.reshape(tl.permute(w, 2, 3, 1, 4, 5, 0, 6), [SPLIT, ROWS, BYTES])
+    """What `_shares` loaded, as [SPLIT, ROWS, BYTES]. A thread has every fourth of 4 bytes."""
+    w = tl.reshape(w, [ROWS // 8, BYTES // 64, SPLIT, 8, 4, 4, 4])
+    return tl.reshape(tl.permute(w, 2, 0, 3, 1, 5, 4, 6), [SPLIT, ROWS, BYTES])
 
 
 @triton.jit
 def _columns(x, BYTES: tl.constexpr, SPLIT: tl.constexpr):
-    """[4, 8, SPLIT, BYTES / 64, 16] as [SPLIT, BYTES, 8]: the columns in the order of `_rows`."""
-    x = tl.reshape(x, [4, 8, SPLIT, BYTES // 64, 4, 4])
-    return tl.reshape(tl.permute(x, 2, 3, 4, 0, 5, 1), [SPLIT, BYTES, 8])
+    """What `_shares` loaded, as [SPLIT, BYTES, 8], with the bytes in the order of `_rows`."""
+    x = tl.reshape(x, [BYTES // 64, SPLIT, 8, 4, 4, 4])
+    return tl.reshape(tl.permute(x, 1, 0, 4, 3, 5, 2), [SPLIT, BYTES, 8])
 
 
 @triton.jit
