@@ -17,8 +17,9 @@ matrix [rows, 8] has the sums of four groups, and a thread has both digits of a 
 
 Each warp has another part of K (`Int4Tile.split`). The codes go from memory to the registers in
 which the tensor cores want them, without shared memory: warps wait for each other only at the end.
-For that, the tensors that are loaded have the axes in the order in which Triton gives elements to
-threads: 4 threads beside each other in a row of W, 8 rows, the warps.
+For that, the elements of the tensors that are loaded have the order in which Triton gives them to
+threads (`_shares`). With another order the results would be the same, but Triton would move the
+codes between threads.
 """
 
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ def multiply_row_int4(
     The options are those of `one_row.multiply_row`.
     """
     columns, group = x.shape[1], words_in_block(W.scheme)
+    assert takes_row(x, W)
     assert W.layout == "gpu"
     rows = len(W) // 2 if swiglu else len(W)
     tile = tile or tile_for(W)
@@ -123,9 +125,9 @@ def digits_kernel(
     """One gate, or the digits of RMSNorm(x) in one block, per program: first the gates.
 
     out_gates [1, N_GATES] = masked soft-cap(RMSNorm(x) W_gatesᵀ + bias). digits [blocks, 8, GROUP]
-    are words of two bytes, as those of W: [b, h] of group j are 4 (j % 2) + 2 (j // 2) + d.
-    starts [blocks, 8] is what the sums of each column start from. factors [blocks, 4]: a sum of
-    group j is worth that much.
+    are words of two bytes, as those of W: digit d of group j is 4 (j % 2) + 2 (j // 2) + d of 8,
+    and the other byte of the word is 0. starts [blocks, 8] is what the sums of the columns start
+    from, factors [blocks, 4] what the sums of the groups are multiplied by.
     """
     if OVERLAP:
         gdc_launch_dependents()  # `row_int4_kernel` only reads weights before it waits for this one
@@ -258,9 +260,8 @@ def _load_codes(
     """
     pieces: tl.constexpr = BYTES // 64
     beside, r, part, i = _shares(ROWS // 8 * pieces, SPLIT)
-    codes = (
-        W + _row(i // pieces * 8 + r, N, OUT).to(tl.int64) * WIDTH + i % pieces * 64 + beside * 16
-    )
+    codes = W + _row(i // pieces * 8 + r, N, OUT).to(tl.int64) * WIDTH
+    codes += i % pieces * 64 + beside * 16
     group, r, scale_part, i = _shares(ROWS // 8, SPLIT)
     scales = scale + _row(i * 8 + r, N, OUT)
     tiles = ()
