@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from naive_scoring import save_byte_model
 
 from xlstm7b import accounting
-from xlstm7b.bench import cases, generation, speculation
+from xlstm7b.bench import cases, generation, speculation, texts
 from xlstm7b.bench.cases import Result
 from xlstm7b.bench.generation import START_TOKENS, with_limit
 from xlstm7b.bench.measure import random_model
@@ -152,6 +153,65 @@ def test_speculation_with_forced_acceptance(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(r.tokens_per_second == pytest.approx(2000) for r in results)
     with pytest.raises(ValueError, match="speculation needs weights that are not quantised"):
         replace(plan, quantize="int8").check()
+
+
+def test_speculation_on_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a trained model in a folder; here it drafts for itself."""
+
+    def seconds(call: partial[object], *_: object, **__: object) -> float:
+        return 0.001 * call.keywords["max_new_tokens"]
+
+    monkeypatch.setattr(texts, "measure", seconds)
+    folder = str(save_byte_model(tmp_path / "model"))
+    plan = replace(SMALL, parts=("speculation",), batches=(2,), text_tokens=8)
+    plan = replace(plan, folder=folder, draft=folder)
+    results = [r for r in cases.run(plan) if r.part == "speculation"]
+    assert [r.work for r in results] == [
+        f"{kind}, {way}"
+        for kind in ("copy", "code", "question", "prose")
+        for way in ("no speculation", "lookup", "draft model")
+    ]
+    for result in results:
+        assert result.error is None
+        assert result.tokens_per_second == pytest.approx(2000)
+        assert result.length > 50
+        speculates = "no speculation" not in result.work
+        assert (result.get("same"), result.get("of_plain")) == (
+            (100, pytest.approx(1)) if speculates else (None, None)
+        )
+        if "draft model" in result.work and "prose" not in result.work:
+            assert result.figures["accepted"] == 100
+    for changed, message in (
+        ({"folder": None}, "--draft needs --folder and the part speculation"),
+        ({"parts": ("decode",)}, "--draft needs --folder and the part speculation"),
+        ({"draft": str(tmp_path)}, "there is no saved model in .*: it has no config.json"),
+        ({"text_tokens": 1}, "text_tokens must be at least 2, not 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(plan, **changed).check()
+
+
+def test_prompts_of_texts(tmp_path: Path) -> None:
+    """Each row of a batch has its own; a file gives other sentences."""
+    file = tmp_path / "book.txt"
+    file.write_text("".join(f"This is the sentence of the number {n}.\n" for n in range(40)))
+    for path in (None, file):
+        sentences = texts.read_sentences(path)
+        prompts = texts.make_prompts(sentences, 4)
+        for kind, rows in prompts.items():
+            assert len(set(rows)) == 4
+            assert all(row == row.rstrip(" ") for row in rows)
+            assert (path is None) or (kind == "code") or ("number 20." in rows[0])
+        copied, question = prompts["copy"][0], prompts["question"][0]
+        passage, edited, start = copied.split("\n\n")
+        assert passage != edited
+        assert edited.startswith(start)
+        assert question.count("Question: ") == question.count("Answer: ") > 2
+        assert question.endswith(f'after "{sentences[0]}"?\nAnswer: "')
+        assert prompts["prose"][0] == " ".join(sentences[:2])
+    file.write_text("One. Two.")
+    with pytest.raises(ValueError, match="has 2 sentences: the texts need 12"):
+        texts.read_sentences(file)
 
 
 def test_drift_of_states(tmp_path: Path) -> None:

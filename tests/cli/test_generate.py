@@ -81,8 +81,8 @@ def test_generate_by_a_json_schema(cli: Cli, speller: Path, tmp_path: Path) -> N
     [
         (None, "there is no file "),
         (b"\xff", "is not UTF-8 text"),
-        (b"{", "structured_outputs.json is not JSON: "),
-        (b"[]", "structured_outputs.json must be a JSON schema: an object"),
+        (b"{", "schema.json: structured_outputs.json is not JSON: "),
+        (b"[]", "schema.json: structured_outputs.json must be a JSON schema: an object"),
         (b'{"type": "x"}', "structured_outputs.json is not valid: Invalid type: x"),
     ],
 )
@@ -393,9 +393,34 @@ def test_generate_speculates(cli: Cli, speller: Path) -> None:
         r"drafted +([\d,]+) tokens, of which ([\d,]+) were accepted", err
     ).groups()
     assert 20 < int(accepted) <= int(drafted)
-    code, _, err = cli("generate", speller, "Once", "--speculate", "ngram")
-    assert code == 2
-    assert "ngram" in err
+    drafted_by = "--speculate", speller, "--verbose", "--peak-tbs", 0.1
+    code, out, err = cli("generate", speller, "Once", *options[:3], *GREEDY, *drafted_by)
+    assert (code, out) == (0, succeeded(cli("generate", speller, "Once", *options[:3], *GREEDY)))
+    drafted, accepted = re.search(r"drafted +(\d+) tokens, of which (\d+) were", err).groups()
+    assert 20 < int(accepted) <= int(drafted)
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+def test_a_draft_model_that_does_not_fit(
+    cli: Cli, speller: Path, tmp_path: Path, command: str
+) -> None:
+    """It is refused before any weights are read."""
+    config = json.loads((speller / "config.json").read_text())
+    for name, changed in {"wide": {"vocab_size": 384}, "words": {}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**config, **changed}))
+    backend = ByteTokenizer().backend()
+    backend.add_tokens(["sea"])
+    backend.save(str(tmp_path / "words" / "tokenizer.json"))
+    for name, message in {
+        "missing": "there is no draft model: .*missing' is neither a folder nor the id of a hub",
+        "wide": "the draft model has a vocabulary of 384 tokens, the model one of 320",
+        "words": "words has the tokenizer .{12}, the model has bytes",
+    }.items():
+        arguments = ["Once"] if command == "generate" else []
+        error = refused(cli(command, speller, *arguments, "--speculate", tmp_path / name))
+        assert re.search(message, error)
 
 
 def test_generate_measures_the_bandwidth_of_memory(cli: Cli, speller: Path) -> None:

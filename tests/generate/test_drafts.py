@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xlstm7b.generate.drafts import MAX_DRAFT, DraftLength, LookupDrafter, SuffixIndex
+from xlstm7b.generate.drafts import MAX_DRAFT, DraftLength, LookupText, SuffixIndex
 
 
 def searched(tokens: list[int], count: int, least: int, most: int, candidates: int) -> list[int]:
@@ -60,7 +60,7 @@ def test_only_the_latest_tokens_are_kept(text, window):
 
 def test_a_prompt_is_copied():
     prompt = random.Random(0).sample(range(1000), 100)
-    drafter = LookupDrafter([*prompt, *prompt[20:24]])
+    drafter = LookupText([*prompt, *prompt[20:24]])
     assert drafter.propose(MAX_DRAFT) == prompt[24:28]  # the first draft is short
     drafter.record(prompt[24:29], 4, 4)
     assert drafter.propose(MAX_DRAFT) == prompt[29 : 29 + MAX_DRAFT]

@@ -29,12 +29,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure import error
 from models import random_model as exact_model
+from speculation_cases import assert_same, grammar_requests, many_requests
 
 from xlstm7b.bench import speculation
 from xlstm7b.generate import Completion, Engine, Generator, Request, SamplingParams, SavedState
-from xlstm7b.generate import engine as engine_module
 from xlstm7b.generate.chat import Chat
-from xlstm7b.generate.drafts import MAX_DRAFT, LookupDrafter
+from xlstm7b.generate.drafts import MAX_DRAFT, LookupText
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.replay import INTERVAL, Rings, ring_sizes
 from xlstm7b.generate.runner import ModelRunner, PrefillRow
@@ -54,8 +54,10 @@ both_engines = pytest.mark.parametrize("make_engine", [new_engine, gpu_like_engi
 # The runner
 
 
-def exact_runner(slots: int, interval: int = 3) -> GraphRunner:
-    runner = GraphRunner(FUSED, slots, state_dtype=torch.float64, drafts=MAX_DRAFT)
+def exact_runner(
+    slots: int, interval: int = 3, kind: type[ModelRunner] = GraphRunner
+) -> ModelRunner:
+    runner = kind(FUSED, slots, state_dtype=torch.float64, drafts=MAX_DRAFT)
     size = interval + 2 * MAX_DRAFT + 1
     runner._rings = Rings.zeros(
         FUSED.config, slots, dtype=torch.float64, interval=interval, size=size
@@ -90,14 +92,22 @@ def continued(prompt: tuple[int, ...], count: int = 120) -> list[int]:
 
 
 @settings(max_examples=30)
-@given(data=st.data(), slots=st.integers(1, 5), interval=st.integers(1, 5))
-def test_any_order_of_calls(data, slots, interval):
-    """Slots start, stop, move and start again; drafts are right up to any place."""
-    runner = exact_runner(slots, interval)
+@given(
+    data=st.data(),
+    slots=st.integers(1, 5),
+    interval=st.integers(1, 5),
+    kind=st.sampled_from([ModelRunner, GraphRunner]),
+)
+def test_any_order_of_calls(data, slots, interval, kind):
+    """Slots start, stop, move and start again; drafts are right up to any place.
+
+    Steps without drafts come in between. On a CPU they write the states.
+    """
+    runner = exact_runner(slots, interval, kind)
     read = dict[int, tuple[tuple[int, ...], int]]()  # by slot: the prompt, and how much after it
     for _ in range(12):
         free = [slot for slot in range(slots) if slot not in read]
-        action = data.draw(st.sampled_from(["start", "stop", "move", "pass", "pass", "pass"]))
+        action = data.draw(st.sampled_from(["start", "stop", "move", "step", *["pass"] * 3]))
         if action == "start" and free:
             slot = data.draw(st.sampled_from(free))
             prompt = (0, *data.draw(st.sampled_from([(1,), (2, 9), (5, 5, 5, 5)])))
@@ -113,6 +123,12 @@ def test_any_order_of_calls(data, slots, interval):
             source, target = max(read), min(free)
             runner.move(source, target)
             read[target] = read.pop(source)
+        elif action == "step" and read:
+            (found,) = runner.decode(max(read)).lists()
+            for slot, (prompt, count) in read.items():
+                assert found[slot] == continued(prompt)[count + 1]
+                read[slot] = prompt, count + 1
+                assert_has_read(runner, slot, [*prompt, *continued(prompt)[: count + 1]])
         elif read:
             drafts, right = {}, {}
             for slot, (prompt, count) in read.items():
@@ -188,50 +204,9 @@ def alone(request: Request, longer: Sequence[int] = ()) -> Completion:
     return completion
 
 
-def assert_same(got: Completion, want: Completion) -> None:
-    assert (got.token_ids, got.text) == (want.token_ids, want.text)
-    assert got.finish_reason == want.finish_reason
-    assert (got.logprobs is None) == (want.logprobs is None)
-    if want.logprobs is not None:
-        assert got.logprobs == pytest.approx(want.logprobs, abs=ROUNDING)
-        assert (got.top_logprobs is None) == (want.top_logprobs is None)
-        if want.top_logprobs is not None:
-            assert [[*top] for top in got.top_logprobs] == [[*top] for top in want.top_logprobs]
-    assert (got.state is None) == (want.state is None)
-    if want.state is not None:
-        assert got.state.tokens_seen == want.state.tokens_seen
-        assert error(got.state.logits, want.state.logits) < ROUNDING
-        for block, want_block in zip(
-            got.state.model_state.blocks, want.state.model_state.blocks, strict=True
-        ):
-            for part, want_part in zip(block, want_block, strict=True):
-                assert error(part, want_part) < ROUNDING
-
-
-def many_requests() -> list[Request]:
-    """Greedy and sampled, with all that looks at earlier tokens. Each has another prompt."""
-    kinds: list[dict[str, object]] = [
-        {"temperature": 0},
-        {"temperature": 1.0},
-        {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
-        {"temperature": 1.0, "frequency_penalty": 1.0, "presence_penalty": 0.5},
-        {"temperature": 0, "repetition_penalty": 1.5, "logprobs": 3},
-        {"temperature": 1.0, "logprobs": 0, "logit_bias": {5: 4.0}},
-        {"temperature": 1.0, "min_new_tokens": 1, "eos_token_id": [*range(100)]},
-        {"temperature": 1.0, "eos_token_id": [*range(8)]},
-    ]
-    requests = []
-    for number, kind in enumerate(kinds):
-        for tokens in (1, 2, 30):
-            params = SamplingParams(max_new_tokens=tokens, seed=number, **kind)
-            prompt = [2 + number, tokens, *range(40, 40 + 3 * number)]
-            requests.append(Request(prompt, params, keep_state=tokens != 2))
-    return requests
-
-
 @pytest.fixture
 def oracle(monkeypatch: pytest.MonkeyPatch) -> type[Oracle]:
-    monkeypatch.setattr(engine_module, "LookupDrafter", Oracle)
+    monkeypatch.setattr("xlstm7b.generate.drafts.LookupText", Oracle)
     monkeypatch.setattr(Oracle, "draw", random.Random(0))
     return Oracle
 
@@ -372,30 +347,6 @@ def test_requests_without_drafts_in_the_same_batch(oracle, monkeypatch):
     assert any(request.accepted_tokens for request in requests)
 
 
-def grammar_requests() -> list[Request]:
-    """Requests with grammars, and some without."""
-    pytest.importorskip("llguidance")
-    forms = [
-        {"regex": "[a-f]{3,9}"},
-        {"regex": "(ab|cd|e[f-h]+i){4}[0-9]*"},
-        {"choice": ["the sea", "the sea was", "a ship"]},
-        {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
-        None,
-    ]
-    requests = []
-    for number in range(15):
-        params = SamplingParams(
-            max_new_tokens=20,
-            seed=number,
-            temperature=number % 2,
-            structured_outputs=forms[number % 5],
-            eos_token_id=() if number % 3 == 0 else None,
-            frequency_penalty=0.5 if number % 4 == 1 else 0,
-        )
-        requests.append(Request([7, number], params, keep_state=number % 7 < 4))
-    return requests
-
-
 @both_engines
 @pytest.mark.parametrize("accuracy", [0.8, 1.0])
 def test_drafts_with_grammars(make_engine, accuracy, oracle, monkeypatch):
@@ -515,7 +466,7 @@ def test_large_batches_have_fewer_drafts_on_a_gpu(oracle, monkeypatch):
 def test_a_step_waits_for_the_last_token_only_within_a_repetition():
     text = [*range(10, 20), 30, 31, *range(10, 16)]
     for length, repeats in ((12, False), (14, False), (15, True), (18, True)):
-        assert LookupDrafter(text[:length]).wants_to_draft == repeats
+        assert LookupText(text[:length]).wants_to_draft == repeats
 
 
 def test_a_generator_speculates():
@@ -571,9 +522,9 @@ def test_drafts_are_found_in_the_history():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="speculate must be \"lookup\" or None, not 'ngram'"):
+    with pytest.raises(ValueError, match="must be \"lookup\", a model or None, not 'ngram'"):
         Engine(MODEL, ByteTokenizer(), speculate="ngram")
-    with pytest.raises(ValueError, match='speculate must be "lookup" or None'):
+    with pytest.raises(ValueError, match='speculate must be "lookup", a model or None'):
         Generator(MODEL, ByteTokenizer(), speculate=True)
     with pytest.raises(ValueError, match="speculation needs the fused path"):
         Engine(MODEL, ByteTokenizer(), slots=1, speculate="lookup", fused=False)
@@ -636,7 +587,7 @@ def test_a_gpu_in_bfloat16(state_dtype, share, monkeypatch):
     model = random_model(embedding_dim=512, num_heads=4, num_blocks=3).to("cuda", torch.bfloat16)
     speculation.make_predictable(model)
     forced = partial(speculation.ForcedDrafts, 320, share, False)
-    monkeypatch.setattr(engine_module, "LookupDrafter", forced)
+    monkeypatch.setattr("xlstm7b.generate.drafts.LookupText", forced)
     engine = new_engine(model, slots=8, speculate="lookup", state_dtype=state_dtype)
     driver = Driver(engine)
     many = driver.add_all(greedy([7, 3 * n], 10 + 3 * n, eos_token_id=()) for n in range(20))

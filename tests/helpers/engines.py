@@ -11,6 +11,7 @@ from xlstm7b.config import ModelConfig
 from xlstm7b.generate import Completion, Engine, Request, RequestOutput, SamplingParams
 from xlstm7b.generate import engine as engine_module
 from xlstm7b.generate import runner as runner_module
+from xlstm7b.generate.draft_model import DraftRunner
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.request import Prompt
 from xlstm7b.generate.runner import ModelRunner
@@ -176,6 +177,10 @@ class GraphRunner(ModelRunner):
         self._graphs[key] = self.Graph(work)
 
 
+class GraphDraftRunner(GraphRunner, DraftRunner):
+    """The same of a draft model."""
+
+
 def gpu_like_engine(model: XLSTM, **options: object) -> Engine:
     """An engine on a CPU that does what it does on a GPU: batches of prompts, one step ahead."""
 
@@ -184,6 +189,7 @@ def gpu_like_engine(model: XLSTM, **options: object) -> Engine:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "ModelRunner", GraphRunner)
+        patch.setattr(engine_module, "DraftRunner", GraphDraftRunner)
         patch.setattr(engine_module, "prefill_limits", limits)
         engine = new_engine(model, **options)
     engine._run_ahead = True

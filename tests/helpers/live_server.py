@@ -17,7 +17,7 @@ from models import spelling_model
 
 from xlstm7b.chat_format import ChatFormat, PlainFormat
 from xlstm7b.generate import Engine, Generator, StateStore
-from xlstm7b.generate.engine import Speculation
+from xlstm7b.generate.draft_model import Speculation
 from xlstm7b.model.adapter import Adapter
 from xlstm7b.serve.app import create_app
 from xlstm7b.serve.engine_thread import EngineThread

@@ -1,5 +1,7 @@
 """/metrics counts what the server did."""
 
+import copy
+
 import httpx
 from live_server import GREEDY, serving, wait_for
 
@@ -100,3 +102,15 @@ def test_speculation_is_counted(generator: Generator) -> None:
         assert chunks[-1]["usage"]["completion_tokens"] == 40
         assert len(chunks) < 40
         live.refused(PATH, 400, prompt="a", speculate="lookup")
+
+
+def test_drafts_of_a_model_are_counted(generator: Generator) -> None:
+    """The model drafts for itself. The second time, the prompt comes from the prefix cache."""
+    body = {"prompt": "abc", "max_tokens": 40, "ignore_eos": True, "n": 2, **GREEDY}
+    with serving(generator, speculate=copy.deepcopy(generator.model)) as live:
+        want = generator.generate("abc", max_new_tokens=40, temperature=0, eos_token_id=())[0]
+        for times in (1, 2):
+            answer = live.post(PATH, **body)
+            assert [choice["text"] for choice in answer["choices"]] == [want.text] * 2
+            accepted = live.metric("spec_decode_num_accepted_tokens_total")
+            assert accepted == live.metric("spec_decode_num_draft_tokens_total") > 50 * times

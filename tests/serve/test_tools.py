@@ -20,7 +20,13 @@ from xlstm7b.chat_format import ChatTemplate, PlainFormat, TemplateFormat
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate.structured import Matcher, compile_grammar, next_masks
 from xlstm7b.serve.protocol import ApiError, ChatBody, Message
-from xlstm7b.serve.tools import DEFAULT_CALLS, AnswerReader, CallFormat, ToolFormat
+from xlstm7b.serve.tools import (
+    DEFAULT_CALLS,
+    AnswerReader,
+    CallFormat,
+    ToolFormat,
+    check_messages,
+)
 from xlstm7b.tokenizer import ByteTokenizer
 
 CHAT = "/v1/chat/completions"
@@ -312,6 +318,17 @@ def test_a_conversation_with_a_tool(live: LiveServer) -> None:
     assert message_of(live, messages=again, tools=None)["content"] == "@ok"
 
 
+def test_a_past_call_without_arguments() -> None:
+    """Some clients write no text where there are no arguments."""
+    function = {"name": "add", "arguments": ""}
+    message = Message.model_validate(
+        {"role": "assistant", "tool_calls": [{**CALLED, "function": function}]}
+    )
+    check_messages([message])
+    assert message.tool_calls
+    assert message.tool_calls[0].function.arguments == "{}"
+
+
 def test_tool_choice(live: LiveServer) -> None:
     asked = [*USER, *message_and_result(live)]
     assert message_of(live, messages=asked)["content"] == "ok"
@@ -465,7 +482,7 @@ def tool(**function: Any) -> list[dict[str, Any]]:
                 "messages.0.tool_calls.0.function.arguments",
                 "must be a JSON object, as text",
             )
-            for wrong in ("", "[]", "{", '{"a": NaN}', '{"a": "\\ud800"}', "[" * 99999)
+            for wrong in (" ", "[]", "{", '{"a": NaN}', '{"a": "\\ud800"}', "[" * 99999)
         ],
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "combined with tools"),
         ({"guided_json": "{"}, "guided_json", "guided_json is not JSON"),

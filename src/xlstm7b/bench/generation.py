@@ -4,8 +4,9 @@ Everything is measured through `Generator`, as users call it, sampling included.
 decoding at several batch sizes, and after contexts of several lengths; the time from a prompt to
 its first tokens; prefill of a constant number of tokens as many short or few long prompts; with a
 folder, the time from saved weights to the first token; if asked for, decoding with and without
-replay, the drift of bfloat16 states (`drift.py`), and speculation (`speculation.py`). Every speed
-but that of speculation is shown with its limit.
+replay, the drift of bfloat16 states (`drift.py`), and speculation: with a folder on texts
+(`texts.py`), without one with drafts of a given accuracy (`speculation.py`). Every speed but that
+of speculation is shown with its limit.
 
 Peers run in processes of their own, with random weights, in the fastest way that works: compiled
 in a CUDA graph, in a CUDA graph, or eager (`peer_models.py`). Before a peer is timed, its cached
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 from xlstm7b import accounting
-from xlstm7b.bench import drift, speculation
+from xlstm7b.bench import drift, speculation, texts
 from xlstm7b.bench.cases import Column, Part, Result
 from xlstm7b.bench.measure import (
     GREEDY,
@@ -86,6 +87,7 @@ PARTS = {
             "tok/s",
             Column("accepted, %", "accepted", digits=1),
             Column("of plain, ×", "of_plain", digits=3),
+            Column("same outputs, %", "same"),
         ),
     ),
     "context": Part("decoding after a context", (*_DECODE, _SAME), plot=("tokens", "tok/s")),
@@ -180,12 +182,16 @@ def _our_results(plan: Generation) -> Iterator[Result]:
     if "drift" in plan.parts:
         yield from drift.results(plan)
         release(plan.device)
-    if not {*_OURS} & {*plan.parts}:
+    parts = [part for part in _OURS if part in plan.parts]
+    if "speculation" in parts and plan.folder is not None:
+        parts.remove("speculation")
+        yield from texts.results(plan)
+        release(plan.device)
+    if not parts:
         return
     model = random_model(plan)
-    for part in _OURS:
-        if part in plan.parts:
-            yield from our_part(part, model, plan)
+    for part in parts:
+        yield from our_part(part, model, plan)
 
 
 def our_part(part: str, model: XLSTM, plan: Generation) -> Iterator[Result]:

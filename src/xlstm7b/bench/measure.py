@@ -26,7 +26,7 @@ from xlstm7b.quantize.weight import QuantizedWeight
 
 if TYPE_CHECKING:  # the kernel and training benchmarks do not import it
     from xlstm7b.generate import Generator, SavedState
-    from xlstm7b.generate.engine import Speculation
+    from xlstm7b.generate.draft_model import Speculation
 
 # Without an end-of-text token no output ends early.
 GREEDY: dict[str, Any] = {"temperature": 0.0, "eos_token_id": ()}

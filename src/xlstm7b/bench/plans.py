@@ -165,9 +165,21 @@ class Generation(ModelPlan):
         "Prompt lengths in a prefill.", (65536, 16384, 8192, 2048), on_cpu=(1024,)
     )
     folder: str | None = option(
-        "Checkpoint folder: also measure the time from loading it to the first token.", None
+        "Checkpoint folder: also measure the time from loading it to the first token. The parts "
+        "drift and speculation then measure its model.",
+        None,
     )
-    text: str | None = option("Text file that the folder's model decodes in the part drift.", None)
+    draft: str | None = option(
+        "Checkpoint folder of a draft model for the folder's model, in the part speculation.", None
+    )
+    text: str | None = option(
+        "Text file that the folder's model decodes in the part drift, and from which the part "
+        "speculation makes prompts.",
+        None,
+    )
+    text_tokens: int = option(
+        "Tokens generated after each prompt in the part speculation.", 256, on_cpu=64, least=2
+    )
     drift_tokens: int = option("Tokens decoded in the part drift.", 8192, on_cpu=256)
     seconds: float = option("Length of one timing of decoding, in seconds, about.", 0.3)
     peak_tflops: float | None = option(f"Peak FLOP/s of the processor, in TFLOP/s. {_PEAK}", None)
@@ -191,10 +203,13 @@ class Generation(ModelPlan):
         for length in self.lengths:
             if self.tokens % length:
                 raise ValueError(f"prompts of {length} do not divide {self.tokens} tokens")
-        if self.folder is not None and not (Path(self.folder) / "config.json").is_file():
-            raise ValueError(f"there is no saved model in {self.folder}: it has no config.json")
+        for folder in (self.folder, self.draft):
+            if folder is not None and not (Path(folder) / "config.json").is_file():
+                raise ValueError(f"there is no saved model in {folder}: it has no config.json")
         if "drift" in self.parts and (self.folder is None or self.text is None):
             raise ValueError("the part drift needs --folder and --text")
+        if self.draft is not None and (self.folder is None or "speculation" not in self.parts):
+            raise ValueError("--draft needs --folder and the part speculation")
         if "speculation" in self.parts and self.quantize != "no":
             raise ValueError("the part speculation needs weights that are not quantised")
         if self.text is not None and not Path(self.text).is_file():

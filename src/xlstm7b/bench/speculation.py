@@ -22,8 +22,8 @@ from xlstm7b.bench.measure import (
     release,
 )
 from xlstm7b.bench.plans import Generation
+from xlstm7b.generate.draft_model import Speculation
 from xlstm7b.generate.drafts import MAX_DRAFT, DraftLength
-from xlstm7b.generate.engine import Speculation
 from xlstm7b.model import XLSTM
 
 _SHARES = (0.0, 0.5, 0.8, 1.0)  # of right drafts
@@ -73,7 +73,7 @@ def _timed(
             drafted, accepted = drafted + done.drafted_tokens, accepted + done.accepted_tokens
 
     drafter = partial(ForcedDrafts, vocab_size, share, adapts)
-    with patch("xlstm7b.generate.engine.LookupDrafter", drafter):
+    with patch("xlstm7b.generate.drafts.LookupText", drafter):
         seconds = measure_steps(generate, plan.device, seconds=plan.seconds, base=64, most=1024)
     figures = {"accepted": 100 * accepted / drafted} if drafted else {}
     if plain is not None:
@@ -106,7 +106,7 @@ def following(token: int, count: int, vocab_size: int) -> list[int]:
 
 
 class ForcedDrafts:
-    """Stands in for `LookupDrafter`: each draft is right with a probability."""
+    """Stands in for `LookupText`: each draft is right with a probability."""
 
     def __init__(
         self, vocab_size: int, share: float | None, adapts: bool, tokens: Sequence[int]

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,7 +38,7 @@ from xlstm7b.checkpoint import save_checkpoint
 from xlstm7b.config import ModelConfig
 from xlstm7b.data.shards import ShardWriter, write_manifest
 from xlstm7b.model.lm import schemes_of
-from xlstm7b.quantize.config import Quantization
+from xlstm7b.quantize.config import Quantization, Scheme
 from xlstm7b.quantize.weight import QuantizedWeight
 from xlstm7b.train.processes import process_group
 from xlstm7b.train.recipe import Batch, Data, Lora, Recipe, Run, Schedule, Source, StateTuning
@@ -171,21 +172,19 @@ def _write_base(folder: Path, config: ModelConfig, trained: str) -> None:
     schemes = {} if quantization is None else schemes_of(config, quantization)
     noise = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
 
-    def tensors() -> Iterator[tuple[str, Tensor | QuantizedWeight]]:
-        for name, shape in config.parameter_shapes().items():
-            count = torch.Size(shape).numel()
-            values = noise.repeat(-(-count // len(noise)))[:count].view(shape)
-            if name not in schemes:
-                small = values * 0.02 if len(shape) > 1 else torch.ones(shape)
-                yield name, small.bfloat16()
-                continue
-            scheme = schemes[name]
-            groups = shape[1] // scheme.group_size if scheme.group_size else 1
-            scale = torch.full((shape[0], groups), 0.01, dtype=torch.bfloat16)
-            codes = (2 * values).round().clamp(-7, 7)
-            yield name, QuantizedWeight.from_codes(codes, scale, scheme)
+    @cache  # a 7B has matrices of seven shapes
+    def matrix(shape: tuple[int, ...], scheme: Scheme | None) -> Tensor | QuantizedWeight:
+        count = torch.Size(shape).numel()
+        values = noise.repeat(-(-count // len(noise)))[:count].view(shape)
+        if scheme is None:
+            return (values * 0.02 if len(shape) > 1 else torch.ones(shape)).bfloat16()
+        groups = shape[1] // scheme.group_size if scheme.group_size else 1
+        scale = torch.full((shape[0], groups), 0.01, dtype=torch.bfloat16)
+        return QuantizedWeight.from_codes((2 * values).round().clamp(-7, 7), scale, scheme)
 
-    save_checkpoint(folder, config, tensors(), quantization=quantization)
+    shapes = config.parameter_shapes().items()
+    tensors = ((name, matrix(shape, schemes.get(name))) for name, shape in shapes)
+    save_checkpoint(folder, config, tensors, quantization=quantization)
 
 
 def _train_peer(name: str, case: TrainingCase, steps: int, device: str) -> Result:

@@ -154,9 +154,15 @@ def _answer(stream: "Callable[..., Iterator[RequestOutput]]") -> None:
         _notify("Discarded the answer: the conversation is as it was before.")
 
 
+def _without_quotes(path: str) -> str:
+    """A path with spaces may be in quotes, as in a shell, and need not be."""
+    is_quoted = len(path) > 2 and path[0] == path[-1] and path[0] in "\"'"
+    return path[1:-1] if is_quoted else path
+
+
 def _run_command(conversation: "Chat", line: str, opened: OpenedModel) -> None:
     name, _, argument = line[1:].partition(" ")
-    path = Path(argument.strip()).expanduser()
+    path = Path(_without_quotes(argument.strip())).expanduser()
     if name in ("save", "load") and not argument.strip():
         raise ValueError(f"/{name} needs a path: /{name} PATH")
     match name:

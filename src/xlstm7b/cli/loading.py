@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from xlstm7b.chat_format import ChatFormat
     from xlstm7b.config import ModelConfig
     from xlstm7b.generate import Generator
-    from xlstm7b.generate.engine import Speculation
+    from xlstm7b.generate.draft_model import Speculation
     from xlstm7b.model import XLSTM
     from xlstm7b.model.adapter import Adapter
     from xlstm7b.tokenizer import Tokenizer
@@ -28,11 +28,11 @@ def open_model(
     state_dtype: str = "float32",
     batch_size: int = 1,
     adapter: str | None = None,
-    speculate: Literal["lookup", "off"] = "off",
+    speculate: str = "off",
 ) -> "OpenedModel":
     """Reads a checkpoint's config and tokenizer, and its adapter if there is one.
 
-    The arguments are the options of a command.
+    The arguments are the options of a command. A draft model is checked, too.
     """
     to = to_device(device)
     weights_dtype = default_dtype(to) if dtype is None else to_dtype(dtype)
@@ -46,7 +46,11 @@ def open_model(
     config = read_config(folder)
     text = model_tokenizer(folder, config, tokenizer)
     loaded = None if adapter is None else open_adapter(adapter, folder)
-    speculation = None if speculate == "off" else speculate
+    speculation: Literal["lookup"] | Path | None = None
+    if speculate != "off":
+        from xlstm7b.generate.draft_model import open_speculation
+
+        speculation = open_speculation(speculate, config, text, tokenizer)
     return OpenedModel(
         folder, config, text, weights_dtype, to, kept_dtype, batch_size, loaded, speculation
     )
@@ -80,7 +84,7 @@ class OpenedModel:
     state_dtype: "torch.dtype"
     batch_size: int
     adapter: "Adapter | None" = None
-    speculate: "Speculation" = None
+    speculate: Literal["lookup"] | Path | None = None  # a path is the folder of a draft model
 
     def check_state(self, path: Path) -> None:
         """`ValueError` if a state file belongs to other weights."""
@@ -118,8 +122,14 @@ class OpenedModel:
             self.tokenizer,
             state_dtype=self.state_dtype,
             batch_size=self.batch_size,
-            speculate=self.speculate,
+            speculate=self.load_speculation(),
         )
+
+    def load_speculation(self) -> "Speculation":
+        """Reads the weights of the draft model, if there is one."""
+        from xlstm7b.generate.draft_model import load_speculation
+
+        return load_speculation(self.speculate, self.dtype, self.device)
 
     @property
     def template_folder(self) -> Path:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -41,10 +41,11 @@ DType = Annotated[
 StateDType = Annotated[str, _model_option("Dtype of the state (of C): float32 or bfloat16.")]
 BatchSize = Annotated[int, _model_option("Maximum number of outputs generated at once.")]
 Speculate = Annotated[
-    Literal["lookup", "off"],
+    str,
     _model_option(
-        "Guess tokens and verify several at once: lookup finds them in the text so far, off does "
-        "not guess. The output is the same, and sooner there if it repeats earlier text."
+        "Guess tokens and verify several at once. lookup finds them in the text so far; the folder "
+        "or hub id of a small model with the same tokenizer generates them; off does not guess. "
+        "The output is the same, and sooner there if the guesses are right."
     ),
 ]
 Adapter = Annotated[
@@ -130,9 +131,14 @@ def _read_schema(path: Path) -> str:
     if not path.exists() or path.is_dir():  # a pipe is fine
         raise ValueError(f"there is no file {path}; --json-schema takes a file with a JSON schema")
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+    try:
+        SamplingParams(structured_outputs={"json": text}).check()
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return text
 
 
 def listed(text: str) -> list[str]:

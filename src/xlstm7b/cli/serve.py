@@ -206,7 +206,7 @@ def serve(
         host_cache_bytes=int(host_cache_gb * 1e9),
         cache_folder=cache_folder,
         cache_folder_bytes=int(cache_folder_gb * 1e9),
-        speculate=opened.speculate,
+        speculate=opened.load_speculation(),
         adapters=[one for one, _ in adapters.values()],
     )
     thread = EngineThread(engine, max_waiting)

@@ -1,12 +1,17 @@
-"""Drafts: tokens that a request may generate next, guessed from its own text.
+"""Drafts: tokens that requests may generate next. The model verifies them: none changes a token.
 
-Lookup drafting finds where the text has had its latest tokens before, and proposes what followed
-there. It costs no model, and pays when an output repeats its prompt or itself: copies with edits,
-code, answers that quote a document. The model verifies drafts: a wrong one changes no token.
+An engine that speculates has one `Drafter`. `LookupDrafter` finds where a text has had its latest
+tokens before, and proposes what followed there. It costs no model, and pays when an output repeats
+its prompt or itself: copies with edits, code, answers that quote a document. `ModelDrafter` asks a
+small model (`draft_model.py`).
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from xlstm7b.generate.request import Request
 
 MAX_DRAFT = 8  # tokens of one draft
 MIN_MATCH = 3  # latest tokens that must have occurred before
@@ -141,11 +146,75 @@ class DraftLength:
             self._rate, self._length = _LEAST_RATE, min(2, self._longest)
 
 
-class LookupDrafter:
-    """Drafts for one request, by lookup in its prompt and output.
+class Drafter(Protocol):
+    """Drafts for the requests of one engine."""
 
-    `tokens` are those of the text so far that are known. After a loaded state they may be few.
-    """
+    def start(self, request: "Request", tokens: Sequence[int]) -> None:
+        """The request generates from now on.
+
+        `tokens` are those of the text so far that are known. After a loaded state they may be few.
+        """
+
+    def wants_to_draft(self, request: "Request") -> bool:
+        """True if `propose` may find a draft once the last token is known. It must have started.
+
+        The engine asks this before it knows the last token. It waits for that token only if this
+        is True.
+        """
+
+    def propose(self, most: Mapping["Request", int]) -> dict["Request", list[int]]:
+        """The next drafts of requests that have started, each of at most this many tokens.
+
+        A request without a draft has an empty list, or none.
+        """
+
+    def record(
+        self, request: "Request", tokens: Sequence[int], drafted: int, accepted: int
+    ) -> None:
+        """Adds the tokens that a pass generated, with a draft of which some were accepted."""
+
+    def move(self, request: "Request", slot: int) -> None:
+        """The request moves to another slot. `request.slot` is still the old one."""
+
+    def stop(self, request: "Request") -> None:
+        """Forgets a request. It may not have started."""
+
+    def warm_up(self) -> None:
+        """Prepares what the first drafts need."""
+
+
+class LookupDrafter(Drafter):
+    """Drafts by lookup in each request's own prompt and output."""
+
+    def __init__(self) -> None:
+        self._texts: dict[Request, LookupText] = {}
+
+    def start(self, request: "Request", tokens: Sequence[int]) -> None:
+        self._texts[request] = LookupText(tokens)
+
+    def wants_to_draft(self, request: "Request") -> bool:
+        return self._texts[request].wants_to_draft
+
+    def propose(self, most: Mapping["Request", int]) -> dict["Request", list[int]]:
+        return {request: self._texts[request].propose(count) for request, count in most.items()}
+
+    def record(
+        self, request: "Request", tokens: Sequence[int], drafted: int, accepted: int
+    ) -> None:
+        self._texts[request].record(tokens, drafted, accepted)
+
+    def move(self, request: "Request", slot: int) -> None:
+        pass  # nothing is kept by slot
+
+    def stop(self, request: "Request") -> None:
+        self._texts.pop(request, None)
+
+    def warm_up(self) -> None:
+        pass  # there is nothing to prepare
+
+
+class LookupText:
+    """One text of `LookupDrafter`: its tokens that are known, and how many to draft next."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._index, self._length = SuffixIndex(tokens), DraftLength()
@@ -154,8 +223,7 @@ class LookupDrafter:
     def wants_to_draft(self) -> bool:
         """False while drafts do not pay, and where the text does not repeat itself.
 
-        The engine asks this before it knows the last token. So it waits for that token, to draft
-        after it, only within a repetition.
+        So the engine waits for the last token only within a repetition.
         """
         return self._length.next > 0 and self._index.has_match
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,14 @@ from torch import Tensor
 from xlstm7b import accounting
 from xlstm7b.config import ModelConfig
 from xlstm7b.devices import as_current
-from xlstm7b.generate.drafts import MAX_DRAFT, LookupDrafter
+from xlstm7b.generate.draft_model import (
+    DraftRunner,
+    ModelDrafter,
+    Speculation,
+    check_draft_model,
+    draft_bytes,
+)
+from xlstm7b.generate.drafts import MAX_DRAFT, Drafter, LookupDrafter
 from xlstm7b.generate.fusable import check_language_model
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.prefix_cache import DiskLevel, Level, PrefixCache, weights_fingerprint
@@ -58,7 +65,6 @@ from xlstm7b.tokenizer import Tokenizer
 _LOG = logging.getLogger(__name__)
 _SHARED_STATES = 4  # kept even without a prefix cache, for prefixes that waiting requests share
 
-Speculation = Literal["lookup"] | None
 _Result = TypeVar("_Result")
 
 
@@ -98,8 +104,9 @@ class Engine:
         model whose config names other classes always runs so.
     replay: whether decode steps read states without writing them (docs/generation.md). By default
         they do on a GPU in batches that are large enough, so that it saves time.
-    speculate: "lookup" guesses the next tokens of each request from its own text, and verifies them
-        in one pass. The output is the same, and sooner there if it repeats earlier text.
+    speculate: guesses the next tokens of each request, and verifies them in one pass. The output is
+        the same, and sooner there if the guesses are right. "lookup" finds them in the request's
+        own text; an `XLSTM` is a small model with the same tokenizer that generates them.
     adapters: LoRA adapters. Each request may name one of them, and all run in one batch.
     """
 
@@ -128,8 +135,8 @@ class Engine:
                 raise ValueError(f"{name} must be at least 1, not {size}")
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"state_dtype must be float32 or bfloat16, not {state_dtype!r}")
-        check_speculation(speculate)
         check_language_model(model)
+        check_speculation(speculate, model)
         if fused and model.config.other_classes():
             _log_unfused(model.config)
             fused = False
@@ -141,13 +148,14 @@ class Engine:
         self.device, self.dtype = computed.device, computed.dtype
         device_bytes = max(cache_bytes, _SHARED_STATES * state_bytes(self.config, state_dtype))
         started = len(adapters) * state_bytes(self.config, state_dtype)
-        self._speculates = speculate is not None
-        drafts, rings = MAX_DRAFT if self._speculates else 0, 0
+        drafts, rings = 0 if speculate is None else MAX_DRAFT, 0
         if replay_slots(computed, replay, drafts) is not None:
             size = ring_sizes(drafts)["size"]
             rings = accounting.ring_bytes(self.config, size, self.dtype.itemsize)
-        if self._speculates:  # logits of all positions of a pass
+        if drafts:  # logits of all positions of a pass
             rings += 4 * (drafts + 1) * self.config.vocab_size
+        if isinstance(speculate, XLSTM):
+            rings += draft_bytes(speculate)
         self.slots = fitting_slots(
             self.config, self.device, state_dtype, slots, device_bytes + started, rings
         )
@@ -155,6 +163,12 @@ class Engine:
         self._runner = ModelRunner(
             computed, self.slots, state_dtype=state_dtype, replay=replay, drafts=drafts
         )
+        self._drafter: Drafter | None = None
+        if isinstance(speculate, XLSTM):
+            draft_runner = DraftRunner(FusedModel(speculate), self.slots)
+            self._drafter = ModelDrafter(draft_runner, prefill_tokens)
+        elif speculate is not None:
+            self._drafter = LookupDrafter()
         self._scheduler = Scheduler(
             self.slots,
             prefill_limits(self.device, prefill_tokens, long_gaps),
@@ -262,6 +276,8 @@ class Engine:
         assert not self.has_requests
         with as_current(self.device):
             self._runner.warm_up(self._prefill_tokens)
+            if self._drafter is not None:
+                self._drafter.warm_up()
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
@@ -370,9 +386,9 @@ class Engine:
                 prompt=[*request.previous_prompt, *prompt],
                 output=request.previous_output,
             )
-            if self._speculates and request.speculate:
+            if self._drafter is not None and request.speculate:
                 before = *request.history, *request.previous_prompt, *request.previous_output
-                request.drafter = LookupDrafter([*before, *prompt])
+                self._drafter.start(request, [*before, *prompt])
         self._set_masks(ready)
         sample = partial(self._runner.sample, [request.slot for request in ready])
         rows = list(enumerate(ready))
@@ -384,7 +400,7 @@ class Engine:
         """Launches a decode step if one is needed; returns how many results may stay in flight."""
         scheduler = self._scheduler
         requests = scheduler.to_decode()
-        if self._speculates and self._wants_to_draft(requests):
+        if self._wants_to_draft(requests):
             self._process_results(0)  # a draft continues the last token
             requests = scheduler.to_decode()
         if not requests:
@@ -393,6 +409,8 @@ class Engine:
         if move is not None:
             moved, slot = move
             self._runner.move(moved.slot, slot)
+            if self._drafter is not None:
+                self._drafter.move(moved, slot)
             moved.slot = slot
         highest = max(request.slot for request in requests)
         rows = [(request.slot, request) for request in requests]
@@ -422,11 +440,12 @@ class Engine:
 
     def _wants_to_draft(self, requests: Sequence[Request]) -> bool:
         """True if drafts may be found for a request, once its last token is known."""
+        drafter = self._drafter
+        if drafter is None:
+            return False
         highest = max((request.slot for request in requests), default=0)
         return self._runner.most_drafts(highest) > 0 and any(
-            request.drafter is not None
-            and request.drafter.wants_to_draft
-            and request not in self._finishing
+            request.speculate and request not in self._finishing and drafter.wants_to_draft(request)
             for request in requests
         )
 
@@ -440,19 +459,22 @@ class Engine:
         drafts: dict[int, list[int]] = {}
         masks: dict[int, Tensor] = {}
         most = self._runner.most_drafts(highest)
-        if self._in_flight or not most:
+        if self._drafter is None or self._in_flight or not most:
             return drafts, masks
+        lengths: dict[Request, int] = {}
         for request in requests:
-            if request.drafter is not None and request not in self._finishing:
+            if request.speculate and request not in self._finishing:
                 assert request.output is not None
                 # The last token of the output is not drafted: every position draws a token.
                 left = request.params.max_new_tokens - len(request.output.token_ids)
-                draft = request.drafter.propose(min(most, left - 1))
-                if draft and request.matcher is not None:
-                    after = draft_masks(request.matcher, draft, pinned=self.device.type == "cuda")
-                    masks[request.slot], draft = after, draft[: len(after)]
-                if draft:
-                    drafts[request.slot] = draft
+                lengths[request] = min(most, left - 1)
+        found = self._in_model(partial(self._drafter.propose, lengths))
+        for request, draft in found.items():
+            if draft and request.matcher is not None:
+                after = draft_masks(request.matcher, draft, pinned=self.device.type == "cuda")
+                masks[request.slot], draft = after, draft[: len(after)]
+            if draft:
+                drafts[request.slot] = draft
         return drafts, masks
 
     def _set_masks(self, requests: Sequence[Request]) -> None:
@@ -520,11 +542,11 @@ class Engine:
                 self._fail(request, error)
                 continue
             self._generated_tokens += len(text.token_ids) - before
-            if request.drafter is not None:
+            if self._drafter is not None and request.speculate:
                 drafted = len(drafts.get(row, ())) if drafts else 0
                 accepted = len(drawn) - 1
                 request.reads += accepted
-                request.drafter.record(text.token_ids[before:], drafted, accepted)
+                self._drafter.record(request, text.token_ids[before:], drafted, accepted)
                 request.drafted_tokens += drafted
                 request.accepted_tokens += accepted - unused
                 self._drafted_tokens += drafted
@@ -612,13 +634,15 @@ class Engine:
         """Frees a request's slot and everything it holds."""
         if request.status is RequestStatus.RUNNING:
             self._runner.stop(request.slot)
+        if self._drafter is not None:
+            self._drafter.stop(request)
         self._scheduler.remove(request)
         self._requests.discard(request)
         self._finishing.pop(request, None)
         if not self._scheduler.active:
             self._in_flight.clear()  # results of finished requests only
         request.status, request.state, request.waits_for = status, None, None
-        request.matcher = request.drafter = None
+        request.matcher = None
 
     def _in_model(self, work: Callable[[], _Result]) -> _Result:
         """Calls the model, or waits for it, and counts the time."""
@@ -628,10 +652,12 @@ class Engine:
         return result
 
 
-def check_speculation(speculate: object) -> None:
-    """Raises a `ValueError` unless this is a way to speculate, or None."""
-    if speculate not in ("lookup", None):
-        raise ValueError(f'speculate must be "lookup" or None, not {speculate!r}')
+def check_speculation(speculate: object, model: XLSTM) -> None:
+    """Raises a `ValueError` unless this is a way to speculate for a model, or None."""
+    if isinstance(speculate, XLSTM):
+        check_draft_model(speculate, model)
+    elif speculate not in ("lookup", None):
+        raise ValueError(f'speculate must be "lookup", a model or None, not {speculate!r}')
 
 
 @cache  # once for each model: a Generator builds several engines

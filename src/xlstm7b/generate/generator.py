@@ -14,7 +14,8 @@ from torch import nn
 
 from xlstm7b.checkpoint import read_config, resolve
 from xlstm7b.devices import default_dtype, to_device
-from xlstm7b.generate.engine import Engine, Speculation, check_speculation
+from xlstm7b.generate.draft_model import Speculation, load_speculation, open_speculation
+from xlstm7b.generate.engine import Engine, check_speculation
 from xlstm7b.generate.fusable import check_language_model
 from xlstm7b.generate.params import SamplingParams
 from xlstm7b.generate.request import (
@@ -59,8 +60,8 @@ class Generator:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"state_dtype must be float32 or bfloat16, not {state_dtype!r}")
-        check_speculation(speculate)
         check_language_model(model)
+        check_speculation(speculate, model)
         self.model, self.config, self.tokenizer = model, model.config, tokenizer
         self.state_dtype, self.batch_size, self.fused = state_dtype, batch_size, fused
         self.replay, self.speculate = replay, speculate
@@ -82,21 +83,28 @@ class Generator:
         adapter: str | Path | None = None,
         state_dtype: torch.dtype = torch.float32,
         batch_size: int = 32,
-        speculate: Speculation = None,
+        speculate: str | Path | None = None,
     ) -> Self:
         """Loads a checkpoint folder or hub id with its tokenizer.
 
         By default on a GPU in bfloat16 if there is one; else on the CPU in the stored dtype.
         `quantize` is that of `XLSTM.from_pretrained`. `adapter` is a LoRA adapter of the weights: a
-        folder in PEFT's format, or a hub id.
+        folder in PEFT's format, or a hub id. `speculate` is "lookup", or the folder or hub id of a
+        draft model.
         """
         where = to_device(device)
-        folder = resolve(folder_or_hub_id)
-        text = model_tokenizer(folder, read_config(folder), tokenizer)
-        model = load_adapted(
-            folder, adapter, dtype=dtype or default_dtype(where), device=where, quantize=quantize
+        folder, weights_dtype = resolve(folder_or_hub_id), dtype or default_dtype(where)
+        config = read_config(folder)
+        text = model_tokenizer(folder, config, tokenizer)
+        opened = open_speculation(speculate, config, text, tokenizer)
+        model = load_adapted(folder, adapter, dtype=weights_dtype, device=where, quantize=quantize)
+        return cls(
+            model,
+            text,
+            state_dtype=state_dtype,
+            batch_size=batch_size,
+            speculate=load_speculation(opened, weights_dtype, where),
         )
-        return cls(model, text, state_dtype=state_dtype, batch_size=batch_size, speculate=speculate)
 
     def generate(
         self,

@@ -15,7 +15,6 @@ from xlstm7b.tokenizer import StreamDecoder, Tokenizer, check_tokens, with_first
 
 if TYPE_CHECKING:
     from xlstm7b.config import ModelConfig
-    from xlstm7b.generate.drafts import LookupDrafter
     from xlstm7b.generate.state import SavedState
     from xlstm7b.generate.structured import Matcher
     from xlstm7b.model.adapter import Adapter
@@ -88,7 +87,6 @@ class Request:
         self.waits_for: tuple[Request, int] | None = None  # the request that will cache a prefix
         self.cached_tokens = 0  # prompt tokens that came from the prefix cache
         self.reads = 0  # output tokens that were read, or will be by steps that were launched
-        self.drafter: LookupDrafter | None = None  # None: nothing is drafted
         self.drafted_tokens = self.accepted_tokens = 0
         self.added = self.admitted = self.first_token = 0.0  # times; 0 until then
 

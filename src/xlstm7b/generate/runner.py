@@ -488,10 +488,20 @@ class ModelRunner:
     def decode(self, highest_slot: int) -> "Results":
         """Reads the last token of every running slot and draws the next. Results are by slot."""
         n, needs = self.bucket(highest_slot + 1), self._needs()
-        part = self._parts[n]
+        part = self._decoded(n)
         self._set_replay(part)
         self._run(("decode", n, needs), partial(self._decode, part, needs))
         return Results.of(part.sampler)
+
+    def _decoded(self, n: int) -> _Part:
+        """The first slots, for a step without drafts.
+
+        On a CPU such a step takes longer by replay. So it writes the states, also if passes with
+        drafts come before and after it.
+        """
+        part = self._parts[n]
+        writes = self._drafting is not None and not self._on_gpu
+        return part._replace(rings=None) if writes else part
 
     def _decode(self, part: _Part, needs: Needs) -> None:
         self._step(part, part.sampler.pending)
@@ -582,7 +592,7 @@ class ModelRunner:
     def forward(self, highest_slot: int) -> None:
         """Reads the last token of every running slot."""
         n = self.bucket(highest_slot + 1)
-        part = self._parts[n]
+        part = self._decoded(n)
         self._set_replay(part)
         self._run(("forward", n), partial(self._step, part, part.sampler.pending))
 
@@ -646,14 +656,18 @@ class ModelRunner:
                         work = partial(self._verify, part, positions, kind)
                         self._capture(("verify", n, positions, kind), work)
         longest = max(chunk_tokens + chunk_tokens // 4, _MAX_GRAPH_TOKENS)
+        self._capture_prefills(longest, _ROW_TOKENS[-1])
+        torch.cuda.synchronize(self.device)
+
+    def _capture_prefills(self, alone: int, together: int) -> None:
+        """Those of one row of up to `alone` tokens, and of several of up to `together` each."""
         for size in _ONE_ROW:
-            if size <= longest:
+            if size <= alone:
                 self._capture_prefill(1, size)
         for count in _ROWS if self.slots > 1 else ():
             for size in _ROW_TOKENS:
-                if count * size <= _MAX_GRAPH_TOKENS:
+                if size <= together and count * size <= _MAX_GRAPH_TOKENS:
                     self._capture_prefill(count, size)
-        torch.cuda.synchronize(self.device)
 
     def _capture(self, key: Any, work: Callable[[], None]) -> None:
         """Runs the work once, which compiles its kernels, then records it as a graph."""

@@ -446,9 +446,14 @@ class ChosenTool(Body):
     function: _ChosenFunction
 
 
+def _or_empty_object(arguments: str) -> str:
+    """Some clients write no text for a call without arguments."""
+    return arguments or "{}"
+
+
 class _CalledFunction(Body):
     name: FunctionName
-    arguments: Text
+    arguments: Annotated[Text, AfterValidator(_or_empty_object)]
     parsed_arguments: Any = None  # added by OpenAI's client: without effect
 
 

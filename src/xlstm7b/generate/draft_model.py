@@ -1,0 +1,244 @@
+"""Drafts by a small model with the same vocabulary.
+
+The draft model keeps a state for each slot of the engine: that after the text without any draft. A
+draft continues it greedily. The draft's own tokens are read into rings (see `mlstm/replay.py`) that
+are not folded before the draft ends. So the state does not change, and a rejected draft needs no
+way back. The tokens that were accepted are read into the state before the next draft, in one pass.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from xlstm7b import accounting
+from xlstm7b.checkpoint import read_config, resolve
+from xlstm7b.config import ModelConfig
+from xlstm7b.generate.drafts import MAX_DRAFT, Drafter, DraftLength
+from xlstm7b.generate.fused import FusedModel
+from xlstm7b.generate.replay import INTERVAL
+from xlstm7b.generate.request import Request
+from xlstm7b.generate.runner import ModelRunner, PrefillRow, Results
+from xlstm7b.generate.sampler import on_device
+from xlstm7b.generate.state import state_bytes
+from xlstm7b.model import XLSTM
+from xlstm7b.tokenizer import AnyTokenizer, model_tokenizer
+
+Speculation = Literal["lookup"] | XLSTM | None
+CONTEXT = 4096  # tokens of a text that the draft model reads when an output starts: the latest
+_ROWS, _SHORT = 16, 64  # texts that are read together, and the most tokens of each
+
+
+def open_speculation(
+    speculate: str | Path | None,
+    config: ModelConfig,
+    tokenizer: AnyTokenizer,
+    chosen: str | Path | None = None,
+) -> Literal["lookup"] | Path | None:
+    """Checks "lookup", None, or the folder or hub id of a draft model, and returns its folder.
+
+    Reads no weights. `ValueError` if the folder is missing, or if its vocabulary or tokenizer is
+    not that of the model. `chosen` is a tokenizer for a folder that holds none.
+    """
+    if speculate is None:
+        return None
+    if speculate == "lookup":  # the folder of that name is ./lookup
+        return "lookup"
+    try:
+        folder = resolve(speculate)
+    except ValueError as error:
+        raise ValueError(f"there is no draft model: {error}") from error
+    own = read_config(folder)
+    _check_vocabulary(own, config)
+    text = model_tokenizer(folder, own, None if (folder / "tokenizer.json").exists() else chosen)
+    if text.fingerprint != tokenizer.fingerprint:
+        raise ValueError(
+            f"the draft model in {folder} has the tokenizer {text.fingerprint[:12]}, the model has "
+            f"{tokenizer.fingerprint[:12]}: a draft model needs the same"
+        )
+    return folder
+
+
+def load_speculation(
+    opened: Literal["lookup"] | Path | None, dtype: torch.dtype | None, device: torch.device
+) -> Speculation:
+    """Reads the weights of a draft model that `open_speculation` found."""
+    if isinstance(opened, Path):
+        return XLSTM.from_pretrained(opened, dtype=dtype, device=device)
+    return opened
+
+
+def check_draft_model(draft: XLSTM, model: XLSTM) -> None:
+    """Raises a `ValueError` if a model cannot draft for another."""
+    _check_vocabulary(draft.config, model.config)
+    if chosen := draft.config.other_classes():
+        names = ", ".join(f"{kind} = {name!r}" for kind, name in chosen.items())
+        raise ValueError(f"a draft model needs the fused path, which does not know {names}")
+    devices = [next(one.parameters()).device for one in (draft, model)]
+    if devices[0] != devices[1]:
+        raise ValueError(f"the draft model is on {devices[0]}, the model on {devices[1]}")
+
+
+def _check_vocabulary(draft: ModelConfig, model: ModelConfig) -> None:
+    if draft.vocab_size != model.vocab_size:
+        raise ValueError(
+            f"the draft model has a vocabulary of {draft.vocab_size} tokens, the model one of "
+            f"{model.vocab_size}: a draft model needs the same"
+        )
+
+
+def draft_bytes(draft: XLSTM) -> int:
+    """What a slot of the draft model takes."""
+    config, itemsize = draft.config, next(draft.parameters()).dtype.itemsize
+    rings = accounting.ring_bytes(config, INTERVAL, itemsize)
+    return state_bytes(config) + rings + 16 * config.vocab_size  # the last: as in `fitting_slots`
+
+
+class DraftRunner(ModelRunner):
+    """A `ModelRunner` that also continues slots without changing their states."""
+
+    def __init__(self, model: FusedModel, slots: int) -> None:
+        super().__init__(model, slots, replay=True)
+        # Row r is folded when the number of its tokens plus r is a multiple of `INTERVAL`. So a
+        # ring that starts with these numbers is not folded for that many tokens.
+        assert MAX_DRAFT < INTERVAL
+        self._empty = -torch.arange(slots, device=self.device) % INTERVAL
+        self._seen = self._empty.clone()  # tokens of each row, counted from there
+        self._left = torch.zeros_like(self._seen)  # tokens of each row to draft yet
+        # The latest tokens are in the last column. −1: the row drafts no more.
+        self._drafts = torch.full((slots, MAX_DRAFT), -1, device=self.device)
+
+    @torch.inference_mode()
+    def draft(self, lengths: Mapping[int, int]) -> dict[int, list[int]]:
+        """Greedy continuations of these slots, by slot. Their states and logits stay."""
+        n, longest = self.bucket(max(lengths) + 1), max(lengths.values())
+        if self._on_gpu and ("draft", n, False) not in self._graphs:
+            self._capture_drafts(n)
+        left = [lengths.get(slot, 0) for slot in range(n)]
+        self._left[:n] = on_device(left, self.device)
+        for number in range(longest):
+            is_first = number == 0
+            self._run(("draft", n, is_first), partial(self._draft, n, is_first))
+        (found,) = Results([self._drafts[:n, MAX_DRAFT - longest :]]).lists()
+        return {slot: found[slot][:length] for slot, length in lengths.items()}
+
+    def _draft(self, n: int, is_first: bool) -> None:
+        """The next token of rows that have tokens left to draft."""
+        part, last = self._parts[n], self._drafts[:n, -1]
+        assert part.rings is not None
+        logits: Tensor
+        if is_first:
+            self._seen[:n] = self._empty[:n]
+            part.rings.folded.copy_(self._empty[:n])
+            logits = part.logits
+        else:
+            assert isinstance(self.model, FusedModel)
+            state = part.state._replace(tokens_seen=self._seen[:n])
+            logits = self.model.step(last.clamp(min=0), state, last >= 0, rings=part.rings)
+        token = torch.where(self._left[:n] > 0, logits.argmax(-1), -1)
+        self._left[:n] -= 1
+        self._drafts[:n] = torch.cat([self._drafts[:n, 1:], token[:, None]], 1)
+
+    def _capture_drafts(self, n: int) -> None:
+        self._left.zero_()  # no row drafts while capturing
+        for is_first in (True, False):
+            self._capture(("draft", n, is_first), partial(self._draft, n, is_first))
+
+    @torch.inference_mode()
+    def warm_up(self, chunk_tokens: int) -> None:
+        """Captures the graphs that drafts need. No slot may be in use."""
+        self._compute_start(0)
+        if not self._on_gpu:
+            return
+        self._single_tokens.fill_(-1)
+        for n in self._parts:
+            self._capture(("single", n), partial(self._single_step, n))
+            self._capture_drafts(n)
+        self._capture_prefills(chunk_tokens, _SHORT)
+        torch.cuda.synchronize(self.device)
+
+
+@dataclass
+class _Text:
+    """A text that the draft model continues."""
+
+    unread: list[int]  # tokens that its state has not read
+    is_new: bool = True  # it has read none
+    length: DraftLength = field(default_factory=DraftLength)
+    drafted: int = 0  # tokens of the latest draft, until its pass is recorded
+
+
+class ModelDrafter(Drafter):
+    """Drafts by a model. Slots are those of the engine.
+
+    A prompt is read when the output starts, `chunk_tokens` in each step, also if the engine took
+    its state from a cache. Until it is read, the request has no drafts.
+    """
+
+    def __init__(self, runner: DraftRunner, chunk_tokens: int) -> None:
+        self._runner, self._chunk_tokens = runner, chunk_tokens
+        self._texts: dict[Request, _Text] = {}
+
+    def start(self, request: Request, tokens: Sequence[int]) -> None:
+        config = self._runner.config
+        unread = [*tokens[-CONTEXT:]]
+        if config.force_bos_token_insert and unread[:1] == [config.bos_token_id]:
+            del unread[0]  # every text starts from the state after it
+        self._texts[request] = _Text(unread)
+
+    def wants_to_draft(self, request: Request) -> bool:
+        return self._texts[request].length.next > 0
+
+    def propose(self, most: Mapping[Request, int]) -> dict[Request, list[int]]:
+        lengths = {one: min(count, self._texts[one].length.next) for one, count in most.items()}
+        drafting = [request for request, length in lengths.items() if length > 0]
+        self._read(drafting)
+        drafting = [request for request in drafting if not self._texts[request].unread]
+        if not drafting:
+            return {}
+        for request in drafting:
+            self._texts[request].drafted = lengths[request]
+        found = self._runner.draft({request.slot: lengths[request] for request in drafting})
+        return {request: found[request.slot] for request in drafting}
+
+    def _read(self, requests: Sequence[Request]) -> None:
+        """Reads what the draft model lacks of these texts. Of long parts, a chunk in all."""
+        budget, short = self._chunk_tokens, []
+        for request in requests:
+            text = self._texts[request]
+            count = len(text.unread)
+            if count > _SHORT:
+                count = min(count, budget)
+                budget -= count
+            if not count:
+                continue
+            row = PrefillRow(request.slot, text.unread[:count], fresh=text.is_new)
+            if count > _SHORT:
+                self._runner.prefill([row])
+            else:
+                short.append(row)
+            del text.unread[:count]
+            text.is_new = False
+        for start in range(0, len(short), _ROWS):
+            self._runner.prefill(short[start : start + _ROWS])
+
+    def record(self, request: Request, tokens: Sequence[int], drafted: int, accepted: int) -> None:
+        text = self._texts[request]
+        text.unread += tokens
+        # A grammar may have cut the draft. It cost as much as a whole one.
+        text.length.record(text.drafted, accepted, len(tokens))
+        text.drafted = 0
+
+    def move(self, request: Request, slot: int) -> None:
+        if request in self._texts:
+            self._runner.load(slot, self._runner.saved(request.slot))
+
+    def stop(self, request: Request) -> None:
+        self._texts.pop(request, None)
+
+    def warm_up(self) -> None:
+        self._runner.warm_up(self._chunk_tokens)
