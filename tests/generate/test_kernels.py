@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure import error
 from torch import Tensor
@@ -253,7 +253,7 @@ def test_one_row_int4(scheme, option):
 
 
 @pytest.mark.usefixtures("_poison")
-@settings(max_examples=25, phases=[Phase.generate])
+@settings(max_examples=25)
 @given(st.data())
 def test_one_row_int4_of_any_size_and_tile(data):
     scheme, option = data.draw(st.sampled_from(INT4)), data.draw(st.sampled_from(OPTIONS))
