@@ -58,7 +58,11 @@ def main() -> None:
         triton.runtime.driver.set_active(NoGPU())
         mock.patch("xlstm7b.mlstm._pick", return_value="triton").start()
         mock.patch("xlstm7b.model.head.has_kernels", return_value=True).start()
-        for module in ("generate.kernels.quantized", "quantize.kernels"):
+        for module in (
+            "generate.kernels.quantized",
+            "generate.kernels.one_row_int4",
+            "quantize.kernels",
+        ):
             mock.patch(f"xlstm7b.{module}.has_asm", return_value=True).start()
     else:
         triton.knobs.runtime.launch_enter_hook.add(
@@ -88,7 +92,7 @@ def launch_all(heads: Sequence[tuple[int, int, torch.dtype]]) -> None:
     for rows in (1, 3, 20):
         run_steps(BFLOAT16, rows)
     for scheme in SCHEMES[: 3 if ONLY_COMPILE else None]:
-        run_quantized(scheme, [1] if ONLY_COMPILE else [1, 20])
+        run_quantized(scheme, [1, 3] if ONLY_COMPILE else [1, 3, 20])
     run_prompts(BFLOAT16 if ONLY_COMPILE else FLOAT32, rows=3)
 
 
@@ -210,7 +214,9 @@ def run_quantized(scheme: Scheme, batches: Sequence[int]) -> None:
     for rows in batches:
         x, y = draw(rows, 320, dtype=BFLOAT16), draw(rows, 70, dtype=BFLOAT16)
         gpu.add_product(y, x, weight)
-        gpu.swiglu(x, draw(320, dtype=BFLOAT16), 1e-6, weight)
+        norm = draw(320, dtype=BFLOAT16)
+        gpu.swiglu(x, norm, 1e-6, weight)
+        gpu.project(x, norm, 1e-6, weight, draw(6, 320, dtype=BFLOAT16), draw(6), 15.0, None)
     dequantize(weight, BFLOAT16)
     if scheme.name == "fp8":
         x, norm = draw(3, 320, dtype=BFLOAT16), draw(320, dtype=BFLOAT16)

@@ -11,6 +11,7 @@ from xlstm7b.bench.cases import Result
 from xlstm7b.bench.plans import CELL_KERNELS, Kernels
 from xlstm7b.config import ModelConfig
 from xlstm7b.mlstm.triton import launch_params, sequence
+from xlstm7b.quantize.config import Scheme
 
 SEVEN = ModelConfig.named("7b")
 PEAKS = 768e12, 4.27e12
@@ -90,3 +91,5 @@ def test_products_hold_all_large_weights() -> None:
     for batch in (1, 8, 64):
         assert list(tune.product_tiles(batch))
         assert list(tune.codes_tiles(batch))
+    for each in block:
+        assert list(tune.int4_tiles(each.columns, Scheme("int4", 64)))

@@ -29,10 +29,11 @@ from xlstm7b.bench.plans import CELL_KERNELS, Tune
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate.kernels.few_rows import RowsTile, multiply_rows
 from xlstm7b.generate.kernels.one_row import RowTile, multiply_row
+from xlstm7b.generate.kernels.one_row_int4 import Int4Tile, multiply_row_int4, row_int4_kernel
 from xlstm7b.generate.kernels.quantized import CodesTile, codes_kernel, multiply_codes
 from xlstm7b.mlstm.triton import launch_params, sequence, step
 from xlstm7b.quantize.config import Quantization, Scheme
-from xlstm7b.quantize.gpu import prepare
+from xlstm7b.quantize.gpu import codes_in_word, prepare, words_in_block
 from xlstm7b.quantize.weight import QuantizedWeight
 
 _CELL_TOLERANCE, _PRODUCT_TOLERANCE = 5e-3, 1e-2
@@ -185,7 +186,7 @@ class Product(NamedTuple):
 class ProductJob(NamedTuple):
     product: Product
     batch: int
-    tile: RowTile | RowsTile | CodesTile
+    tile: RowTile | RowsTile | CodesTile | Int4Tile
     scheme: Scheme | None = None  # of the weights
 
 
@@ -208,8 +209,11 @@ def _tune_products(plan: Tune, batch: int) -> Iterator[Result]:
     if quantization is not None:
         schemes = dict.fromkeys(all_products, quantization.blocks)
         schemes[all_products[-1]] = quantization.head
-    tiles = list(product_tiles(batch) if quantization is None else codes_tiles(batch))
-    jobs = [ProductJob(each, batch, tile, schemes[each]) for each in all_products for tile in tiles]
+    jobs = [
+        ProductJob(each, batch, tile, scheme)
+        for each, scheme in schemes.items()
+        for tile in tiles_of(each, batch, scheme)
+    ]
     right = _right(plan, jobs, product_error, _PRODUCT_TOLERANCE)
     for each, scheme in schemes.items():
         x, W, norm = _product_inputs(each, batch)
@@ -226,8 +230,19 @@ def _tune_products(plan: Tune, batch: int) -> Iterator[Result]:
         yield from _fastest(plan, case, times)
 
 
+def tiles_of(
+    each: Product, batch: int, scheme: Scheme | None
+) -> Iterator[RowTile | RowsTile | CodesTile | Int4Tile]:
+    """All tiles that are worth compiling."""
+    if scheme is None:
+        return product_tiles(batch)
+    if batch == 1 and scheme.name == "int4":
+        return int4_tiles(each.columns, scheme)
+    return codes_tiles(batch)
+
+
 def product_tiles(batch: int) -> Iterator[RowTile | RowsTile]:
-    """All tiles that are worth compiling: 16 to 64 weights for each thread at a time."""
+    """Tiles for weights in bfloat16: 16 to 64 weights for each thread at a time."""
     if batch == 1:
         for rows, columns, warps, programs in product(
             (1, 2, 4, 8), (1024, 2048, 4096), (4, 8, 16), (1, 2, 3, 4, 6, 8)
@@ -245,7 +260,7 @@ def product_tiles(batch: int) -> Iterator[RowTile | RowsTile]:
 
 
 def codes_tiles(batch: int) -> Iterator[CodesTile]:
-    """All tiles of quantised weights that are worth compiling."""
+    """Tiles for quantised weights."""
     if batch > 16:
         for (rows, warps), programs in product(((64, 4), (128, 8)), (1, 2, 4, 8)):
             yield CodesTile(rows, warps, 3, programs=programs)
@@ -264,6 +279,26 @@ def codes_tiles(batch: int) -> Iterator[CodesTile]:
         yield CodesTile(rows, split, 3, 512, split, registers)
 
 
+def int4_tiles(columns: int, scheme: Scheme) -> Iterator[Int4Tile]:
+    """Tiles for one row and int4 weights, with as many registers as let some programs more run."""
+    blocks = -(-columns // (codes_in_word(scheme) * words_in_block(scheme)))
+    for tile in (
+        Int4Tile(16, 4, 1, 80),
+        Int4Tile(16, 4, 2, 80),
+        Int4Tile(16, 4, 4, 128),
+        Int4Tile(16, 8, 1, 64),
+        Int4Tile(16, 8, 2, 80),
+        Int4Tile(16, 8, 2, 128),
+        Int4Tile(16, 8, 3, 128),
+        Int4Tile(16, 16, 1, 64),
+        Int4Tile(32, 4, 1, 128),
+        Int4Tile(32, 8, 1, 128),
+        Int4Tile(32, 8, 2, 128),
+    ):
+        if tile.split * (tile.ahead - 1) < blocks:
+            yield tile
+
+
 def product_error(job: ProductJob) -> float:
     """The relative error against PyTorch in float32, ∞ if it does not run or spills registers."""
     each = job.product
@@ -278,9 +313,11 @@ def product_error(job: ProductJob) -> float:
             gate, up = want.chunk(2, -1)
             want = F.silu(gate) * up
         residual = torch.zeros_like(want, dtype=x.dtype) if each.residual else None
-        codes_kernel.device_caches.clear()
+        kernels = codes_kernel, row_int4_kernel
+        for kernel in kernels:
+            kernel.device_caches.clear()
         got = _multiply(job, x, norm, residual, weight)
-        if any(kernel.n_spills for kernel in _compiled(codes_kernel)):
+        if any(form.n_spills for kernel in kernels for form in _compiled(kernel)):
             return float("inf")
         return float((got.float() - want).norm() / want.norm())
     except Exception:  # too much shared memory, or the compiler gives up
@@ -306,7 +343,9 @@ def _weight(W: Tensor, scheme: Scheme | None) -> Tensor | QuantizedWeight:
 
 def _multiply(job: ProductJob, x: Tensor, norm: Tensor, residual: Tensor | None, W: Any) -> Tensor:
     multiply: Any = multiply_rows
-    if isinstance(job.tile, CodesTile):
+    if isinstance(job.tile, Int4Tile):
+        multiply = multiply_row_int4
+    elif isinstance(job.tile, CodesTile):
         multiply = multiply_codes
     elif isinstance(job.tile, RowTile):
         multiply = multiply_row
