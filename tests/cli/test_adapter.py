@@ -56,6 +56,35 @@ def test_generate_with_an_adapter(cli: Cli, speller: Path, adapter: Path, tmp_pa
         assert got != plain
 
 
+def test_a_state_belongs_to_its_adapter(
+    cli: Cli, speller: Path, adapter: Path, tmp_path: Path
+) -> None:
+    """A state that the base has read is refused with an adapter, and the reverse."""
+    other = random_adapter(tmp_path / "other", speller, std=0.3, seed=1)
+    file = tmp_path / "state.safetensors"
+    ours, theirs, none = ("--adapter", adapter), ("--adapter", other), ()
+    for saver, readers in (
+        (none, {none: "", ours: "without an adapter: continue it without one"}),
+        (
+            ours,
+            {
+                ours: "",
+                none: "with an adapter: continue it with that adapter",
+                theirs: "with another adapter: continue it with that adapter",
+            },
+        ),
+    ):
+        succeeded(
+            cli("generate", speller, "a", "--max-new-tokens", 2, "--save-state", file, *saver)
+        )
+        for reader, message in readers.items():
+            again = cli("generate", speller, "--max-new-tokens", 2, "--load-state", file, *reader)
+            if message:
+                assert refused(again) == f"{file} was saved {message}"
+            else:
+                succeeded(again)
+
+
 def test_chat_and_eval_with_an_adapter(
     cli: Cli, speller: Path, adapter: Path, tmp_path: Path
 ) -> None:

@@ -87,11 +87,11 @@ class OpenedModel:
     speculate: Literal["lookup"] | Path | None = None  # a path is the folder of a draft model
 
     def check_state(self, path: Path) -> None:
-        """`ValueError` if a state file belongs to other weights."""
+        """`ValueError` if a state file belongs to other weights or to another adapter."""
         from xlstm7b.checkpoint import open_checkpoint
         from xlstm7b.model.saved_state import check_state_weights
 
-        check_state_weights(path, open_checkpoint(self.folder))
+        check_state_weights(path, open_checkpoint(self.folder), self._adapter_note)
 
     def state_notes(self) -> dict[str, str]:
         """Notes for a state file: the weights and the adapter that it belongs to."""
@@ -99,8 +99,12 @@ class OpenedModel:
         from xlstm7b.model.saved_state import ADAPTER_NOTE, WEIGHTS_NOTE
 
         weights = json.dumps(open_checkpoint(self.folder).fingerprint())
-        adapter = "" if self.adapter is None else self.adapter.fingerprint
-        return {WEIGHTS_NOTE: weights, ADAPTER_NOTE: adapter}
+        return {WEIGHTS_NOTE: weights, ADAPTER_NOTE: self._adapter_note}
+
+    @property
+    def _adapter_note(self) -> str:
+        """Fingerprint of the adapter; empty without one."""
+        return "" if self.adapter is None else self.adapter.fingerprint
 
     def load_model(self) -> "XLSTM":
         """Reads the weights."""

@@ -159,18 +159,27 @@ class SavedState:
         return type(self)(self.config, model_state, logits)
 
 
-def check_state_weights(path: str | Path, base: Checkpoint) -> None:
-    """`ValueError` if a state file belongs to other weights than these.
+def check_state_weights(path: str | Path, base: Checkpoint, adapter: str = "") -> None:
+    """`ValueError` if a state file belongs to other weights or to another adapter than these.
 
-    A file knows its weights if state tuning, a command or a server wrote it. What Python code saved
-    may not; `SavedState.load` compares the configs of all.
+    `adapter` is the fingerprint of the adapter; empty: none. A file knows its weights if state
+    tuning, a command or a server wrote it. What Python code saved may not; `SavedState.load`
+    compares the configs of all.
     """
-    note = SavedState.read_notes(path).get(WEIGHTS_NOTE)
-    if note is not None and not fits_weights(note, base.fingerprint()):
+    notes = SavedState.read_notes(path)
+    if WEIGHTS_NOTE not in notes:
+        return
+    if not fits_weights(notes[WEIGHTS_NOTE], base.fingerprint()):
         raise ValueError(
             f"{path} belongs to other weights than those in {base.folder}: give the model that it "
             "was saved with"
         )
+    theirs = notes.get(ADAPTER_NOTE, "")
+    if theirs and theirs != adapter:
+        which = "another adapter" if adapter else "an adapter"
+        raise ValueError(f"{path} was saved with {which}: continue it with that adapter")
+    if adapter and not theirs:
+        raise ValueError(f"{path} was saved without an adapter: continue it without one")
 
 
 def fits_weights(note: str, fingerprint: Mapping[str, str]) -> bool:
