@@ -110,11 +110,17 @@ def to_blocks(text: str) -> list[Block]:
 
 
 def main() -> None:
-    """Reads lines with a JSON list of texts each, and writes lines with the blocks of each."""
+    """Reads lines of JSON, [seconds, texts], and writes lines with the blocks of each text.
+
+    Texts that take more than these seconds of CPU time end the process.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its input, when the server does
     os.nice(10)  # after the model, where both use the CPU
     for line in sys.stdin:
-        print(json.dumps([to_blocks(text) for text in json.loads(line)]), flush=True)
+        seconds, texts = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
+        print(json.dumps([to_blocks(text) for text in texts]), flush=True)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 if __name__ == "__main__":

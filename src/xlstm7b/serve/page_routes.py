@@ -4,7 +4,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
@@ -20,7 +19,7 @@ from xlstm7b.serve.protocol import ApiError, Body, Json, Limiter, Text
 
 MARKDOWN_PATH = "/markdown"
 MAX_MARKDOWN = 1 << 18  # characters of a request
-MARKDOWN_SECONDS = 5.0
+MARKDOWN_SECONDS = 5.0  # of CPU time
 _MEDIA_TYPES = {
     ".html": "text/html",
     ".js": "text/javascript",
@@ -94,16 +93,12 @@ class MarkdownProcess:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        timer = threading.Timer(MARKDOWN_SECONDS, self._process.kill)
-        timer.start()
         try:
-            self._process.stdin.write(json.dumps(texts).encode() + b"\n")
+            self._process.stdin.write(json.dumps([MARKDOWN_SECONDS, texts]).encode() + b"\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
         except BrokenPipeError:
             line = b""
-        finally:
-            timer.cancel()
         if not line:
             self._end()
             raise ApiError(400, "the texts cannot be rendered: they take too long", param="texts")
