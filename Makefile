@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGE := $(VENV)/.package
 TOOLS := $(VENV)/.tools
+COMPILED := $(VENV)/.compiled
 VLLM := .venv-vllm
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -40,8 +41,14 @@ lint: $(TOOLS)
 
 test: lint pytest
 
+# Imports all tests once, which compiles them and what they import. Without this, each of pytest's
+# processes would do so at the same time.
+$(COMPILED): $(TOOLS)
+	-$(BIN)/pytest --collect-only --quiet --quiet >/dev/null
+	touch $@
+
 # One process more than there are cores: many tests wait for other processes.
-pytest: $(TOOLS)
+pytest: $(COMPILED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $$(($$(nproc) + 1)) --dist worksteal
 
 # vLLM and Ray. vLLM pins its own torch and transformers, so it has an environment of its own (3 GB).

@@ -166,8 +166,10 @@ def run_step(dtype: torch.dtype, d_qk: int, d_hv: int) -> None:
 
 
 def new_model(dtype: torch.dtype) -> XLSTM:
+    # The second block's tensors are aligned differently, which Triton compiles once more.
+    blocks = 1 if ONLY_COMPILE else 2
     with DEVICE:
-        return XLSTM(ModelConfig(96, 2, 2, vocab_size=331)).to(dtype)
+        return XLSTM(ModelConfig(96, blocks, 2, vocab_size=331)).to(dtype)
 
 
 def fused_model(dtype: torch.dtype) -> FusedModel:

@@ -105,12 +105,13 @@ def test_load_chat_template(tmp_path: Path, files: dict[str, object], want: str 
         ("tokenizer_config.json", '{"chat_template": 3}', ": chat_template is not a string"),
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}', ": the chat template cannot be"),
         ("chat_template.jinja", "{% generation %}", ": the chat template cannot be read: "),
+        ("chat_template.jinja", "\xff", " is not UTF-8 text: "),
     ],
 )
 def test_a_damaged_chat_template_is_named(
     tmp_path: Path, name: str, content: str, sentence: str
 ) -> None:
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=f"^{tmp_path / name}{sentence}"):
         load_chat_template(tmp_path)
 

@@ -228,6 +228,8 @@ def test_other_names_are_refused(tmp_path: Path) -> None:
             resolve(name)
     with pytest.raises(ValueError, match="file is a file; a checkpoint is a folder"):
         resolve(tmp_path / "file")
+    with pytest.raises(ValueError, match=r"a folder or hub id is needed, and .* is empty"):
+        resolve("")
     with pytest.raises(ValueError, match=r"neither config\.json nor config\.yaml"):
         open_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_dict()))

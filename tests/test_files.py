@@ -326,6 +326,13 @@ def test_json_files_hold_numbers_and_unicode(tmp_path: Path) -> None:
     assert names_in(tmp_path) == {"a.json"}
 
 
+def test_a_line_that_was_cut_off_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"one\ntwo\nthr")
+    assert [*files.complete_lines(path)] == [b"one\n", b"two\n"]
+    assert path.read_bytes() == b"one\ntwo\n"
+
+
 def test_a_locked_folder_is_refused(tmp_path: Path) -> None:
     with files.lock_folder(tmp_path, "training in"):
         message = f"^another process is training in {tmp_path} right now$"
@@ -333,6 +340,18 @@ def test_a_locked_folder_is_refused(tmp_path: Path) -> None:
             pass
     with files.lock_folder(tmp_path, "training in"):
         pass
+
+
+def test_a_folder_in_which_nothing_is_written_is_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "one"
+    with files.locked_folder(folder, "training in"), pytest.raises(ValueError, match="right now"):
+        files.lock_folder(folder, "training in").__enter__()
+    assert names_in(tmp_path) == set()
+    with files.locked_folder(folder, "training in"):
+        (folder / "log").touch()
+    with files.locked_folder(folder, "training in"):
+        (folder / "log").unlink()
+    assert names_in(tmp_path) == {"runs"}  # it was there before
 
 
 def test_safetensors_keep_metadata_and_bits(tmp_path: Path) -> None:

@@ -186,6 +186,23 @@ def test_a_text_that_continues_another_has_no_space_before_it(
     )
 
 
+@pytest.mark.parametrize("continues", [False, True])
+def test_a_special_token_has_the_same_text_after_it_in_every_way_of_encoding(
+    kind: Kind, continues: bool
+) -> None:
+    end = kind.ours.backend().id_to_token(kind.ours.special.eos)
+    text = f"{LINES[0]}{end}{LINES[1]}"
+    ids = kind.ours.encode(text, continues=continues)
+    assert kind.ours.encode_batch([text, text], [continues, False])[0] == ids
+    found, offsets = kind.ours.encode_offsets(text, continues=continues)
+    assert found == ids
+    at = ids.index(kind.ours.special.eos)
+    assert offsets[at] == (len(LINES[0]), len(LINES[0]) + len(end))
+    assert offsets[-1][1] == len(text)
+    whole = kind.ours.encode(f"{LINES[2]}{text}")
+    assert ids[at:] == whole[whole.index(kind.ours.special.eos) :]
+
+
 def test_special_ids_of_every_kind(kind: Kind) -> None:
     last = kind.ours.vocab_size - 1
     want = {

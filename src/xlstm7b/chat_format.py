@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 from xlstm7b.tokenizer import Tokenizer, read_object, token_text
 
@@ -23,7 +23,7 @@ Templates that know tools also take the role "tool", and "tool_calls" of the ass
 
 ANSWER = "\N{WHITE SQUARE}an answer\N{WHITE SQUARE}"  # a placeholder for an answer
 _QUESTION = "\N{WHITE SQUARE}a question\N{WHITE SQUARE}"  # a placeholder for a user's message
-_START, _END = "\ufdd0", "\ufdd1"  # around what a template marks as generated; no characters
+_START, _END = "\ufdd0", "\ufdd1"  # noncharacters around what a template marks
 
 
 class Conversation(NamedTuple):
@@ -187,15 +187,34 @@ class ChatTemplate:
         return spans
 
 
-class ChatFormat(Protocol):
-    """How a conversation is written as one text."""
+class ChatFormat:
+    """How a conversation is written as one text: by a chat template, one turn at a time.
 
-    stop_string: str
-    """The text after an answer, without white space. The model writes it to end its answer."""
+    A chat continues from the state after the earlier turns. So each turn may only append text, and
+    that text must not depend on the turn's position. Any other template is a `ValueError`.
+    """
+
+    def __init__(self, template: ChatTemplate, system: str | None = None) -> None:
+        self._template = template
+        opening = [] if system is None else [_message("system", system)]
+        user, answer = _message("user", "Hello"), _message("assistant", ANSWER)
+        twice = self.render([*opening, user, _message("assistant", "Hi"), user, answer, user])
+        once = self.render([*opening, user, answer, user])
+        start = self.first_prompt(system, "Hello")
+        # White space between prompt and answer is the model's to write.
+        starts_alike = once.startswith(start) and once[len(start) :].lstrip().startswith(ANSWER)
+        if not starts_alike or not twice.endswith(ANSWER + self.next_prompt("Hello")):
+            raise ValueError(
+                "the chat template does not just add to a text with each turn, "
+                "so a chat cannot continue from a saved state"
+            )
+        # The text after an answer, without white space. The model writes it to end its answer.
+        self.stop_string = template.answer_end
 
     @property
     def source(self) -> str:
         """The template, in Jinja's language."""
+        return self._template.source
 
     def first_prompt(self, system: str | None, text: str) -> str:
         """The prompt for the user's first message, up to the start of the answer."""
@@ -204,6 +223,9 @@ class ChatFormat(Protocol):
 
     def next_prompt(self, text: str) -> str:
         """The text after an answer, up to the next one: end of turn, user's message, new turn."""
+        answer = _message("assistant", ANSWER)
+        whole = self.render([_message("user", "Hello"), answer, _message("user", text)])
+        return whole.partition(ANSWER)[2]  # the first one: the user's text may contain it too
 
     def render(
         self,
@@ -216,6 +238,9 @@ class ChatFormat(Protocol):
 
         `tools` are functions that the model may call, for templates that know them.
         """
+        return self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools
+        )
 
     def render_open(
         self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] | None = None
@@ -231,54 +256,7 @@ class ChatFormat(Protocol):
         return before + str(last["content"])
 
 
-class TemplateFormat(ChatFormat):
-    """The format of a chat template, one turn at a time.
-
-    A chat continues from the state after the earlier turns. So each turn may only append text, and
-    that text must not depend on the turn's position. Any other template is a `ValueError`.
-    """
-
-    def __init__(self, template: ChatTemplate, system: str | None = None) -> None:
-        self._template = template
-        opening = [] if system is None else [_message("system", system)]
-        user, answer = _message("user", "Hello"), _message("assistant", ANSWER)
-        twice = template.render(
-            [*opening, user, _message("assistant", "Hi"), user, answer, user],
-            add_generation_prompt=True,
-        )
-        once = template.render([*opening, user, answer, user], add_generation_prompt=True)
-        start = self.first_prompt(system, "Hello")
-        # White space between prompt and answer is the model's to write.
-        starts_alike = once.startswith(start) and once[len(start) :].lstrip().startswith(ANSWER)
-        if not starts_alike or not twice.endswith(ANSWER + self.next_prompt("Hello")):
-            raise ValueError(
-                "the chat template does not just add to a text with each turn, "
-                "so a chat cannot continue from a saved state"
-            )
-        self.stop_string = template.answer_end
-
-    @property
-    def source(self) -> str:
-        return self._template.source
-
-    def next_prompt(self, text: str) -> str:
-        answer = _message("assistant", ANSWER)
-        whole = self.render([_message("user", "Hello"), answer, _message("user", text)])
-        return whole.partition(ANSWER)[2]  # the first one: the user's text may contain it too
-
-    def render(
-        self,
-        messages: Messages,
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str:
-        return self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools
-        )
-
-
-class PlainFormat(TemplateFormat):
+class PlainFormat(ChatFormat):
     """The format for a model without a chat template: "User: …" and "Assistant: …" lines.
 
     An answer ends where the next line starts with "User:". White space around it is left out. The
@@ -330,14 +308,11 @@ def load_chat_template(
     source, described, path = _read_template(folder)
     if source is None:
         return None
-    tokens = {
-        **(named_tokens or {}),
-        **{
-            name: text
-            for name, token in described.items()
-            if name.endswith("_token") and (text := token_text(token)) is not None
-        },
-    }
+    tokens = dict(named_tokens or {})
+    for name, token in described.items():
+        text = token_text(token)
+        if name.endswith("_token") and text is not None:
+            tokens[name] = text
     try:
         # `PlainFormat` writes no first token.
         return ChatTemplate(source, {} if source == PlainFormat.template else tokens)
@@ -358,7 +333,10 @@ def _read_template(folder: Path) -> tuple[str | None, dict[str, Any], Path]:
     source: Any = described.get("chat_template")
     if (folder / "chat_template.jinja").is_file():
         path = folder / "chat_template.jinja"
-        source = path.read_text(encoding="utf-8")
+        try:
+            source = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 text: {error}") from error
     if isinstance(source, list):  # several templates with names
         named = {str(part.get("name")): part for part in source if isinstance(part, dict)}
         source = named.get("default", {}).get("template")

@@ -94,7 +94,7 @@ class Checkpoint:
         return scale.clone()
 
     def fingerprint(self) -> dict[str, str]:
-        """Digests of some rows of every parameter, by which an adapter knows its base again.
+        """Digests of some rows of every parameter, by which an adapter recognises its base.
 
         `matrices` are those that may be quantised, `others` all other parameters: a quantised
         folder has the same `others` as its source. Floats are compared as bfloat16, so that the
@@ -168,6 +168,8 @@ def resolve(folder_or_hub_id: str | Path, patterns: Sequence[str] = _HUB_FILES) 
     Files of the repository that match `patterns` are downloaded if needed.
     """
     name, folder = str(folder_or_hub_id), Path(folder_or_hub_id)
+    if not name:  # else it would be the current folder
+        raise ValueError("a folder or hub id is needed, and the one given is empty")
     if folder.is_dir():
         return folder
     if folder.exists():
@@ -373,7 +375,12 @@ def verify(folder: str | Path, progress: Progress | None = None) -> int:
     if not folder.is_dir():
         raise ValueError(f"there is no folder {str(folder)!r}")
     own = {path.name for path in folder.iterdir() if _OWN_FILE.fullmatch(path.name)}
-    return files.check_manifest(folder, own - {files.MANIFEST}, progress)
+    sums = files.read_manifest(folder, own - {files.MANIFEST})
+    for name, digest in sums.items():
+        files.check_sha256(folder / name, digest)
+        if progress:
+            progress(name, (folder / name).stat().st_size)
+    return len(sums)
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -386,7 +393,8 @@ def read_config(folder: Path) -> ModelConfig:
         if (folder / "adapter_config.json").is_file():
             raise ValueError(
                 f"{folder} is an adapter, not a model: give the model that it adapts, and the "
-                "adapter with --adapter; or make one model of both with `xlstm7b merge`"
+                "adapter with --adapter; or make one model of both with `xlstm7b merge MODEL "
+                "ADAPTER TARGET`"
             )
         if (folder / "checkpoints").is_dir():
             raise ValueError(

@@ -79,6 +79,17 @@ def write_hashed(path: Path, pieces: Iterable[bytes | memoryview], *, mode: int 
     return digest.hexdigest()
 
 
+def complete_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file. A last line without its end is removed: its process was killed."""
+    with path.open("rb+") as file:
+        size = 0
+        for line in file:
+            if line.endswith(b"\n"):
+                size += len(line)
+                yield line
+        file.truncate(size)
+
+
 @contextmanager
 def lock_folder(folder: Path, action: str) -> Iterator[None]:
     """Locks a folder or a file. If another process has the lock, a `ValueError` says so.
@@ -93,6 +104,20 @@ def lock_folder(folder: Path, action: str) -> Iterator[None]:
         except OSError:
             pass  # some network file systems have no locks
         yield
+
+
+@contextmanager
+def locked_folder(folder: Path, action: str) -> Iterator[None]:
+    """Creates and locks a folder. At the end, what it created is removed if it is still empty."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    with lock_folder(folder, action):
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # a folder that is not empty stays
+                for path in missing:
+                    path.rmdir()
 
 
 @contextmanager
@@ -261,19 +286,6 @@ def manifest_bytes(sums: Mapping[str, str]) -> bytes:
     return "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())).encode()
 
 
-def check_manifest(folder: Path, expected: Iterable[str], progress: Progress | None) -> int:
-    """Checks every file in a folder's manifest and returns their number.
-
-    A missing or changed file, or an expected name that is not listed, is a `ValueError`.
-    """
-    sums = read_manifest(folder, expected)
-    for name, digest in sums.items():
-        check_sha256(folder / name, digest)
-        if progress:
-            progress(name, (folder / name).stat().st_size)
-    return len(sums)
-
-
 def read_manifest(folder: Path, expected: Iterable[str]) -> dict[str, str]:
     """The sha256 of each file, by name. An expected name that is missing is a `ValueError`."""
     manifest = folder / MANIFEST
@@ -297,13 +309,18 @@ def read_manifest(folder: Path, expected: Iterable[str]) -> dict[str, str]:
     return sums
 
 
-def check_sha256(path: Path, digest: str) -> None:
+def check_sha256(path: Path, digest: str, manifest: str = MANIFEST) -> None:
     """Raises a `ValueError` if a file is missing or its sha256 is not that of the manifest."""
     if not path.is_file():
-        raise ValueError(f"{path} is missing, though {MANIFEST} lists it")
+        raise ValueError(f"{path} is missing, though {manifest} lists it")
+    if file_sha256(path) != digest:
+        raise ValueError(f"{path} is damaged: its sha256 is not the one in {manifest}")
+
+
+def file_sha256(path: Path) -> str:
+    """The sha256 of a file, which is read in pieces."""
     with path.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-            raise ValueError(f"{path} is damaged: its sha256 is not the one in {MANIFEST}")
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

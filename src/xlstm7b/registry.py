@@ -15,6 +15,7 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 # The kinds of classes, which are fields of `ModelConfig`, and the names of the released model's.
@@ -91,16 +92,22 @@ def _load(plugin: str) -> None:
         files = (getattr(module, "__file__", None) for module in [*sys.modules.values()])
         if str(path) in files:  # the caller's own program, or imported by it
             return
-        spec = spec_from_file_location(f"xlstm7b_plugin_{path.stem}", path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = module_from_spec(spec)
-        sys.modules[spec.name] = module  # before it runs: dataclasses look for their module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[spec.name]
-            raise
+        load_file(path, f"xlstm7b_plugin_{path.stem}")
     except Exception as error:
         _loaded.discard(plugin)
         raise ValueError(f"{PLUGINS}: {plugin} cannot be loaded: {error!r}") from error
+
+
+def load_file(path: Path, name: str) -> ModuleType:
+    """Runs a Python file as the module `name`."""
+    spec = spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: dataclasses and `inspect` look for it there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

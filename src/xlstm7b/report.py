@@ -32,7 +32,7 @@ def check_figure(path: Path) -> None:
 
 
 @contextmanager
-def figure(path: Path, columns: int = 1, rows: int = 1, size: float = 4.0) -> Iterator[Any]:
+def figure(path: Path, columns: int = 1) -> Iterator[Any]:
     """Yields the axes of a new figure (an array if there are several), then saves it to `path`.
 
     The file's suffix chooses the format: png, pdf or svg. Without a suffix it is PNG.
@@ -40,14 +40,12 @@ def figure(path: Path, columns: int = 1, rows: int = 1, size: float = 4.0) -> It
     check_figure(path)
     import matplotlib as mpl
 
-    from xlstm7b.files import write_aside  # not above: it loads torch, which tables do not need
+    from xlstm7b.files import write_aside  # not above: commands import this module for --help
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    drawn, axes = pyplot.subplots(
-        rows, columns, figsize=(1.5 * size * columns, size * rows), layout="constrained"
-    )
+    drawn, axes = pyplot.subplots(1, columns, figsize=(6 * columns, 4), layout="constrained")
     try:
         yield axes
         with write_aside(path) as aside:

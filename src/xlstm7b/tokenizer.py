@@ -128,6 +128,24 @@ def model_tokenizer(
     return tokenizer
 
 
+def other_end(folder: Path, tokenizer: AnyTokenizer, config: ModelConfig) -> int | None:
+    """The id of the `eos_token` that an adapter's folder names, if it is not the model's own.
+
+    None if the folder names none, or one that the model cannot generate. The ids are those of the
+    folder's own tokenizer.json, or of `tokenizer` if it has none. An id that is another token of
+    `tokenizer`, the model's, does not count.
+    """
+    text = token_text(_described(folder).get("eos_token"))
+    if text is None:
+        return None
+    file = folder / "tokenizer.json"
+    own = FileTokenizer(file) if file.is_file() else tokenizer
+    found: int | None = own.backend().token_to_id(text)
+    if found is None or found == config.eos_token_id or found >= config.vocab_size:
+        return None
+    return found if tokenizer.backend().id_to_token(found) in (None, text) else None
+
+
 def tokenizer_file(tokenizer: str | Path) -> Path | None:
     """The path of a tokenizer.json, given the file, its folder or a hub id. None for "bytes"."""
     name, path = str(tokenizer), Path(tokenizer)
@@ -276,10 +294,7 @@ class FileTokenizer(Tokenizer):
         Without such files they are found by their usual names, and a tokenizer without a first
         token of its own has its end of text as one, as GPT-2 does.
         """
-        named: dict[str, Any] = {}
-        if self.path.name == "tokenizer.json":
-            for name in ("special_tokens_map.json", "tokenizer_config.json"):
-                named |= read_object(self.path.with_name(name))
+        named = _described(self.path.parent) if self.path.name == "tokenizer.json" else {}
         found = {kind: token_text(named.get(f"{kind}_token")) for kind in _USUAL_NAMES}
         if not found["bos"] and not found["eos"]:
             added = self._tokenizer.get_added_tokens_decoder().values()
@@ -298,13 +313,25 @@ class FileTokenizer(Tokenizer):
 
     def encode(self, text: str, *, continues: bool = False) -> list[int]:
         ids: list[int] = []
-        if continues and (backend := self._variant(continues)) is not self._tokenizer:
-            # SentencePiece's space also comes after each special token, in every text.
-            found = self._added_token.search(text)
-            cut = found.start() if found else len(text)
-            ids += backend.encode(text[:cut], add_special_tokens=False).ids
-            text = text[cut:]
-        return [*ids, *self._tokenizer.encode(text, add_special_tokens=False).ids]
+        for backend, _, part in self._parts(text, continues):
+            ids += backend.encode(part, add_special_tokens=False).ids
+        return ids
+
+    def _parts(
+        self, text: str, continues: bool, *, has_offsets: bool = False
+    ) -> list[tuple[Any, int, str]]:
+        """The parts of a text: the tokenizer for each, its first character, and itself.
+
+        A text that continues another has no space before it. But SentencePiece's space also comes
+        after each special token, in every text: there the second part starts.
+        """
+        usual = self._variant(False, has_offsets=has_offsets)
+        if not continues or self._variant(True) is self._tokenizer:
+            return [(usual, 0, text)]
+        found = self._added_token.search(text)
+        cut = found.start() if found else len(text)
+        first = self._variant(True, has_offsets=has_offsets)
+        return [(first, 0, text[:cut]), (usual, cut, text[cut:])]
 
     @cached_property
     def _added_token(self) -> re.Pattern[str]:
@@ -321,22 +348,25 @@ class FileTokenizer(Tokenizer):
 
         `continues` says of each text whether it continues the one before it.
         """
-        found: list[Any] = [None] * len(texts)
-        for wanted in (False, True):
-            chosen = [n for n in range(len(texts)) if bool(continues and continues[n]) is wanted]
-            encode = self._variant(wanted).encode_batch_fast
-            encodings = encode([texts[n] for n in chosen], add_special_tokens=False)
-            for n, encoding in zip(chosen, encodings, strict=True):
-                found[n] = list(encoding.ids)
-        return found
+        if continues is None or self._variant(True) is self._tokenizer:
+            continues = [False] * len(texts)
+        usual = [text for text, each in zip(texts, continues, strict=True) if not each]
+        found = iter(self._tokenizer.encode_batch_fast(usual, add_special_tokens=False))
+        return [
+            self.encode(text, continues=True) if each else list(next(found).ids)
+            for text, each in zip(texts, continues, strict=True)
+        ]
 
     def encode_offsets(
         self, text: str, *, continues: bool = False
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """`encode`, and for each token the first of its characters in the text, and their end."""
-        backend = self._variant(continues, has_offsets=True)
-        encoding = backend.encode(text, add_special_tokens=False)
-        return list(encoding.ids), list(encoding.offsets)
+        ids, offsets = list[int](), list[tuple[int, int]]()
+        for backend, start, part in self._parts(text, continues, has_offsets=True):
+            encoding = backend.encode(part, add_special_tokens=False)
+            ids += encoding.ids
+            offsets += [(start + first, start + end) for first, end in encoding.offsets]
+        return ids, offsets
 
     def _variant(self, continues: bool, *, has_offsets: bool = False) -> Any:
         """The tokenizer for texts that continue others: it puts no space before a text.
@@ -395,6 +425,14 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a JSON object")
     return content
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    """What the files beside a tokenizer.json say about it."""
+    return {
+        **read_object(folder / "special_tokens_map.json"),
+        **read_object(folder / "tokenizer_config.json"),
+    }
 
 
 def token_text(token: Any) -> str | None:
@@ -517,7 +555,13 @@ def _decoding(decoder: Any) -> tuple[Callable[[str], bytes], bytes]:
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         byte_of = _byte_of_letter()
-        return lambda piece: _to_bytes(piece, byte_of), b""
+
+        def from_letters(piece: str) -> bytes:
+            if all(letter in byte_of for letter in piece):
+                return bytes(byte_of[letter] for letter in piece)
+            return piece.encode()  # outside the alphabet: plain text, such as a run of spaces
+
+        return from_letters, b""
     has_regex = any("Regex" in step.get("pattern", {}) for step in steps)
     if not {"Metaspace", "Replace"} & {*kinds} or {*kinds} - _SENTENCEPIECE_STEPS or has_regex:
         raise ValueError(
@@ -556,13 +600,6 @@ def _byte_of_letter() -> dict[str, int]:
         **{chr(byte): byte for byte in printable},
         **{chr(0x100 + i): byte for i, byte in enumerate(others)},
     }
-
-
-def _to_bytes(piece: str, byte_of: dict[str, int]) -> bytes:
-    """The bytes of a token. Tokens outside the alphabet are plain text, such as runs of spaces."""
-    if all(letter in byte_of for letter in piece):
-        return bytes(byte_of[letter] for letter in piece)
-    return piece.encode()
 
 
 class StreamDecoder:

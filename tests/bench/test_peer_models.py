@@ -73,6 +73,21 @@ def test_a_wrong_cache_is_found() -> None:
         check(broken, peer, Decoder(peer, EAGER, peer.new_cache(1, 300)))
 
 
+class Unstable(peer_models.Mamba):
+    """Its bfloat16 logits are far from those of float32."""
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        logits = super().logits(tokens)
+        return logits if self.dtype == torch.float32 else logits.roll(1, -1)
+
+
+def test_a_model_that_cannot_be_checked_is_not_timed() -> None:
+    unstable = partial(Unstable, "codestral-mamba")
+    peer = unstable(replace(PLAN, dtype="bfloat16"), 2)
+    with pytest.raises(ValueError, match="the random model is too unstable to check"):
+        check(unstable, peer, Decoder(peer, EAGER, peer.new_cache(1, 300)))
+
+
 @settings(deadline=None, max_examples=15)
 @given(
     position=st.integers(0, 1023),

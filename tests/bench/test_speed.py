@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
-from xlstm7b.bench import generation, speed
+from xlstm7b.bench import generation, speed, speed_figures
 from xlstm7b.bench.cases import Result
 from xlstm7b.bench.peer_models import COMPILED, EAGER, GRAPH, PEERS
 from xlstm7b.bench.plans import SPEED_PARTS, Speed
@@ -53,7 +54,7 @@ def test_every_figure_is_complete(name: str, measured: dict[str, list[Result]]) 
     assert [(r.batch, r.length) for r in rows["context"]] == [(1, 0), (1, 40), (1, 80)]
     lengths = [(r.length, r.figures["new"]) for r in rows["first"]]
     assert lengths == [(1, 1), (1, 3), (20, 1), (20, 3)]
-    if name != "ours":  # both times are of the same outputs
+    if name in PEERS:  # both times are of the same outputs; ours are of outputs of their own
         seconds = [r.seconds or 0 for r in rows["first"]]
         assert seconds[0] < seconds[1]
         assert seconds[2] < seconds[3]
@@ -69,6 +70,47 @@ def test_every_figure_is_complete(name: str, measured: dict[str, list[Result]]) 
         assert result.work  # the engine
     for result in (*rows["context"], *rows["full"]):
         assert result.tokens_per_second == pytest.approx(result.batch / result.seconds)
+
+
+def test_a_second_process_uses_the_choices_of_the_first(
+    measured: dict[str, list[Result]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It neither times the ways to decode nor checks them again; on another machine it does."""
+    first = measured["llama3"]
+    facts = next(r.figures for r in first if r.part == "machine")
+    choices = [r.figures for r in first if r.part == "ended"][-1]
+    assert choices == {"ways": (EAGER,), "attentions": ANY, "compiled_prompts": False}
+    assert sorted(choices["attentions"]) == ["flash", "sdpa"]
+    before = json.loads(json.dumps(facts | {"choices": choices}))
+    before["machine"]["date"] = "2026-01-01"
+    monkeypatch.setattr(generation, "check", lambda *_: {"equal_tokens": 16})
+    for known, starts in ((before, False), (before | {"machine": {"gpu": "other"}}, True)):
+        found = list(speed.measure_model("llama3", SPEED_PARTS, PLAN.to_dict(), known))
+        assert any(r.part in ("start", "ways", "check") for r in found) == starts
+        for part in SPEED_PARTS:
+            lengths = [(r.batch, r.length) for r in first if r.part == part]
+            assert [(r.batch, r.length) for r in found if r.part == part] == lengths
+        assert not any(r.error for r in found)
+
+
+def test_a_broken_gpu_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an illegal memory access every call fails: the next figure needs a new process."""
+
+    def results(self: object, part: str) -> Iterator[Result]:
+        yield Result(part, "ours", length=8, seconds=1.0)
+        yield Result(part, "ours", length=16, error="AcceleratorError: CUDA error: illegal access")
+        yield Result(part, "ours", length=32, error="AcceleratorError: CUDA error: illegal access")
+
+    def synchronize(device: str) -> None:
+        raise RuntimeError("CUDA error: illegal access")
+
+    monkeypatch.setattr(speed._OurParts, "__call__", results)
+    monkeypatch.setattr(speed, "synchronize", synchronize)
+    found = speed.measure_model("ours", SPEED_PARTS, PLAN.to_dict())
+    assert [next(found).part for _ in range(2)] == ["machine", "began"]
+    assert [next(found).length for _ in range(2)] == [8, 16]
+    with pytest.raises(RuntimeError, match="illegal access"):
+        next(found)
 
 
 def test_a_slow_path_is_named(measured: dict[str, list[Result]]) -> None:
@@ -222,6 +264,35 @@ def test_a_crash_ends_one_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert saved["runs"]["llama2"] == found
     run(tmp_path, "llama2")  # nothing is missing
     assert len(calls) == 2
+
+
+def test_the_reason_of_a_crash_is_in_its_row_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every, reason = list(SPEED_PARTS), "CUDA error: an illegal memory access"
+    calls = []
+
+    def process(case: Result, *_: Any, **job: Any) -> Iterator[Result]:
+        calls.append(job)
+        yield Result("machine", "llama2", figures={"machine": {"gpu": "one"}})
+        for part in job["parts"]:
+            yield Result("began", "llama2", part, figures={"ways": ["graph"]})
+            if part == every[0]:
+                error = f"AcceleratorError: {reason} Search for it"
+                yield Result(part, "llama2", batch=1, length=8, error=error)
+                yield Result("end", "llama2", error=f"torch.AcceleratorError: {reason}")
+                return
+            yield Result("ended", "llama2", part, figures={"ways": ["graph"]})
+
+    monkeypatch.setattr(speed, "in_process", process)
+    found = run(tmp_path, "llama2")["llama2"]
+    assert [row["length"] for row in found["figures"][every[0]]] == [8]
+    assert [call["parts"] for call in calls] == [every, every[1:]]
+    assert calls[0]["before"]["choices"] is None
+    assert calls[1]["before"]["choices"] == {"ways": ["graph"]}
+    assert calls[1]["before"]["machine"] == {"gpu": "one"}
+    run(tmp_path, "llama2", again=True)
+    assert calls[2]["before"]["choices"] is None  # they are made again
 
 
 def test_a_figure_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,6 +453,22 @@ def test_the_largest_batch_shrinks_until_it_fits(monkeypatch: pytest.MonkeyPatch
     assert none.error == "out of memory"
 
 
+@pytest.mark.parametrize(
+    ("engines", "expected"),
+    [
+        ([], ""),
+        (["a 1.0, b"], "a 1.0, b"),
+        (["a, b", "a, c", "a, b"], "a, b or c"),
+        (["a, b, c", "d"], "a, b, c or d"),
+        (["a", "a, b"], "a, b"),
+    ],
+)
+def test_a_caption_names_what_engines_share_once(engines: list[str], expected: str) -> None:
+    rows = [{"length": 8, "engine": each} for each in engines] or [{"length": 8}]
+    caption = speed_figures._caption({"ours": {"figures": {"first": rows}}}, "first")
+    assert caption == f"Random weights. {speed.RUNS['ours']}: {expected}."
+
+
 def test_figures_from_results_with_failures(
     tmp_path: Path, measured: dict[str, list[Result]]
 ) -> None:
@@ -404,7 +491,8 @@ def test_figures_from_results_with_failures(
     drawn = draw(runs, tmp_path)
     assert sorted(drawn) == sorted(f"speed-{part}" for part in (*SPEED_PARTS, "cell"))
     assert len(list(tmp_path.glob("*.png"))) == len(list(tmp_path.glob("*.svg"))) == 6
-    assert "not vLLM" in (tmp_path / "speed-context.svg").read_text()
+    assert "not vLLM" in speed_figures._caption(runs, "context")
+    assert "vLLM" in (tmp_path / "speed-context.svg").read_text()  # in lines of any length
 
 
 # The command

@@ -1,15 +1,18 @@
 """Adapters on the command line: `merge` and `--adapter`."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from adapters import random_adapter
-from commands import CHATML, Cli, refused, succeeded
+from commands import CHATML, Cli, refused, save_chat_model, succeeded
+from tokenizers import Tokenizer as Backend
 
 from xlstm7b.cli.loading import open_model
 from xlstm7b.cli.serve import read_adapters
+from xlstm7b.generate import Request
 from xlstm7b.model import XLSTM
 from xlstm7b.model.adapter import load_adapter, merge_adapter
 
@@ -106,6 +109,95 @@ def test_chat_and_eval_with_an_adapter(
     assert found[1]["xlstm7b"]["model"]["adapter"] == str(adapter)
 
 
+@pytest.fixture(scope="module")
+def ending(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model that repeats "Hi!", id 2 and a line break, and an adapter that ends texts with id 2.
+
+    The model's own end of text is id 0. The adapter changes no weight.
+    """
+    folder = tmp_path_factory.mktemp("ending")
+    base = save_chat_model(folder / "base", repeats=True)
+    adapter = random_adapter(folder / "adapter", base, std=0.0)
+    (adapter / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    return base, adapter
+
+
+def test_the_end_of_text_of_an_adapter(cli: Cli, ending: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = ending
+    command = ("generate", base, "\n", "--temperature", 0, "--max-new-tokens", 13)
+    endless, got = changed(cli, adapter, *command)
+    assert (endless, got) == ("\nHi!\nHi!\nHi!\n", "\nHi!\n")
+    assert succeeded(cli(*command, "--adapter", adapter, "--ignore-eos")) == endless
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"prompt": "\\n"}\n{"prompt": "\\n", "eos_token_id": []}\n')
+    code, out, _ = cli("generate", base, "--jsonl", lines, *command[3:], "--adapter", adapter)
+    found = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [one["finish_reason"] for one in found] == ["stop", "length"]
+    succeeded(cli("merge", base, adapter, tmp_path / "merged"))
+    assert succeeded(cli("generate", tmp_path / "merged", *command[2:])) == "\nHi!\n"
+    # The adapter's own template does not name the token that ends its texts.
+    plain = tmp_path / "plain"
+    shutil.copytree(adapter, plain)
+    template = r"{% for message in messages %}{{ message.content + '\n' }}{% endfor %}"
+    (plain / "chat_template.jinja").write_text(template)
+    code, out, _ = cli("chat", base, *command[3:], "--adapter", plain, stdin="x\n")
+    assert (code, out) == (0, "Hi!\n")
+
+
+def test_an_end_of_text_that_is_not_the_models_is_ignored(
+    cli: Cli, ending: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """One that the tokenizer lacks, is outside the vocabulary, or has another token's id."""
+    base, adapter = ending
+    other = tmp_path / "other"
+    shutil.copytree(adapter, other)
+    (other / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}}')
+    command = ("generate", base, "\n", "--temperature", 0, "--max-new-tokens", 5)
+    assert succeeded(cli(*command, "--adapter", other)) == "\nHi!\n\n"
+    backend = Backend.from_file(str(base / "tokenizer.json"))
+    backend.add_special_tokens([f"<|{n}|>" for n in range(100)] + ["</s>"])
+    assert backend.token_to_id("</s>") > 320
+    backend.save(str(other / "tokenizer.json"))
+    assert succeeded(cli(*command, "--adapter", other)) == "\nHi!\n\n"
+    words = json.loads((base / "tokenizer.json").read_text().replace("<|im_end|>", "</s>"))
+    (other / "tokenizer.json").write_text(json.dumps(words))
+    assert succeeded(cli(*command, "--adapter", other)) == "\nHi!\n\n"
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_damaged_tokenizer_config_of_an_adapter(
+    cli: Cli, ending: tuple[Path, Path], tmp_path: Path
+) -> None:
+    base, adapter = ending
+    other = tmp_path / "other"
+    shutil.copytree(adapter, other)
+    (other / "tokenizer_config.json").write_text("{")
+    for command in (("generate", base, "x"), ("chat", base), ("serve", base)):
+        error = refused(cli(*command, "--adapter", other))
+        assert error.startswith(f"{other / 'tokenizer_config.json'} is not a readable JSON file")
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "eval", "eval ppl", "eval ruler"])
+@pytest.mark.usefixtures("no_weights")
+def test_two_adapters_are_refused(
+    cli: Cli, speller: Path, adapter: Path, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "x.txt").write_text("a text")
+    options = {
+        "generate": ["x"],
+        "eval": ["--tasks", "x"],
+        "eval ppl": [tmp_path / "x.txt"],
+        "eval ruler": ["--output", tmp_path / "ruler", "--tasks", "vt"],
+    }
+    command = (*name.split(), speller, *options.get(name, []))
+    error = refused(cli(*command, "--adapter", adapter, "--adapter", "other"))
+    assert error == (
+        f"--adapter is given 2 times ({adapter}, other), but one adapter can be used at a time: "
+        "give one, or merge the others into the weights with xlstm7b merge"
+    )
+
+
 @pytest.mark.usefixtures("no_weights")
 def test_an_adapter_that_does_not_fit_is_refused_before_the_weights_are_read(
     cli: Cli, speller: Path, adapter: Path, tmp_path: Path
@@ -123,14 +215,27 @@ def test_an_adapter_that_does_not_fit_is_refused_before_the_weights_are_read(
     )
 
 
+def test_a_server_ends_texts_where_the_adapter_does(
+    ending: tuple[Path, Path],
+) -> None:
+    base, other = ending
+    opened = open_model(str(base), None, None, "cpu")
+    found = read_adapters([str(other)], opened)
+    assert found["adapter"][0].end == 2
+    request = Request("x", adapter=found["adapter"][0])
+    request.prepare(opened.config, opened.tokenizer)
+    assert request.params.eos_token_ids == (opened.config.eos_token_id, 2)
+
+
 def test_adapters_of_a_server(cli: Cli, speller: Path, adapter: Path, tmp_path: Path) -> None:
-    other = random_adapter(tmp_path / "other", speller, seed=1)
+    other = random_adapter(tmp_path / "lr=0.001", speller, seed=1)
     (other / "chat_template.jinja").write_text(CHATML)
     opened = open_model(str(speller), None, None, "cpu")
+    assert [*read_adapters([str(other)], opened)] == ["lr=0.001"]
     found = read_adapters([str(adapter), f"second={other}"], opened)
     assert [*found] == ["adapter", "second"]
     assert type(found["adapter"][1]).__name__ == "PlainFormat"
-    assert type(found["second"][1]).__name__ == "TemplateFormat"
+    assert type(found["second"][1]).__name__ == "ChatFormat"
     for given, message in (
         ([adapter, f"adapter={other}"], "two adapters are called 'adapter': use NAME=FOLDER"),
         ([adapter, f"again={adapter}"], f"{adapter} is the same as {adapter}"),

@@ -92,7 +92,9 @@ def test_mistakes_in_a_json_schema(
     file = tmp_path / "schema.json"
     if content is not None:
         file.write_bytes(content)
-    assert message in refused(cli("generate", speller, "a", "--json-schema", file))
+    error = refused(cli("generate", speller, "a", "--json-schema", file))
+    assert message in error
+    assert str(file) in error
 
 
 @pytest.mark.parametrize(
@@ -203,6 +205,10 @@ def test_generate_from_a_file_and_from_a_pipe(
     os.close(write_end)
     assert succeeded(cli("generate", speller, "--file", f"/dev/fd/{read_end}", *short)) == want
     os.close(read_end)
+    # Some editors put a mark at the start of a file.
+    marked = tmp_path / "marked.txt"
+    marked.write_bytes("\ufeffEin Käse\n".encode())
+    assert succeeded(cli("generate", speller, "--file", marked, *short)) == want
     # An argument is taken as it is, whatever is piped in.
     assert succeeded(cli("generate", speller, "Ein Käse", *short, stdin="x")) == want
     assert succeeded(cli("generate", speller, "--file", file, *short, stdin="x")) == want
@@ -421,6 +427,24 @@ def test_a_draft_model_that_does_not_fit(
         arguments = ["Once"] if command == "generate" else []
         error = refused(cli(command, speller, *arguments, "--speculate", tmp_path / name))
         assert re.search(message, error)
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+def test_speculation_of_other_classes(
+    cli: Cli, speller: Path, tmp_path: Path, command: str
+) -> None:
+    config = json.loads((speller / "config.json").read_text())
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({**config, "block": "previous"}))
+    arguments = ["Once"] if command == "generate" else []
+    for model, draft, which in ((speller, other, "draft model"), (other, "lookup", "model")):
+        error = refused(cli(command, model, *arguments, "--speculate", draft))
+        assert error == (
+            f"the {which} in {other} has block = 'previous', which --speculate does not support: "
+            f"give another {which}, or leave --speculate out"
+        )
 
 
 def test_generate_measures_the_bandwidth_of_memory(cli: Cli, speller: Path) -> None:

@@ -107,11 +107,12 @@ def test_quantize_mistakes(cli: Cli, speller: Path, text: Path, tmp_path: Path) 
 
 
 def test_a_quantised_model_is_not_trained(cli: Cli, speller: Path, tmp_path: Path) -> None:
+    from xlstm7b.train import load_recipe
     from xlstm7b.train.sharded_model import first_weights
 
     succeeded(cli("quantize", speller, tmp_path / "small", "--bits", 8))
     with pytest.raises(ValueError, match="are quantised, and cannot be trained: start from"):
-        first_weights(None, str(tmp_path / "small"), torch.device("cpu"))  # type: ignore[arg-type]
+        first_weights(load_recipe("quickstart"), str(tmp_path / "small"), torch.device("cpu"))
 
 
 def test_compare_with_transformers(cli: Cli, speller: Path, tmp_path: Path) -> None:

@@ -52,7 +52,8 @@ def test_a_text_becomes_a_state_file(
     assert "trained" in plan
     assert cli("train", "tune.toml", "--device", "cpu").code == 0
     assert "cannot write no/s" in refused(cli("export", "runs/tune", "no/s"))
-    assert refused(cli("export", "runs/tune", "s", "--dtype", "bfloat16")).startswith("a trained")
+    narrow = refused(cli("export", "runs/tune", "s", "--dtype", "bfloat16"))
+    assert narrow == "a trained state is written in float32, not bfloat16: leave --dtype out"
     said = succeeded(cli("export", "runs/tune", "ab.safetensors"))
     assert said == "wrote the state of step 25 of runs/tune to ab.safetensors\n"
     assert "exists already" in refused(cli("export", "runs/tune", "ab.safetensors"))

@@ -14,6 +14,7 @@ import torch
 from commands import Cli, Outcome, environment, refused, save_chat_model, succeeded
 from train_processes import full_disk
 
+from xlstm7b.config import ModelConfig
 from xlstm7b.files import lock_folder
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import ByteTokenizer, tokenizer_fingerprint
@@ -96,6 +97,10 @@ def test_the_previous_block_is_trained_exported_measured_and_generates(
     assert "needs qk_dim_factor = v_dim_factor = 2, not 1.0 and 1.0" in said
 
 
+def test_an_empty_name_is_no_recipe(cli: Cli) -> None:
+    assert refused(cli("train", "")).startswith("unknown recipe ''; choose from 1.4b, ")
+
+
 def test_dry_run_prints_the_plan(cli: Cli) -> None:
     code, out, _ = cli("train", "7b", "--dry-run", "--gpus", 128)
     assert code == 0
@@ -143,6 +148,47 @@ def test_each_validation_set_is_printed(cli: Cli, settings: list[str], tmp_path:
 def test_reference_needs_no_recipe_and_is_the_page_of_the_docs(cli: Cli) -> None:
     page = Path(__file__).parents[2] / "docs" / "recipes.md"
     assert succeeded(cli("train", "--reference")) == page.read_text(encoding="utf-8")
+
+
+def test_dry_run_finds_what_does_not_fit_init_from(
+    cli: Cli, settings: list[str], trained: Path, tmp_path: Path
+) -> None:
+    """The sentence is that of a real start."""
+    base, small, run = tmp_path / "base", tmp_path / "small", tmp_path / "new"
+    succeeded(cli("export", trained, base))
+    succeeded(cli("quantize", base, small, "--bits", 8))
+    state = tmp_path / "state.safetensors"
+    XLSTM(ModelConfig(64, 2, 2, vocab_size=320)).save_pretrained(tmp_path / "other")
+    succeeded(
+        cli("generate", tmp_path / "other", "a", "--max-new-tokens", 1, "--save-state", state)
+    )
+    for changes, message in (
+        ([f"init_from={base}", "model.num_heads=1"], "has num_heads 2, the recipe 1: change"),
+        ([f"init_from={base}", "model.num_heads=1", "lora={}"], "has num_heads 2, the recipe 1"),
+        ([f"init_from={state}"], "is a file; a checkpoint is a folder"),
+        ([f"init_from={small}"], "are quantised, and cannot be trained"),
+        (
+            [f"init_from={trained}", "start_step=3", "run.steps=9", "model.num_heads=1"],
+            "has num_heads 2, the recipe 1: change [model]",
+        ),
+        (
+            [
+                f"init_from={base}",
+                f'state_tuning={{init_state="{state}"}}',
+                "data.packing=documents",
+            ],
+            "other weights",
+        ),
+    ):
+        wrong = [part for change in changes for part in ("--set", change)]
+        said = refused(cli("train", "quickstart", *settings, *wrong, "--dry-run"))
+        assert message in said
+        assert refused(train(cli, run, *settings, *wrong)) == said
+        assert not run.exists()
+    # What is not here cannot be compared.
+    for missing in (["init_from=runs/none"], ["init_from=runs/none", "start_step=2"]):
+        away = [part for change in missing for part in ("--set", change)]
+        assert cli("train", "quickstart", *settings, *away, "--dry-run").code == 0
 
 
 def test_dry_run_prints_names_with_brackets_as_they_are(cli: Cli) -> None:
@@ -350,7 +396,7 @@ def test_a_run_that_is_older_than_a_field_of_the_model_is_continued(
     del recipe["model"]["num_heads"]
     (trained / "recipe.json").write_text(json.dumps(recipe))
     sentence = refused(train(cli, trained, *settings, *more))
-    assert sentence == f"{trained}/recipe.json is damaged: KeyError: 'num_heads'"
+    assert sentence.startswith(f"{trained}/recipe.json is damaged: model: num_heads is missing")
 
 
 @pytest.mark.parametrize(

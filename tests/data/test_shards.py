@@ -262,10 +262,10 @@ def test_shards_with_another_end_of_text(tmp_path):
     with ShardWriter(tmp_path / "00000.ds", vocab_size=320, eos_token_id=7) as writer:
         writer.add([3, 4])
         writer.add([5])
-    (tmp_path / "00000.ds.json").unlink()
     about = {"vocab_size": 320, "tokenizer_fingerprint": "gpt2"}
     with pytest.raises(ValueError, match="document 0 does not end with id 0, the end of text"):
         adopt_folder(tmp_path, **about)
+    assert open_folder(tmp_path, token_bytes=2, eos_token_id=7).eos_token_id == 7
     adopted = adopt_folder(tmp_path, **about, eos_token_id=7, bos_token_id=None)
     assert adopted.shards[0].tokens.tolist() == [3, 4, 7, 5, 7]
     for folder in (adopted, open_folder(tmp_path)):

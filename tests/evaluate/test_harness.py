@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import random_adapter
+from commands import save_chat_model
 from harness_tasks import add_answered, add_choices, add_last_words, add_whole
 from naive_scoring import naive_score
 
@@ -50,6 +52,16 @@ def instances(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
 def naive(lm: XLSTM7B, context: str, continuation: str) -> tuple[float, bool]:
     encode = ByteTokenizer().encode
     return naive_score(lm.scorer.model, encode(context), encode(continuation))
+
+
+def test_the_end_of_text_of_an_adapter(tmp_path: Path) -> None:
+    base = save_chat_model(tmp_path / "base", repeats=True)
+    adapter = random_adapter(tmp_path / "adapter", base, std=0.0)
+    for expected in ("Hi!\nHi!\n", "Hi!"):
+        lm = XLSTM7B(str(base), device="cpu", batch_size=1, adapter=str(adapter))
+        request = instances("generate_until", ("\n", {"until": [], "max_gen_toks": 10}))
+        assert lm.generate_until(request, disable_tqdm=True) == [expected]
+        (adapter / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
 
 
 def test_choices_score_as_computed_naively(lm: XLSTM7B, tmp_path: Path) -> None:

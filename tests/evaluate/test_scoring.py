@@ -91,6 +91,16 @@ def test_a_shared_prefix_is_read_once() -> None:
     assert scorer.tokens_processed == 1 + 110 + 6 * (10 + 0 + 0 + 1 + 2)
 
 
+def test_the_prefix_of_each_of_many_tasks_is_read_once() -> None:
+    """Seven tasks are more than are read in one batch."""
+    contexts = [[3 + task] * 60 + [12 + n] for n in range(10) for task in range(7)]
+    scorer = Scorer(MODEL)
+    found = scorer.score([Continuation(context, [5]) for context in contexts])
+    wanted = [naive_score(MODEL, context, [5])[0] for context in contexts]
+    assert [score.logprob for score in found] == pytest.approx(wanted, abs=1e-10)
+    assert scorer.tokens_processed == 7 * (1 + 60 + 10)
+
+
 def test_scores_do_not_depend_on_the_batch_size() -> None:
     draw = torch.Generator().manual_seed(1)
     ids = [torch.randint(24, (n,), generator=draw).tolist() for n in range(1, 60, 3)]

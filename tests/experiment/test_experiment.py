@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +27,7 @@ from xlstm7b.experiment import (
     load_experiment,
     run_experiment,
 )
-from xlstm7b.experiment.figures import mean, over_previous
+from xlstm7b.experiment.figures import over_previous
 from xlstm7b.experiment.results import ratios, results_table
 from xlstm7b.experiment.tasks import TASKS
 from xlstm7b.model import XLSTM
@@ -273,6 +274,11 @@ def test_runs_of_another_experiment_are_taken_over(data: Path, tmp_path: Path) -
     }
     with pytest.raises(ValueError, match=r"^--reuse: .*missing has no results\.json$"):
         run_experiment(other, tmp_path / "x", data=data, reuse=[tmp_path / "missing"])
+    # If all runs are taken from elsewhere, no data is made.
+    run_experiment(first, tmp_path / "smoke", runs=["two"], smoke=True)
+    reused = tmp_path / "reused"
+    run_experiment(other, reused, runs=["two"], smoke=True, reuse=[tmp_path / "smoke"])
+    assert [path.name for path in reused.iterdir()] == ["results.json"]
 
 
 def test_second_stage_continues_an_earlier_run(data: Path, tmp_path: Path) -> None:
@@ -510,7 +516,7 @@ def test_held_out_loss_is_measured_at_the_last_step(steps: int, tmp_path: Path) 
     st.integers(1, 12),
 )
 def test_curves_are_over_the_previous_steps_only(values: list[float | None], window: int) -> None:
-    means, maxima = over_previous(values, window, mean), over_previous(values, window, max)
+    means, maxima = over_previous(values, window, fmean), over_previous(values, window, max)
     assert len(means) == len(maxima) == len(values)
     for step in range(len(values)):
         recent = [x for x in values[: step + 1][-window:] if x is not None]

@@ -7,7 +7,7 @@ import torch
 from commands import CHATML, save_chat_model, save_greeter
 
 from xlstm7b import chat_format
-from xlstm7b.chat_format import ChatFormat, ChatTemplate, PlainFormat, TemplateFormat
+from xlstm7b.chat_format import ChatFormat, ChatTemplate, PlainFormat
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate import Generator, SavedState
 from xlstm7b.generate.chat import MAX_UNDO, Chat
@@ -242,7 +242,7 @@ def test_template_turns_are_read_once(
     templated: Generator, tmp_path: Path, system: str | None
 ) -> None:
     template = ChatTemplate(CHATML, {})
-    turns = TemplateFormat(template, system)
+    turns = ChatFormat(template, system)
     assert turns.stop_string == "<|im_end|>"
     chat = Chat(templated, turns, system=system, max_new_tokens=50)
     messages = [] if system is None else [{"role": "system", "content": system}]
@@ -263,7 +263,7 @@ def test_a_template_conversation_after_a_text_closes_no_turn(
     path = tmp_path / "state"
     templated.read("A long book.").save(path)
     template = ChatTemplate(CHATML, {})
-    chat = Chat(templated, TemplateFormat(template, "Be brief."), system="Be brief.")
+    chat = Chat(templated, ChatFormat(template, "Be brief."), system="Be brief.")
     chat.load(path)
     assert answer(chat, "Hello") == "Hi!"
     opening = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
@@ -281,7 +281,7 @@ def test_an_ending_in_plain_text(
         "{% for m in messages %}{% if m.role == 'user' %}<{{ m.content }}>bot:"
         "{% else %}{{ m.content }}" + ending + "\n{% endif %}{% endfor %}"
     )
-    turns = TemplateFormat(ChatTemplate(source, {}))
+    turns = ChatFormat(ChatTemplate(source, {}))
     assert turns.stop_string == ending
     chat = Chat(greeter, turns, temperature=0)
     assert [answer(chat, "a"), answer(chat, "b")] == [answered, answered]
@@ -302,7 +302,7 @@ def test_an_ending_in_plain_text(
 )
 def test_templates_that_do_not_add_turn_by_turn(source: str) -> None:
     with pytest.raises(ValueError, match=r"^the chat template does not just add to a text"):
-        TemplateFormat(ChatTemplate(source, {}))
+        ChatFormat(ChatTemplate(source, {}))
 
 
 def test_a_template_without_system_messages() -> None:
@@ -310,13 +310,13 @@ def test_a_template_without_system_messages() -> None:
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
         + CHATML
     )
-    assert TemplateFormat(ChatTemplate(source, {})).stop_string == "<|im_end|>"
+    assert ChatFormat(ChatTemplate(source, {})).stop_string == "<|im_end|>"
     with pytest.raises(ValueError, match=r"^the chat template fails: no system here$"):
-        TemplateFormat(ChatTemplate(source, {}), "Be brief.")
+        ChatFormat(ChatTemplate(source, {}), "Be brief.")
 
 
 def test_a_message_may_contain_the_mark_of_an_answer() -> None:
-    turns = TemplateFormat(ChatTemplate(CHATML, {}))
+    turns = ChatFormat(ChatTemplate(CHATML, {}))
     words = chat_format.ANSWER
     assert turns.next_prompt(words) == (
         f"<|im_end|>\n<|im_start|>user\n{words}<|im_end|>\n<|im_start|>assistant\n"
@@ -324,7 +324,7 @@ def test_a_message_may_contain_the_mark_of_an_answer() -> None:
     assert PlainFormat().next_prompt(words) == f"\nUser: {words}\nAssistant:"
 
 
-@pytest.mark.parametrize("turns", [PlainFormat(), TemplateFormat(ChatTemplate(CHATML, {}))])
+@pytest.mark.parametrize("turns", [PlainFormat(), ChatFormat(ChatTemplate(CHATML, {}))])
 @pytest.mark.parametrize("system", [None, "Be brief."])
 def test_a_whole_conversation_is_its_turns(turns: ChatFormat, system: str | None) -> None:
     """The server renders at once what `Chat` reads turn by turn."""

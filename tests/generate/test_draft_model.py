@@ -429,6 +429,11 @@ def test_refusals(tmp_path: Path):
         Generator(MODEL, ByteTokenizer(), speculate=copy.deepcopy(MODEL).to("meta"))
     with pytest.raises(ValueError, match="speculation needs the fused path"):
         Engine(MODEL, ByteTokenizer(), slots=1, speculate=SAME, fused=False)
+    hooked = copy.deepcopy(MODEL)
+    hooked.backbone.blocks[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"draft model cannot .*blocks\.0 has hooks") as error:
+        Generator(MODEL, ByteTokenizer(), speculate=hooked)
+    assert str(error.value).endswith("undo this change of the draft model, or give another one")
     MODEL.save_pretrained(tmp_path / "model")
     random_model(vocab_size=384).save_pretrained(tmp_path / "wide")
     bytes_tokenizer = ByteTokenizer()

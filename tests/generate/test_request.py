@@ -419,14 +419,16 @@ def test_a_shared_prefix_is_the_same_tokens(first, second, length):
     assert one.has_prefix(other, length) == other.has_prefix(one, length) == shared
 
 
-@given(prompt=token_lists, longer_than=st.integers(0, 240))
-def test_lengths_are_grouped_by_their_hash_and_complete(prompt, longer_than):
+@given(prompt=token_lists, longer_than=st.integers(0, 240), data=st.data())
+def test_lengths_are_those_whose_key_has_a_known_hash(prompt, longer_than, data):
     hashed = HashedTokens(prompt)
-    groups = [*hashed.block_lengths(longer_than)]
-    lengths = [length for _, group in groups for length in group]
-    assert lengths == [*range(len(prompt), longer_than, -1)]
-    for digest, group in groups:
-        assert all(hashed.key(length)[0] == digest for length in group)
+    hashes = [hashed.key(BLOCK * blocks)[0] for blocks in range(len(prompt) // BLOCK + 1)]
+    assert hashed.block_hashes() == hashes[1:]
+    known = dict.fromkeys(data.draw(st.lists(st.sampled_from([*hashes, b"another"]))))
+    expected = [n for n in range(len(prompt), longer_than, -1) if hashed.key(n)[0] in known]
+    assert [*hashed.lengths(longer_than, known.keys())] == expected
+    every = dict.fromkeys(hashes).keys()
+    assert [*hashed.lengths(longer_than, every)] == [*range(len(prompt), longer_than, -1)]
 
 
 @pytest.mark.parametrize("length", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
@@ -444,6 +446,5 @@ def test_a_lookup_visits_known_hashes_only():
     """So that each chunk of a long prompt does not compare all of the prompt's blocks."""
     prompt = HashedTokens(range(1 << 14))
     known = {prompt.key(64 * blocks)[0]: 1 for blocks in (3, 7)} | {b"another": 1}
-    groups = [lengths for _, lengths in prompt.block_lengths(0, known.keys())]
-    assert [(max(lengths), min(lengths)) for lengths in groups] == [(511, 448), (255, 192)]
-    assert len([*prompt.block_lengths(256, known.keys())]) == 1
+    assert [*prompt.lengths(0, known.keys())] == [*range(511, 447, -1), *range(255, 191, -1)]
+    assert [*prompt.lengths(256, known.keys())] == [*range(511, 447, -1)]

@@ -533,6 +533,18 @@ def test_refusals():
     assert ModelRunner(UnfusedModel(MODEL), 2)._drafting is None
 
 
+def test_a_generator_refuses_when_it_is_built():
+    other = random_model(block="previous", qk_dim_factor=2.0, v_dim_factor=2.0)
+    for model, options, message in (
+        (MODEL, {"speculate": "lookup", "replay": False}, "speculation needs replay decoding"),
+        (MODEL, {"speculate": MODEL, "fused": False}, "which fused=False turns off"),
+        (MODEL, {"replay": True, "fused": False}, "replay decoding needs the fused path"),
+        (other, {"speculate": "lookup"}, "does not know block = 'previous' of this model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Generator(model, ByteTokenizer(), **options)
+
+
 def test_bytes_of_a_slot():
     """Rings and the logits of all positions are counted."""
     plain, replay, lookup = (

@@ -97,8 +97,11 @@ def save_greeter(folder: Path) -> Path:
     return save_reciter(folder, ByteTokenizer().encode(": Hi!\nUser:"))
 
 
-def save_chat_model(folder: Path) -> Path:
-    """A model with the chat template CHATML that answers "Hi!" and the token that ends a turn."""
+def save_chat_model(folder: Path, *, repeats: bool = False) -> Path:
+    """A model with the chat template CHATML that answers "Hi!" and the token that ends a turn.
+
+    After that token it ends the text, or writes a line break and repeats the answer for ever.
+    """
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -110,7 +113,7 @@ def save_chat_model(folder: Path) -> Path:
     backend.train_from_iterator([], trainer)
     ids = backend.encode("\nHi!<|im_end|>").ids
     assert len(ids) == 5
-    save_reciter(folder, ids)
+    save_reciter(folder, [*ids, ids[0]] if repeats else ids)
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     return folder

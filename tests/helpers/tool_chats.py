@@ -4,7 +4,7 @@ from functools import cache
 
 from models import bigram_model
 
-from xlstm7b.chat_format import ChatTemplate, TemplateFormat
+from xlstm7b.chat_format import ChatFormat, ChatTemplate
 from xlstm7b.generate import Generator
 from xlstm7b.tokenizer import ByteTokenizer
 
@@ -38,8 +38,8 @@ FOLLOWERS = {
 }
 
 
-def tool_format() -> TemplateFormat:
-    return TemplateFormat(ChatTemplate(TEMPLATE, {}))
+def tool_format() -> ChatFormat:
+    return ChatFormat(ChatTemplate(TEMPLATE, {}))
 
 
 @cache

@@ -45,7 +45,7 @@ def in_processes(world: int, work: Callable[..., None], *arguments: object) -> N
 
 def start_processes(world: int, work: Callable[..., None], *arguments: object) -> ProcessContext:
     """Starts them without waiting. They are forks of a process that has imported the modules."""
-    late = ["torch._dynamo", "fsspec.core"]  # PyTorch imports these on first use
+    late = ["torch._dynamo", "fsspec.core", "pytest"]  # imported on first use
     multiprocessing.set_forkserver_preload(["xlstm7b.train.trainer", *late])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,11 +1,14 @@
 """Ray Data: files in parts, two workers, one of which is killed, and runs that are continued."""
 
+import contextlib
 import importlib.util
 import json
 import os
 import signal
+import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -90,6 +93,7 @@ def test_scores_are_the_models_log_probabilities(tmp_path, model):
         ('{"prompt": "a"}\n{"prompt": 3}\n', r"line 2 must be a JSON object such as"),
         ("[1]\n", "line 1 must be a JSON object"),
         ("{\n", "line 1 is not JSON"),
+        ('{"prompt": "\\ud800"}\n', "line 1 is not JSON: .* surrogates not allowed"),
         ('{"prompt": "a", "text": "b"}\n', "'text' is a field of the result"),
         ('{"prompt": "a", "prefix": 1}\n', "the prefix must be a string, not 1"),
         ("", "the files hold no lines"),
@@ -100,6 +104,39 @@ def test_a_bad_file_is_named_before_anything_is_done(tmp_path, content, message)
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
         _plan([path], 2)
+
+
+class OneProcess:
+    """As much of `ray.data` as `process_files` calls. Its worker runs in another folder."""
+
+    ActorPoolStrategy = dict
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def from_items(self, items, **_):
+        self.items = items
+        return self
+
+    def map(self, worker, *, fn_constructor_args, **_):
+        self.make_worker = lambda: worker(*fn_constructor_args)
+        return self
+
+    def iter_rows(self):
+        with contextlib.chdir(self.folder):
+            return [*map(self.make_worker(), self.items)]
+
+
+def test_paths_may_be_relative(tmp_path, model, monkeypatch):
+    files, lines = two_files(tmp_path)
+    ray = types.ModuleType("ray")
+    ray.data = OneProcess(tmp_path)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.data", ray.data)
+    monkeypatch.chdir(Path(model).parent)
+    work = Work(Path(model).name, sampling=GREEDY, device="cpu")
+    written = process_files(files, "out", work, lines_per_part=7)
+    assert [line["id"] for line in read_all(written)] == [line["id"] for line in lines]
 
 
 def workers_of_this_process():

@@ -127,6 +127,34 @@ def test_we_load_those_of_peft(options, base, tmp_path):
     assert (XLSTM.from_pretrained(base)(tokens())[0] - want).norm() > 1e-3 * want.norm()
 
 
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ({"bias": "all"}, "bias = 'all' is not supported"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save = \['lm_head'\] is not supported"),
+        ({"use_dora": True}, "use_dora = True is not supported"),
+    ],
+    ids=["bias", "modules_to_save", "dora"],
+)
+@torch.no_grad()
+def test_peft_merges_those_that_we_refuse(options, refused, base, tmp_path):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["q", "v"], **options)
+    theirs = peft.get_peft_model(on_transformers(base), config).eval()
+    for parameter in theirs.parameters():
+        if parameter.requires_grad:
+            parameter += 0.05 * torch.randn_like(parameter)
+    theirs.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=f"{refused}: merge the adapter with PEFT first, by "):
+        load_adapter(tmp_path / "adapter", CONFIG)
+    loaded = peft.PeftModel.from_pretrained(on_transformers(base), tmp_path / "adapter")
+    loaded.merge_and_unload().save_pretrained(tmp_path / "merged")
+    want = theirs(tokens()).logits
+    close(XLSTM.from_pretrained(tmp_path / "merged")(tokens())[0], want)
+    assert (XLSTM.from_pretrained(base)(tokens())[0] - want).norm() > 1e-3 * want.norm()
+
+
 def test_an_adapter_knows_its_base(base, adapter, tmp_path):
     loaded = load_adapter(adapter, CONFIG)
     check_base(loaded, open_checkpoint(base))

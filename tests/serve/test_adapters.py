@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from adapters import random_adapter
 from commands import CHATML
 from live_server import GREEDY, LiveServer, serving
 
-from xlstm7b.chat_format import ChatTemplate, PlainFormat, TemplateFormat
+from xlstm7b.chat_format import ChatFormat, ChatTemplate, PlainFormat
 from xlstm7b.generate import Generator
 from xlstm7b.model.adapter import load_adapter
 
@@ -29,7 +30,7 @@ def folders(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def adapted(
     generator: Generator, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveServer]:
-    formats = {"red": PlainFormat(), "blue": TemplateFormat(ChatTemplate(CHATML, {}), None)}
+    formats = {"red": PlainFormat(), "blue": ChatFormat(ChatTemplate(CHATML, {}), None)}
     adapters = {
         name: (load_adapter(path, generator.config), formats[name])
         for name, path in folders.items()
@@ -78,6 +79,25 @@ def test_requests_with_different_adapters_at_once(
         short = name.removeprefix("tiny:")
         assert answer["choices"][0]["text"] == texts[short]
         assert answer["model"] == (short if short == "tiny" else f"tiny:{short}")
+
+
+def test_the_end_of_text_of_an_adapter(
+    generator: Generator, folder: Path, folders: dict[str, Path]
+) -> None:
+    """It ends the outputs of that adapter only."""
+    alone = Generator.from_pretrained(folder, adapter=folders["red"], device="cpu")
+    (whole,) = alone.generate("The sea was", max_new_tokens=20, **GREEDY)
+    end = whole.token_ids[5]
+    before = whole.token_ids[: whole.token_ids.index(end)]
+    red, blue = (load_adapter(folders[name], generator.config) for name in ("red", "blue"))
+    adapters = {"red": (replace(red, end=end), PlainFormat()), "blue": (blue, PlainFormat())}
+    body = {"prompt": "The sea was", "max_tokens": 20, **GREEDY}
+    with serving(generator, adapters=adapters) as server:
+        (choice,) = server.post(COMPLETIONS, model="red", **body)["choices"]
+        assert choice["text"] == generator.tokenizer.decode(before)
+        assert choice["finish_reason"] == "stop"
+        (choice,) = server.post(COMPLETIONS, model="blue", **body)["choices"]
+        assert choice["finish_reason"] == "length"
 
 
 def test_a_state_belongs_to_its_adapter(adapted: LiveServer, texts: dict[str, str]) -> None:

@@ -6,7 +6,7 @@ import pytest
 from commands import CHATML
 from live_server import GREEDY, serving
 
-from xlstm7b.chat_format import ChatTemplate, TemplateFormat
+from xlstm7b.chat_format import ChatFormat, ChatTemplate
 from xlstm7b.generate import Generator
 
 CHAT, STATES = "/v1/chat/completions", "/v1/states"
@@ -16,7 +16,7 @@ CHAT, STATES = "/v1/chat/completions", "/v1/states"
 def test_several_messages_follow_a_state(
     generator: Generator, tmp_path: Path, template: str | None
 ) -> None:
-    chat_format = None if template is None else TemplateFormat(ChatTemplate(template, {}))
+    chat_format = None if template is None else ChatFormat(ChatTemplate(template, {}))
     roles = ["system", "user", "assistant", "user", "assistant"]
     texts = ["The sea was calm.", "What was it?", "Calm.", "And then?", "A storm"]
     talk = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]

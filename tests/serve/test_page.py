@@ -10,7 +10,7 @@ from live_server import GREEDY, LiveServer, serving, spelling_model, wait_for
 from selenium import webdriver
 from selenium.webdriver.common.keys import Keys
 
-from xlstm7b.chat_format import ChatFormat, ChatTemplate, TemplateFormat
+from xlstm7b.chat_format import ChatFormat, ChatTemplate
 from xlstm7b.generate import Generator
 from xlstm7b.tokenizer import ByteTokenizer
 
@@ -51,7 +51,7 @@ def generator() -> Generator:
 
 @pytest.fixture(scope="module")
 def chat_format() -> ChatFormat:
-    return TemplateFormat(ChatTemplate(STRICT, {}))
+    return ChatFormat(ChatTemplate(STRICT, {}))
 
 
 @pytest.fixture(scope="module")
@@ -432,6 +432,37 @@ def test_answers_are_markdown_and_their_html_is_text(page: Page) -> None:
     )
     wait_for(lambda: page.run("return window.refused ?? null") == "style-src-elem")
     page.errors_logged()
+
+
+@pytest.mark.parametrize(
+    ("text", "selector"),
+    [
+        ("word " * 60, ".body"),
+        ("line\nagain\n" * 25, ".body"),
+        ("```\n" + "co de \n" * 40, "pre code"),
+    ],
+    ids=["spaces", "lines", "code"],
+)
+def test_white_space_is_not_lost_while_an_answer_grows(
+    page: Page, text: str, selector: str
+) -> None:
+    """Markdown drops it at the end of a text, but more text follows."""
+    page.recite(text, per_second=120, size=1)
+    page.run(
+        "const selector = `article.assistant ${arguments[0]}`; window.shown = [];"
+        "new MutationObserver(() => { const end = document.querySelector(selector);"
+        " if (end) shown.push(end.textContent) })"
+        ".observe(document.body, {subtree: true, childList: true, characterData: true})",
+        selector,
+    )
+    page.say("Hello")
+    wait_for(lambda: len(page.texts()) == 2)
+    page.wait()
+    shown, words = page.run("return shown"), text.removeprefix("```").split()
+    assert len(shown) > 50
+    for seen in shown:
+        *whole, last = seen.split() or [""]
+        assert [*whole, last] == [*words[: len(whole)], words[len(whole)][: len(last)]]
 
 
 def test_a_fast_stream_is_cheap_to_show(page: Page) -> None:

@@ -258,6 +258,11 @@ USER = {"role": "user", "content": "a"}
             "text.format.schema",
             "needs the type json_schema",
         ),
+        (
+            {"input": "a", "text": {"format": {"type": "json_schema", "schema": {}, "form": 1}}},
+            "text.format.form",
+            "not a field that this server knows",
+        ),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "must be between 1 and"),
         ({"input": "a", "temperature": -1}, "temperature", "0 or a positive number"),
         ({"input": "a", "truncation": "auto"}, "truncation", 'must be "disabled"'),

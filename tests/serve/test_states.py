@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_server import GREEDY, LiveServer, error_of, events, serving, wait_for
 
-from xlstm7b.chat_format import ChatTemplate, TemplateFormat
+from xlstm7b.chat_format import ChatFormat, ChatTemplate
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate import Generator, SavedState, StateStore
 from xlstm7b.model import XLSTM
@@ -65,7 +65,7 @@ def test_a_chat_continues_from_a_saved_state(
     generator: Generator, tmp_path: Path, template: str | None
 ) -> None:
     """Turn by turn from states, the answers are those from the whole conversation."""
-    chat_format = None if template is None else TemplateFormat(ChatTemplate(template, {}))
+    chat_format = None if template is None else ChatFormat(ChatTemplate(template, {}))
     with serving(generator, states=tmp_path, chat_format=chat_format) as live:
         options = {"max_tokens": 12, **GREEDY, "save_state": True}
         first = live.post(CHAT, messages=user("Hello"), **options)
@@ -355,7 +355,7 @@ def test_a_state_is_extended_without_generating(live: LiveServer, kind: str) -> 
 def test_a_conversation_is_extended_without_generating(
     generator: Generator, tmp_path: Path, template: str | None
 ) -> None:
-    chat_format = None if template is None else TemplateFormat(ChatTemplate(template, {}))
+    chat_format = None if template is None else ChatFormat(ChatTemplate(template, {}))
     talk = [
         {"role": "system", "content": "A long book."},
         *user("Hello"),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from live_server import LiveServer, error_of, serving
 from tool_chats import TEMPLATE, tool_format, tool_generator
 
-from xlstm7b.chat_format import ChatTemplate, PlainFormat, TemplateFormat
+from xlstm7b.chat_format import ChatFormat, ChatTemplate, PlainFormat
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate.structured import Matcher, compile_grammar, next_masks
 from xlstm7b.serve.protocol import ApiError, ChatBody, Message
@@ -99,8 +99,8 @@ NOT_USABLE = {
 }  # fmt: skip
 
 
-def template(source: str) -> TemplateFormat:
-    return TemplateFormat(ChatTemplate(source, {}))
+def template(source: str) -> ChatFormat:
+    return ChatFormat(ChatTemplate(source, {}))
 
 
 @pytest.mark.parametrize("source", FOUND)
@@ -119,7 +119,7 @@ def test_formats_of_known_templates_are_found(name: str, want: CallFormat) -> No
     if trl is None or trl.origin is None:
         pytest.skip("needs trl's templates")
     source = (Path(trl.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
-    chat_format = TemplateFormat(ChatTemplate(source, {"bos_token": "", "eos_token": "</s>"}))
+    chat_format = ChatFormat(ChatTemplate(source, {"bos_token": "", "eos_token": "</s>"}))
     found = ToolFormat(chat_format, BYTES)
     assert found.is_in_template
     assert found.calls == want
@@ -548,7 +548,7 @@ def test_tools_and_saved_states(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("template", [None, TAGGED])
 def test_tokenize_counts_tools_as_usage_does(template: str | None) -> None:
-    chat_format = None if template is None else TemplateFormat(ChatTemplate(template, {}))
+    chat_format = None if template is None else ChatFormat(ChatTemplate(template, {}))
     with serving(tool_generator(), chat_format=chat_format) as live:
         options = {"messages": USER, "tools": TOOLS}
         tokens = live.post("/tokenize", **options)["tokens"]

@@ -196,6 +196,20 @@ def test_each_validation_set_has_its_own_loss(data, other, tmp_path):
     assert all(f"both, validation {name}" in drawn for name in sets)
 
 
+def test_positions_without_targets_have_no_loss(data, tmp_path):
+    """Documents of four targets in rows of 12 positions: the other parts hold padding."""
+    with ShardWriter(tmp_path / "00000.ds", vocab_size=320) as writer:
+        writer.add([5, 6, 7])
+    write_manifest(tmp_path, [writer.entry], vocab_size=320, tokenizer_fingerprint="bytes")
+    settings = f"data.validation={tmp_path}", "data.packing=documents", "data.context_length=12"
+    chosen = recipe(data, *settings, "run.steps=4")
+    run(0, chosen, tmp_path / "run")
+    measured = read_metrics(tmp_path / "run/metrics.jsonl")[3]
+    parts = measured["validation_loss_by_position"]
+    assert sum(parts[:2]) / 2 == pytest.approx(measured["validation_loss"])
+    assert parts[2:] == [None] * 6
+
+
 def test_another_first_validation_set_chooses_a_new_best(
     data, other, tmp_path, validation_losses, capsys
 ):

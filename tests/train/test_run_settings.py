@@ -1,5 +1,6 @@
-"""Names of run folders, changed settings, and a learning rate that rises again."""
+"""Names of run folders, settings that change, and a learning rate that rises again."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,12 @@ from hypothesis import strategies as st
 from train_runs import recipe
 
 from xlstm7b.train.recipe import Recipe
-from xlstm7b.train.run_settings import changed_settings, default_folder, raised_rate
+from xlstm7b.train.run_settings import (
+    changed_settings,
+    check_continues,
+    default_folder,
+    raised_rate,
+)
 from xlstm7b.train.schedule import Decay
 
 
@@ -48,6 +54,30 @@ def test_changed_settings_are_listed_with_both_values(data):
         "optimizer.lr": (before.optimizer.lr, 1e-4),
         "run.steps": (8, 9),
     }
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("model.num_heads=4", "model.num_heads 2, not 4"),
+        ("data.packing=best-fit", "data.packing 'documents', not 'best-fit'"),
+        ("batch.ramp=[[0, 4], [2, 8]]", "batch.ramp (), not ((0, 4), (2, 8))"),
+        ("lora={rank=2}", "no [lora]"),
+        ("state_tuning={rank=2}", "no [state_tuning]"),
+        ("optimizer.lr=1", ""),
+        ("run.steps=9", ""),
+        ("parallel.tp=2", ""),
+        ("data.sources.noise.path=elsewhere", ""),
+    ],
+)
+def test_what_a_run_may_not_change(data, setting, reason):
+    common = "init_from=base", "data.packing=documents"
+    before, now = recipe(data, *common), recipe(data, *common, setting)
+    if not reason:
+        check_continues(Path("runs/a"), before, now)
+        return
+    with pytest.raises(ValueError, match=re.escape(f"runs/a was started with {reason}: choose")):
+        check_continues(Path("runs/a"), before, now)
 
 
 @given(

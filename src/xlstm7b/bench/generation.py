@@ -14,6 +14,7 @@ decoding is checked against its own pass over the whole text. `xlstm7b experimen
 the same, and more, and keeps the results of one model while another is measured.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -340,7 +341,7 @@ class PeerTimer:
     def __init__(self, name: str, plan: Generation) -> None:
         self.name, self.plan = name, plan
         self.peer = PEERS[name](plan)
-        self.attentions = self.peer.attentions  # those that passed the check
+        self.attentions = self.peer.attentions  # those that passed the check, the fastest first
         self.ways: tuple[str, ...] = ()  # those that can decode, the fastest first
         self.decoder: Decoder | None = None
         self._cache: Any = None
@@ -376,23 +377,42 @@ class PeerTimer:
                 self.attentions += (attention,)
         if not self.attentions:
             raise ValueError(f"{self.name} is not timed: {result.error}")
-        if fastest_attention in self.attentions:
-            self.decoder.attention = fastest_attention
+        self.attentions = tuple(sorted(self.attentions, key=lambda each: each != fastest_attention))
+        self.decoder.attention = self.attentions[0]
         if self.peer.compiles_prompts and self.plan.device == "cuda":
             yield attempt(Result("ways", self.name), self._try_compiled_prompts, Exception)
+
+    def choices(self) -> dict[str, Any]:
+        """What `start` chose, for `resume`. It changes with the contexts that are timed."""
+        return {
+            "ways": self.ways,
+            "attentions": self.attentions,
+            "compiled_prompts": self.peer.reader != self.peer.prompt_logits,
+        }
+
+    def resume(self, choices: dict[str, Any]) -> None:
+        """Instead of `start`: what another process chose and checked on the same machine."""
+        self.ways, self.attentions = tuple(choices["ways"]), tuple(choices["attentions"])
+        if choices["compiled_prompts"]:
+            self.peer.compile_prompts()
+        self._make_decoder(self.ways[0]).attention = self.attentions[0]
 
     def _check(self, case: Result) -> Result:
         assert self.decoder is not None
         figures: dict[str, Any] = check(PEERS[self.name], self.peer, self.decoder)
         return replace(case, figures=figures)
 
-    def _try(self, way: str, case: Result) -> Result:
+    def _make_decoder(self, way: str) -> Decoder:
         while self._cache is None:
             try:
                 self._cache = self.peer.new_cache(1, self._room)
             except torch.OutOfMemoryError:
                 self._room //= 2  # longer contexts are then out of memory
         self.decoder = Decoder(self.peer, way, self._cache)
+        return self.decoder
+
+    def _try(self, way: str, case: Result) -> Result:
+        self._make_decoder(way)
         with time_limit(self.plan.compile_seconds):
             return self._timed(case)
 
@@ -414,14 +434,16 @@ class PeerTimer:
         if not measured:
             return results[0]
         best = min(measured, key=lambda each: each.seconds or 0)
-        decoder.attention = self.attentions[results.index(best)]
+        times = {
+            attention: math.inf if each.seconds is None else each.seconds
+            for attention, each in zip(self.attentions, results, strict=False)
+        }
+        self.attentions = tuple(sorted(self.attentions, key=lambda each: times.get(each, math.inf)))
+        decoder.attention = fastest = self.attentions[0]
         if case.length >= _LONG:  # what is much slower now is more so after longer contexts
-            assert best.seconds is not None
-            slowest = _MUCH_SLOWER * best.seconds
+            slowest = _MUCH_SLOWER * times[fastest]
             self.attentions = tuple(
-                attention
-                for attention, each in zip(self.attentions, results, strict=False)
-                if each.seconds is not None and each.seconds <= slowest
+                each for each in self.attentions if times.get(each, math.inf) <= slowest
             )
         return replace(best, work=self.decoding())
 

@@ -231,6 +231,11 @@ def check(
     for name, got in {"whole": whole, "cached": cached}.items():
         found[f"{name}_error"] = float((got - want).norm() / want.norm())
     release(peer.plan.device)
+    if not found["whole_error"] <= _UNSTABLE:
+        raise ValueError(
+            "the random model is too unstable to check: logits of a pass over the whole text "
+            f"differ from those of float32 by {found['whole_error']:.2g} (relative)"
+        )
     if not found["cached_error"] <= _WORSE * found["whole_error"] + _ROUNDING:
         raise ValueError(
             "cached decoding is wrong: its logits differ from those of float32 by "
@@ -258,7 +263,7 @@ def check(
 
 
 _PROMPT, _CHECKED = 248, 16  # tokens: steps cross the border between two pieces
-_WORSE, _ROUNDING = 3.0, 1e-4
+_WORSE, _ROUNDING, _UNSTABLE = 3.0, 1e-4, 0.25
 
 
 def _forced(decoder: Decoder, text: Tensor) -> Iterator[Tensor]:
@@ -436,7 +441,8 @@ def mamba_shape(kind: str, plan: ModelPlan) -> dict[str, Any]:
         sizes |= {"vocab_size": config.vocab_size, "state_size": 16}
         heads = {"num_heads": config.embedding_dim // 32, "head_dim": 64, "n_groups": 2}
         heads["chunk_size"] = 16
-    fields: dict[str, Any] = {**sizes, "tie_word_embeddings": False}
+    # Their default, 0.1, makes a random model so unstable that bfloat16 says nothing about float32.
+    fields: dict[str, Any] = {**sizes, "tie_word_embeddings": False, "initializer_range": 0.02}
     return fields if is_falcon else fields | heads
 
 

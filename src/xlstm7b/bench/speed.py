@@ -65,8 +65,10 @@ from xlstm7b.report import machine
 NAME = "results.json"
 TITLE = "Speed beside Llama, Mamba and the authors' xLSTM"
 KERNELS = "kernels"
+QUANTIZED = {f"ours-{scheme}": scheme for scheme in ("int8", "int4", "fp8")}
 RUNS = {
     "ours": "xLSTM 7B, this package",
+    **{name: f"xLSTM 7B, this package, {scheme}" for name, scheme in QUANTIZED.items()},
     "xlstm": "xLSTM 7B, the authors' package",
     "transformers": "xLSTM 7B, transformers",
     "llama2": "Llama 2 7B",
@@ -76,7 +78,8 @@ RUNS = {
     "rwkv7": "RWKV-7 7.2B",
     KERNELS: "the cell's kernels",
 }
-SMOKE_RUNS = ("ours", "transformers", "llama2", "llama3", "falcon-mamba", "codestral-mamba")
+_SMALL_PEERS = "transformers", "llama2", "llama3", "falcon-mamba", "codestral-mamba"
+SMOKE_RUNS = ("ours", "ours-int4", *_SMALL_PEERS)
 PARTS = {
     **{name: generation.PARTS[name] for name in ("ways", "check", "context", "first", "prefill")},
     "generated": Part("generating without a prompt", ("tokens", "s", "GB")),
@@ -113,35 +116,62 @@ def chosen_figures(names: str | None) -> list[str]:
 # The process that measures one model
 
 
-def measure_model(model: str, parts: Sequence[str], options: dict[str, Any]) -> Iterator[Result]:
-    """The results of one model. A result `began` comes before each part, `ended` after it."""
+def measure_model(
+    model: str, parts: Sequence[str], options: dict[str, Any], before: Record | None = None
+) -> Iterator[Result]:
+    """The results of one model. A result `began` comes before each part, `ended` after it.
+
+    `before` is the record of an earlier process, whose choices of ways to decode are used again on
+    the same machine. Without it, a result `start` comes before they are made.
+    """
     plan = Speed.of(**options)
     facts = {"machine": machine(plan.device), "packages": _versions()}
+    choices = None
+    if before is not None:
+        known = {key: dict(before.get(key) or {}) for key in facts}
+        known["machine"]["date"] = facts["machine"]["date"]
+        choices = before.get("choices") if known == facts else None
     yield Result("machine", model, figures=facts)
     if model == KERNELS:
         yield Result("began", model, "cell")
         yield from _cell(plan)
         yield Result("ended", model, "cell")
     else:
-        yield from _figures(model, parts, plan)
+        yield from _figures(model, parts, plan, choices)
 
 
 @torch.no_grad()
-def _figures(model: str, parts: Sequence[str], plan: Speed) -> Iterator[Result]:
+def _figures(
+    model: str, parts: Sequence[str], plan: Speed, choices: Record | None
+) -> Iterator[Result]:
     peaks = find_peaks(plan.device, to_dtype(plan.dtype), plan.peak_tflops, plan.peak_tbs)
     plan = replace(plan, peak_tflops=peaks[0] / 1e12, peak_tbs=peaks[1] / 1e12)
     results: Callable[[str], Iterator[Result]]
-    if model == "ours":
-        results = _OurParts(plan)
+    timer = None
+    if model == "ours" or model in QUANTIZED:
+        results = _OurParts(model, replace(plan, quantize=QUANTIZED.get(model, "no")))
     else:
         timer = SpeedPeer(model, plan)
-        yield from timer.start()
         results = timer.results
+        if choices:
+            timer.resume(choices)
+        else:
+            yield Result("start", model)
+            yield from _until_broken(timer.start(), plan)
     for part in plan.parts:
-        if part in parts:
-            yield Result("began", model, part)
-            yield from results(part)
-            yield Result("ended", model, part)
+        if part not in parts:
+            continue
+        yield Result("began", model, part, figures=timer.choices() if timer else {})
+        yield from _until_broken(results(part), plan)
+        yield Result("ended", model, part, figures=timer.choices() if timer else {})
+
+
+def _until_broken(results: Iterator[Result], plan: Speed) -> Iterator[Result]:
+    """The results. Raises if an error has broken the GPU's context: then all others would fail."""
+    for result in results:
+        yield result
+        if result.error is not None:
+            synchronize(plan.device)
 
 
 def _versions() -> dict[str, str]:
@@ -166,8 +196,8 @@ def _cell(plan: Speed) -> Iterator[Result]:
 class _OurParts:
     """This package through `Generator`, as users call it."""
 
-    def __init__(self, plan: Speed) -> None:
-        self.plan, self.model = plan, random_model(plan)
+    def __init__(self, name: str, plan: Speed) -> None:
+        self.name, self.plan, self.model = name, plan, random_model(plan)
 
     def __call__(self, part: str) -> Iterator[Result]:
         own = {"generated": _generated, "full": _full}
@@ -176,13 +206,14 @@ class _OurParts:
         return self._named(own[part](self.model, self.plan))
 
     def _named(self, results: Iterator[Result]) -> Iterator[Result]:
-        """The results with the engine's name as their work."""
+        """The results with the run's name, and that of the engine as their work."""
         graphs = "CUDA graphs" if self.plan.device == "cuda" else ""
         plan = self.plan
         weights = plan.dtype if plan.quantize == "no" else plan.quantize
         kinds = f"{weights} weights", f"{plan.state_dtype} state"
+        work = joined(f"xlstm7b {__version__}", *kinds, graphs)
         for result in results:
-            yield replace(result, work=joined(f"xlstm7b {__version__}", *kinds, graphs))
+            yield replace(result, name=self.name, work=work)
 
 
 def _generated(model: XLSTM, plan: Speed) -> Iterator[Result]:
@@ -306,10 +337,14 @@ class SpeedPeer(PeerTimer):
 
         def timed(case: Result) -> Result:
             cache = self.peer.new_cache(case.batch, room)
-            decoder = Decoder(self.peer, way, cache, batch=case.batch, attention=self.attentions[0])
+            measured = []
             with time_limit(self.plan.compile_seconds):
-                seconds = decoder.seconds(case.length, seconds=self.plan.seconds)
-            work = joined(self.peer.engine, way, decoder.attention)
+                for attention in self.attentions:
+                    decoder = Decoder(self.peer, way, cache, batch=case.batch, attention=attention)
+                    seconds = decoder.seconds(case.length, seconds=self.plan.seconds)
+                    measured.append((seconds, attention))
+            seconds, attention = min(measured)
+            work = joined(self.peer.engine, way, attention)
             return with_limit(replace(case, work=work), self.plan, seconds)
 
         return largest_batch(case, per_row, self.plan, timed)
@@ -388,17 +423,22 @@ def _measure(
             return
         current, heading, error = "", "", None
         rows: list[Record] = []
-        job = {"model": name, "parts": missing, "options": plan.to_dict()}
+        before = {key: record.get(key) for key in ("machine", "packages", "choices")}
+        job = {"model": name, "parts": missing, "options": plan.to_dict(), "before": before}
         try:
             for result in in_process(Result("end", name), measure_model, left, **job):
                 match result.part:
                     case "end":
                         error = result.error
                     case "machine":
-                        record |= result.figures | {"ways": [], "check": []}
+                        record |= result.figures
+                    case "start":
+                        record |= {"ways": [], "check": []}
                     case "began":
                         current, rows = result.work, []
+                        record["choices"] = result.figures
                     case "ended":
+                        record["choices"] = result.figures
                         records.add(name, current, rows)
                         rows = []
                     case _:
@@ -427,7 +467,9 @@ def _measure(
                 if rows:
                     records.add(name, current, rows, partial=True)
                 return
-            records.add(name, current, [*rows, Result(current, name, error=error).to_dict()])
+            if not rows or error.removeprefix("torch.") not in rows[-1].get("error", ""):
+                rows.append(Result(current, name, error=error).to_dict())
+            records.add(name, current, rows)
     records.finish(name)
 
 
@@ -467,6 +509,7 @@ class _Records:
         """A record to add these figures to. A finished run has them already: it loses them."""
         record = self.runs.setdefault(name, {"label": RUNS[name], "figures": {}})
         if record.get("status") == "finished":
+            record.pop("choices", None)
             for part in parts:
                 del record["figures"][part]
         record.pop("reason", None)

@@ -2,10 +2,11 @@
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from xlstm7b.bench.speed import KERNELS, RUNS, Record
+from xlstm7b.bench.speed import KERNELS, QUANTIZED, RUNS, Record
 from xlstm7b.report import figure, token_ticks
 
 Points = list[tuple[int, float]]
@@ -58,7 +59,7 @@ def _caption(runs: Mapping[str, Record], part: str) -> str:
         rows = record["figures"].get(part, [])
         if name == KERNELS or not rows:
             continue
-        engine = " or ".join(dict.fromkeys(row["engine"] for row in rows if "engine" in row))
+        engine = _alternatives([row["engine"] for row in rows if "engine" in row])
         failed = {row["error"]: row.get("length") for row in rows if "error" in row}
         errors = "".join(f"; from {length} on: {error}" for error, length in failed.items())
         models.setdefault(f"{engine}{errors}", []).append(RUNS[name])
@@ -69,10 +70,19 @@ def _caption(runs: Mapping[str, Record], part: str) -> str:
     return " ".join([*(f"{each}." for each in sorted(machines)), "Random weights.", *notes])
 
 
+def _alternatives(engines: Sequence[str]) -> str:
+    """What the engines have in common, then their differences: "a, b" and "a, c": "a, b or c"."""
+    parts = [each.split(", ") for each in dict.fromkeys(engines)]
+    same = takewhile(lambda each: len(set(each)) == 1, zip(*parts, strict=False))
+    shared = [each[0] for each in same]
+    rests = [", ".join(each[len(shared) :]) for each in parts]
+    return ", ".join(filter(None, [*shared, " or ".join(filter(None, rests))]))
+
+
 def _lines(axis: Any, runs: Mapping[str, Record], part: str, key: str, **wanted: Any) -> None:
     """A line for each model that has such rows. What is summed is dashed."""
     lengths: set[int] = set()
-    for position, (name, record) in enumerate(_models(runs)):
+    for name, record in _models(runs):
         rows = [
             row
             for row in _rows(record, part)
@@ -81,15 +91,36 @@ def _lines(axis: Any, runs: Mapping[str, Record], part: str, key: str, **wanted:
         points = sorted((row["length"], row[key]) for row in rows)
         summed = {row["length"] for row in rows if row.get("summed") and key == "seconds"}
         measured = [point for point in points if point[0] not in summed]
-        style = {"color": f"C{position}", "linewidth": 2.2 if name == "ours" else 1.2}
+        style = _style(name)
         if measured:
-            axis.plot(*zip(*measured, strict=True), "o-", markersize=3, label=RUNS[name], **style)
+            marks = {"marker": _MARKERS.get(name, "o"), "markersize": 3}
+            axis.plot(*zip(*measured, strict=True), "-", label=RUNS[name], **marks, **style)
         if summed:
             axis.plot(*zip(*points[len(measured) - 1 :], strict=True), "--", **style)
         lengths.update(length for length, _ in points)
     if lengths:
         token_ticks(axis, sorted(lengths))
         axis.tick_params(axis="x", labelsize="small")
+
+
+_MARKERS = dict(zip(QUANTIZED, "s^d", strict=True))
+_PEERS = [name for name in RUNS if name not in QUANTIZED and name != "ours"]
+
+
+def _style(name: str) -> dict[str, Any]:
+    """The colour of a model: ours is the same in all precisions."""
+    colour = 1 + _PEERS.index(name) if name in _PEERS else 0
+    return {"color": f"C{colour}", "linewidth": 2.2 if name == "ours" else 1.2}
+
+
+def _log_scale(axis: Any) -> None:
+    """With plain numbers at 1, 2 and 5 times a power of ten."""
+    from matplotlib import ticker
+
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter(ticker.NullFormatter())
 
 
 def _models(runs: Mapping[str, Record]) -> Iterator[tuple[str, Record]]:
@@ -107,13 +138,15 @@ def _first(index: int, axis: Any, runs: Mapping[str, Record]) -> None:
     count = sorted(counts)[min(index, len(counts) - 1)]
     _lines(axis, runs, "first", "seconds", new=count)
     title = "time to the first token" if count == 1 else f"time to {count} tokens"
-    axis.set(xlabel="tokens of the prompt", ylabel="seconds", title=title, yscale="log")
+    axis.set(xlabel="tokens of the prompt", ylabel="seconds", title=title)
+    _log_scale(axis)
 
 
 def _generated_time(axis: Any, runs: Mapping[str, Record]) -> None:
     _lines(axis, runs, "generated", "seconds")
     title = "time of a text without a prompt (dashed: summed)"
-    axis.set(xlabel="tokens generated", ylabel="seconds", title=title, yscale="log")
+    axis.set(xlabel="tokens generated", ylabel="seconds", title=title)
+    _log_scale(axis)
 
 
 def _generated_memory(axis: Any, runs: Mapping[str, Record]) -> None:
@@ -136,7 +169,8 @@ def _full(axis: Any, runs: Mapping[str, Record]) -> None:
             at = row["length"], row["tokens_per_second"]
             axis.annotate(row["batch"], at, fontsize=6, ha="center", va="bottom")
     title = "a full GPU (numbers: sequences at once)"
-    axis.set(xlabel="tokens before", ylabel="tokens per second", title=title, yscale="log")
+    axis.set(xlabel="tokens before", ylabel="tokens per second", title=title)
+    _log_scale(axis)
 
 
 def _cell(work: str, axis: Any, runs: Mapping[str, Record]) -> None:
@@ -150,7 +184,8 @@ def _cell(work: str, axis: Any, runs: Mapping[str, Record]) -> None:
             axis.plot(*zip(*points, strict=True), "o-", markersize=3, label=label, **style)
     if rows:
         token_ticks(axis, [row["length"] for row in rows])
-    axis.set(xlabel="tokens of each sequence", ylabel="ms", title=f"{work}", yscale="log")
+    axis.set(xlabel="tokens of each sequence", ylabel="ms", title=work)
+    _log_scale(axis)
 
 
 def _panel(function: Any, value: Any) -> Any:

@@ -8,10 +8,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from xlstm7b.cli.options import count_progress, to_target
+from xlstm7b.cli.options import count_progress, read_input
 from xlstm7b.generate.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -41,10 +42,11 @@ def read_lines(path: str, defaults: SamplingParams, copied: Sequence[str] = ()) 
 
     `copied` are other fields that a line may have.
     """
-    name = "stdin" if path == "-" else path
-    if path != "-" and (not Path(path).exists() or Path(path).is_dir()):
-        raise ValueError(f"there is no file {path}; --jsonl takes a JSONL file, or - for stdin")
-    content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    if path == "-":
+        name, content = "stdin", sys.stdin.buffer.read()
+    else:
+        hint = "; --jsonl takes a JSONL file, or - for stdin"
+        name, content = path, read_input(Path(path), hint)
     lines = []
     for number, line in enumerate(content.split(b"\n"), 1):
         if line.strip():
@@ -57,13 +59,6 @@ def read_lines(path: str, defaults: SamplingParams, copied: Sequence[str] = ()) 
     return lines
 
 
-def check_output(output: str) -> Path | None:
-    """The file to write, None for `-`. `ValueError` if it cannot be written."""
-    if output == "-":
-        return None
-    return to_target(Path(output))
-
-
 def complete_lines(
     opened: "OpenedModel", lines: list[Line], target: Path | None, *, token_ids: bool, verbose: bool
 ) -> None:
@@ -72,9 +67,13 @@ def complete_lines(
     Lines that an interrupted run has finished are taken from its partial file. A summary on stderr
     closes the run.
     """
+    ends = opened.end_ids()
     for line in lines:
+        request = line.request
+        if request.params.eos_token_id is None:
+            request.params = replace(request.params, eos_token_id=ends)
         with _naming(line.source):
-            line.request.prepare(opened.config, opened.tokenizer)
+            request.prepare(opened.config, opened.tokenizer)
     shown = target is not None or not sys.stdout.isatty()
     with (
         _to_stdout() if target is None else _to_file(target, lines, opened, token_ids) as output,

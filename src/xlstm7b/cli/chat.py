@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -65,13 +65,15 @@ def chat(
         model, tokenizer, dtype, device, state_dtype, adapter=adapter, speculate=speculate
     )
     chat_format = opened.chat_format(system)
-    from xlstm7b.chat_format import load_chat_template
+    from xlstm7b.chat_format import answer_ends, load_chat_template
     from xlstm7b.generate.chat import Chat
 
+    _, ends = answer_ends(chat_format, opened.tokenizer, opened.config.eos_token_id)
+    params = replace(params, eos_token_id=opened.end_ids(ends))
     conversation = Chat(opened.load(), chat_format, system=system, **vars(params))
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
-        with_adapter = "" if adapter is None else f" with the adapter {name_of(adapter)}"
+        with_adapter = f" with the adapter {name_of(adapter[0])}" if adapter else ""
         _notify(f"This is {name_of(model)}{with_adapter}, on {opened.device}.")
         with suppress(ValueError):  # `chat_format` has said what is wrong with the template
             if load_chat_template(opened.template_folder) is None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from xlstm7b.cli.options import Device, Model, byte_progress
+from xlstm7b.cli.options import Device, Model, Overwrite, Target, byte_progress, check_new, option
 from xlstm7b.cli.sections import print_sections
 from xlstm7b.devices import to_device, to_dtype
 from xlstm7b.report import table
@@ -21,9 +21,9 @@ def info(
             "a checkpoint folder, or a hub id."
         ),
     ],
-    context_length: Annotated[int, typer.Option(help="Tokens per sequence, for FLOPs.")] = 8192,
-    chunk_size: Annotated[int, typer.Option(help="Tokens per chunk of the cell, for FLOPs.")] = 64,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    context_length: Annotated[int, option("Tokens per sequence, for FLOPs.")] = 8192,
+    chunk_size: Annotated[int, option("Tokens per chunk of the cell, for FLOPs.")] = 64,
+    as_json: Annotated[bool, option("Print JSON instead of a table.", "--json")] = False,
 ) -> None:
     """Show a model's shape, parameters, state size, FLOPs and memory."""
     from xlstm7b.accounting import summary
@@ -67,20 +67,13 @@ def verify(
 
 def convert(
     source: Model,
-    target: Annotated[Path, typer.Argument(help="Folder to write, in Hugging Face layout.")],
+    target: Target,
     dtype: Annotated[
         str | None,
-        typer.Option(
-            help="Dtype of the weights: float32, bfloat16 or float16.",
-            show_default="the stored dtype",
-        ),
+        option("Dtype of the weights: float32, bfloat16 or float16.", default="the stored dtype"),
     ] = None,
-    max_shard_size: Annotated[
-        float, typer.Option(help="Maximum size of a weights file, in GB.")
-    ] = 5.0,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the checkpoint in TARGET.")
-    ] = False,
+    max_shard_size: Annotated[float, option("Maximum size of a weights file, in GB.")] = 5.0,
+    overwrite: Overwrite = False,
 ) -> None:
     """Write a checkpoint in the Hugging Face layout, with another dtype or shard size.
 
@@ -92,8 +85,7 @@ def convert(
     wanted = None if dtype is None else to_dtype(dtype)
     if not 0 < max_shard_size < float("inf"):
         raise ValueError(f"--max-shard-size must be a positive number of GB, not {max_shard_size}")
-    if target.is_dir() and not overwrite and any(target.iterdir()):
-        raise ValueError(f"{target} exists already; --overwrite replaces the checkpoint in it")
+    check_new(target, overwrite)
     checkpoint = open_checkpoint(source)
     narrowed = (wanted or checkpoint.dtype).itemsize / checkpoint.dtype.itemsize
     with byte_progress("writing", int(checkpoint.nbytes * narrowed)) as report:
@@ -112,18 +104,15 @@ def convert(
 def merge(
     base: Annotated[str, typer.Argument(help="Checkpoint folder or hub id that was adapted.")],
     adapter: Annotated[str, typer.Argument(help="Folder in PEFT's format, or a hub id.")],
-    target: Annotated[Path, typer.Argument(help="Folder to write, in Hugging Face layout.")],
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the checkpoint in TARGET.")
-    ] = False,
+    target: Target,
+    overwrite: Overwrite = False,
 ) -> None:
     """Add a LoRA adapter to the weights of its base, and write them as a checkpoint.
 
     The result is an ordinary model of the base's size and dtype. Tokenizer and chat template come
     from the adapter's folder if it has them, else from the base.
     """
-    if target.is_dir() and not overwrite and any(target.iterdir()):
-        raise ValueError(f"{target} exists already; --overwrite replaces the checkpoint in it")
+    check_new(target, overwrite)
     from xlstm7b.model.adapter import merge_checkpoint
 
     merge_checkpoint(base, adapter, target)
@@ -132,15 +121,15 @@ def merge(
 
 def compare(
     model: Model,
-    max_new_tokens: Annotated[int, typer.Option(help="Greedy tokens per prompt to compare.")] = 32,
+    max_new_tokens: Annotated[int, option("Greedy tokens per prompt to compare.")] = 32,
     speed_length: Annotated[
-        int, typer.Option(help="Length of the prompt in the speed test, in tokens.")
+        int, option("Length of the prompt in the speed test, in tokens.")
     ] = 256,
     dtype: Annotated[
-        str, typer.Option(help="Dtype of the weights: float32, bfloat16 or float16.")
+        str, option("Dtype of the weights: float32, bfloat16 or float16.")
     ] = "float32",
     device: Device = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Annotated[bool, option("Print JSON instead of a table.", "--json")] = False,
 ) -> None:
     """Compare this package with transformers on the same weights: logits, greedy tokens, speed."""
     from xlstm7b.bench.compare import compare as run

@@ -7,6 +7,7 @@ import hashlib
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ import typer
 
 from xlstm7b.cli import options
 from xlstm7b.cli.loading import OpenedModel, open_model
-from xlstm7b.cli.options import count_progress, listed, to_target
+from xlstm7b.cli.options import count_progress, listed, option, to_target
 
 
 class _RunByDefault(typer.core.TyperGroup):
@@ -27,28 +28,20 @@ class _RunByDefault(typer.core.TyperGroup):
         return parsed
 
 
-def _data(explained: str) -> Any:
-    return typer.Option(help=explained, rich_help_panel="Data")
-
-
 app = typer.Typer(cls=_RunByDefault, help="Measure the quality of a model.", no_args_is_help=True)
 
+_data = partial(option, panel="Data")
 _BatchSize = Annotated[
-    str,
-    typer.Option(
-        help="Sequences in a batch. auto chooses by free memory.", rich_help_panel="Model"
-    ),
+    str, option("Sequences in a batch. auto chooses by free memory.", panel="Model")
 ]
 _Peer = Annotated[
     Path | None,
-    typer.Option(
-        help="Folder of any causal language model of transformers, measured in place of MODEL.",
-        rich_help_panel="Model",
+    option(
+        "Folder of any causal language model of transformers, measured in place of MODEL.",
+        panel="Model",
     ),
 ]
-_Output = Annotated[
-    Path | None, typer.Option(help="JSON file for the results, in the harness's layout.")
-]
+_Output = Annotated[Path | None, option("JSON file for the results, in the harness's layout.")]
 
 
 @app.command()
@@ -56,32 +49,27 @@ def run(
     model: options.Model,
     tasks: Annotated[
         str,
-        typer.Option(
-            help="Harness tasks and groups, separated by commas; also the paper's presets "
+        option(
+            "Harness tasks and groups, separated by commas; also the paper's presets "
             "leaderboard-v1 and leaderboard-v2."
         ),
     ] = "",
     tasks_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder with more tasks as YAML files. Without --tasks, runs them all."),
+        Path | None, option("Folder with more tasks as YAML files. Without --tasks, runs them all.")
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Run only the first N questions of each task.")
-    ] = None,
+    limit: Annotated[int | None, option("Run only the first N questions of each task.")] = None,
     num_fewshot: Annotated[
-        int | None,
-        typer.Option(help="Examples before each question.", show_default="the task's own number"),
+        int | None, option("Examples before each question.", default="the task's own number")
     ] = None,
     apply_chat_template: Annotated[
-        bool,
-        typer.Option("--apply-chat-template", help="Format questions with the chat template."),
+        bool, option("Format questions with the chat template.", "--apply-chat-template")
     ] = False,
     log_samples: Annotated[
         bool,
-        typer.Option(
-            "--log-samples",
-            help="Also write every question with its responses: one JSONL file for each task, "
+        option(
+            "Also write every question with its responses: one JSONL file for each task, "
             "beside --output.",
+            "--log-samples",
         ),
     ] = False,
     output: _Output = None,
@@ -129,7 +117,7 @@ def run(
     loaded = load_tasks(names, tasks_dir, num_fewshot)
     info = run_info(
         _described(opened),
-        tokenizer=_fingerprint(opened.folder, tokenizer),
+        tokenizer=opened.tokenizer.fingerprint,
         chat_template=template and hashlib.sha256(template.source.encode()).hexdigest(),
     )
     with ExitStack() as stack:
@@ -153,7 +141,7 @@ def run(
             dtype=dtype,
             device=str(opened.device),
             batch_size=batch_size,
-            adapter=adapter,
+            adapter=adapter[0] if adapter else None,
         )
         results = run_tasks(
             lm,
@@ -197,16 +185,13 @@ def ppl(
         ),
     ] = None,
     peer: _Peer = None,
-    column: Annotated[
-        str, typer.Option(help="Field with the text, in JSON and parquet files.")
-    ] = "text",
+    column: Annotated[str, option("Field with the text, in JSON and parquet files.")] = "text",
     output: _Output = None,
     plot: Annotated[
-        Path | None, typer.Option(help="PNG file for a plot of the loss over the position.")
+        Path | None, option("PNG file for a plot of the loss over the position.")
     ] = None,
     load_state: Annotated[
-        Path | None,
-        typer.Option(help="State file that every document continues.", rich_help_panel="Model"),
+        Path | None, option("State file that every document continues.", panel="Model")
     ] = None,
     batch_size: _BatchSize = "auto",
     adapter: options.Adapter = None,
@@ -257,7 +242,7 @@ def ppl(
             opened.check_state(load_state)
             state = SavedState.load(load_state, opened.config, device="cpu")
         described = _described(opened, load_state)
-        info = run_info(described, tokenizer=_fingerprint(opened.folder, tokenizer))
+        info = run_info(described, tokenizer=opened.tokenizer.fingerprint)
         scorer, encoder = Scorer(opened.load_model(), batch_size=rows), opened.tokenizer
     else:
         opened = Peer(peer, dtype, device)
@@ -293,10 +278,7 @@ def compare(
 @app.command()
 def ruler(
     output: Annotated[
-        Path,
-        typer.Option(
-            help="Folder for answers and scores. If it holds a run, that run is continued."
-        ),
+        Path, option("Folder for answers and scores. If it holds a run, that run is continued.")
     ],
     model: Annotated[
         str | None,
@@ -308,27 +290,22 @@ def ruler(
     peer: _Peer = None,
     version: Annotated[
         str,
-        typer.Option(
-            help="RULER's code of January 2025 (2025-01), used around the paper, or of July 2026 "
+        option(
+            "RULER's code of January 2025 (2025-01), used around the paper, or of July 2026 "
             "(2026-07): their prompts differ."
         ),
     ] = "2025-01",
     lengths: Annotated[
-        str, typer.Option(help="Lengths in tokens, with the answer, separated by commas.")
+        str, option("Lengths in tokens, with the answer, separated by commas.")
     ] = "4096,8192,16384,32768,65536,131072",
     tasks: Annotated[
         str | None,
-        typer.Option(
-            help="Tasks, separated by commas, such as niah_single_1,vt.", show_default="all 13"
-        ),
+        option("Tasks, separated by commas, such as niah_single_1,vt.", default="all 13"),
     ] = None,
-    samples: Annotated[int, typer.Option(help="Samples of each task at each length.")] = 500,
-    seed: Annotated[
-        int, typer.Option(help="Seed of the prompts: the same seed gives the same prompts.")
-    ] = 42,
+    samples: Annotated[int, option("Samples of each task at each length.")] = 500,
+    seed: Annotated[int, option("Seed of the prompts: the same seed gives the same prompts.")] = 42,
     plot: Annotated[
-        bool,
-        typer.Option("--plot", help="Draw the average score: ruler.png in --output."),
+        bool, option("Draw the average score: ruler.png in --output.", "--plot")
     ] = False,
     haystack: Annotated[
         Path | None, _data("Text file to hide needles in, or RULER's PaulGrahamEssays.json.")
@@ -366,7 +343,7 @@ def ruler(
     )
     from xlstm7b.evaluate.ruler.sentences import splitter
     from xlstm7b.evaluate.ruler.tasks import TASKS
-    from xlstm7b.files import lock_folder
+    from xlstm7b.files import file_sha256, lock_folder
     from xlstm7b.report import check_matplotlib
 
     if (model is None) == (peer is None):
@@ -400,7 +377,7 @@ def ruler(
             adapter=adapter,
         )
         encode, state = opened.tokenizer.encode, state_dtype
-        info, vocabulary = run_info(_described(opened)), _fingerprint(opened.folder, tokenizer)
+        info, vocabulary = run_info(_described(opened)), opened.tokenizer.fingerprint
     identity = {
         "version": version,
         "model_fingerprint": info["model"]["fingerprint"],
@@ -411,8 +388,7 @@ def ruler(
         "sentences": None if haystack is None else splitter()[0],
     }
     for name, path in files.items():
-        identity[name] = None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
-
+        identity[name] = None if path is None else file_sha256(path)
     about = {"model": model or str(peer), "xlstm7b": info}
     started = Run(
         output, plan, datasets, lambda text: len(encode(text)), identity=identity, about=about
@@ -428,7 +404,7 @@ def ruler(
 
     def load() -> Answer:
         loaded = opened.load()
-        return greedy_answers(loaded) if peer is None else loaded.answer
+        return greedy_answers(loaded, opened.end_ids()) if peer is None else loaded.answer
 
     output.mkdir(parents=True, exist_ok=True)
     with (
@@ -444,7 +420,7 @@ def ruler(
 @app.command()
 def ruler_plot(
     scores: Annotated[list[Path], typer.Argument(help="The scores.json of each model.")],
-    output: Annotated[Path, typer.Option(help="PNG file to write.")] = Path("ruler.png"),
+    output: Annotated[Path, option("PNG file to write.")] = Path("ruler.png"),
 ) -> None:
     """Draw RULER's average score over the length, for one or more models."""
     from xlstm7b.evaluate.ruler.run import plot_scores
@@ -468,35 +444,29 @@ def _to_lengths(text: str) -> tuple[int, ...]:
         raise ValueError(f"--lengths must be numbers such as 4096,8192, not {text!r}") from None
 
 
-def _check_peer(peer: Path | None, tokenizer: Path | None, adapter: str | None) -> None:
+def _check_peer(peer: Path | None, tokenizer: Path | None, adapter: list[str] | None) -> None:
     if peer is not None and tokenizer is not None:
         raise ValueError("--tokenizer is for our model; a peer has its tokenizer in its folder")
     if peer is not None and adapter is not None:
         raise ValueError("--adapter is for our model, not for a peer")
 
 
-def _fingerprint(folder: Path, tokenizer: Path | None) -> str:
-    """Of the tokenizer that a command uses: --tokenizer, else that of the model."""
-    from xlstm7b.tokenizer import tokenizer_fingerprint
-
-    in_folder = folder if (folder / "tokenizer.json").is_file() else "bytes"
-    return tokenizer_fingerprint(tokenizer or in_folder)
-
-
 def _described(opened: OpenedModel, state: Path | None = None) -> dict[str, Any]:
     """The model for a results file. An adapter or a state to start from makes it another model."""
     from xlstm7b.evaluate.results import fingerprint
+    from xlstm7b.files import file_sha256
 
     found = fingerprint(opened.folder)
+
+    def add(name: str, path: Path, digest: str) -> None:
+        both = found["fingerprint"] + digest
+        found["fingerprint"] = hashlib.sha256(both.encode()).hexdigest()
+        found[name] = str(path)
+
     if opened.adapter is not None:
-        both = found["fingerprint"] + opened.adapter.fingerprint
-        found["fingerprint"] = hashlib.sha256(both.encode()).hexdigest()
-        found["adapter"] = str(opened.adapter.folder)
+        add("adapter", opened.adapter.folder, opened.adapter.fingerprint)
     if state is not None:
-        with state.open("rb") as file:
-            both = found["fingerprint"] + hashlib.file_digest(file, "sha256").hexdigest()
-        found["fingerprint"] = hashlib.sha256(both.encode()).hexdigest()
-        found["state"] = str(state)
+        add("state", state, file_sha256(state))
     return found
 
 

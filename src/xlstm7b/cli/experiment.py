@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from xlstm7b.cli.train import progress
+from xlstm7b.cli.options import option
+from xlstm7b.cli.train import Device, progress, to_training_device
 from xlstm7b.report import table
 
 
@@ -20,66 +21,57 @@ def experiment(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder for the runs, results.json and the figure. If it holds this experiment, "
+        option(
+            "Folder for the runs, results.json and the figure. If it holds this experiment, "
             "it is continued.",
-            show_default="experiments/ and the experiment's name",
+            default="experiments/ and the experiment's name",
         ),
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder with the prepared folders train and valid. For an experiment that makes "
+        option(
+            "Folder with the prepared folders train and valid. For an experiment that makes "
             "its own data: text files for it.",
-            show_default=False,
+            default=False,
         ),
     ] = None,
     runs: Annotated[
         str | None,
-        typer.Option(
-            help="Runs to train, with commas between them. The earlier runs that they continue are "
+        option(
+            "Runs to train, with commas between them. The earlier runs that they continue are "
             "trained too.",
-            show_default="all",
+            default="all",
         ),
     ] = None,
     figures: Annotated[
         str | None,
-        typer.Option(
-            help="Figures to measure, with commas between them. For the experiment speed only.",
-            show_default="all",
+        option(
+            "Figures to measure, with commas between them. For the experiment speed only.",
+            default="all",
         ),
     ] = None,
     steps: Annotated[
-        int | None,
-        typer.Option(help="Steps of each run.", show_default="as the experiment says"),
+        int | None, option("Steps of each run.", default="as the experiment says")
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", help="Change a setting of the recipe in all runs, as a.b=c. Repeatable."
-        ),
+        option("Change a setting of the recipe in all runs, as a.b=c. Repeatable.", "--set"),
     ] = None,
     reuse: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Folder of another experiment. Its finished runs with the same recipe and data "
+        option(
+            "Folder of another experiment. Its finished runs with the same recipe and data "
             "are taken over instead of trained again. Repeatable."
         ),
     ] = None,
     smoke: Annotated[
         bool,
-        typer.Option(
-            "--smoke", help="Try it: tiny models and a few steps on a CPU, on bytes of Python code."
-        ),
+        option("Try it: tiny models and a few steps on a CPU, on bytes of Python code.", "--smoke"),
     ] = False,
-    device: Annotated[
-        str | None, typer.Option(help="Device: cuda or cpu.", show_default="a GPU if there is one")
-    ] = None,
+    device: Device = None,
     listed: Annotated[
         bool,
-        typer.Option(
-            "--list", help="List the experiments, or the runs of the one that is named, and exit."
-        ),
+        option("List the experiments, or the runs of the one that is named, and exit.", "--list"),
     ] = False,
 ) -> None:
     """Train the runs of an experiment, write results.json and draw the figure.
@@ -108,11 +100,11 @@ def experiment(
     names = chosen.chosen(runs)
     target = output or Path("experiments") / chosen.name
     changes = [*([] if steps is None else [f"run.steps={steps}"]), *(settings or [])]
-    where = _device(device, smoke)
+    where = to_training_device(device, prefers_cpu=smoke)
     from xlstm7b.experiment.results import accuracy_table, results_table
     from xlstm7b.experiment.runs import run_experiment
 
-    draws = find_spec("matplotlib") is not None
+    draws = _can_draw()
 
     def draw_figures(records: dict[str, Any]) -> None:
         if draws:
@@ -121,8 +113,6 @@ def experiment(
             for ending in ("png", "svg"):
                 draw(chosen, records, target / f"{chosen.name}.{ending}")
 
-    if not draws:
-        print("no figure is drawn, because matplotlib is not installed", file=sys.stderr)
     found = run_experiment(
         chosen,
         target,
@@ -141,8 +131,8 @@ def experiment(
         print(results_table(chosen, found))
         if chosen.figure.kind == "accuracy":
             print(f"\n{accuracy_table(chosen, found)}")
-        figures = f" and {target / chosen.name}.png and .svg" if draws else ""
-        print(f"wrote {target / 'results.json'}{figures}")
+        drawn = f" and {target / chosen.name}.png and .svg" if draws else ""
+        print(f"wrote {target / 'results.json'}{drawn}")
         for status in ("diverged", "failed"):
             if ended := [run for run, record in found.items() if record["status"] == status]:
                 print(f"{len(ended)} of {len(found)} runs {status}: {', '.join(ended)}")
@@ -150,17 +140,6 @@ def experiment(
         print(f"{target}: not finished; the same command continues")
     if any(record["status"] == "failed" for record in found.values()):
         raise typer.Exit(1)  # not for a run that diverged: that is its result
-
-
-def _device(device: str | None, smoke: bool) -> str:
-    if device not in (None, "cuda", "cpu"):
-        raise ValueError(f"the device must be cuda or cpu, not {device!r}")
-    import torch
-
-    where = device or ("cuda" if torch.cuda.is_available() and not smoke else "cpu")
-    if where == "cuda" and not torch.cuda.is_available():
-        raise ValueError("the device cuda cannot be used here: PyTorch finds no GPU")
-    return where
 
 
 def _speed(
@@ -179,7 +158,7 @@ def _speed(
         print(f"{speed.TITLE}\n\n{table(['run', 'label'], list(speed.RUNS.items()))}")
         return
     names, parts = speed.chosen(runs, smoke), speed.chosen_figures(figures)
-    where = _device(device, smoke)
+    where = to_training_device(device, prefers_cpu=smoke)
     if where == "cuda" or smoke:
         plan, again = Speed.of(device=where), runs is not None
         found = speed.run_speed(target, names, plan, figures=parts, again=again)
@@ -194,13 +173,19 @@ def _speed(
     ]
     print(f"\n{table(['run', 'status', 'figures', 'reason'], rows)}")
     drawn = []
-    if find_spec("matplotlib") is not None:
+    if _can_draw():
         from xlstm7b.bench.speed_figures import draw
 
         drawn = draw(found, target)
-    else:
-        print("no figure is drawn, because matplotlib is not installed", file=sys.stderr)
     print(f"{target / speed.NAME}" + "".join(f", {name}.png and .svg" for name in drawn))
+
+
+def _can_draw() -> bool:
+    """True if figures can be drawn. If not, says so on stderr."""
+    if find_spec("matplotlib") is None:
+        print("no figure is drawn, because matplotlib is not installed", file=sys.stderr)
+        return False
+    return True
 
 
 def _list_experiments() -> str:

@@ -5,6 +5,7 @@ The command is one long function, because it declares every option.
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -17,9 +18,11 @@ from xlstm7b.cli.loading import open_model
 from xlstm7b.cli.options import (
     count_progress,
     option,
+    read_input,
     sampling_options,
     stop_on_interrupt,
     to_target,
+    to_text,
 )
 from xlstm7b.generate.params import SamplingParams
 
@@ -110,7 +113,7 @@ def generate(
     if peak_tbs is not None and not 0 < peak_tbs < float("inf"):
         raise ValueError(f"peak_tbs must be a positive number of TB/s, not {peak_tbs}")
     if jsonl is not None:
-        from xlstm7b.cli.batch import check_output, complete_lines, read_lines
+        from xlstm7b.cli.batch import complete_lines, read_lines
 
         for name, given in {
             "a prompt argument": prompt is not None,
@@ -121,7 +124,7 @@ def generate(
         }.items():
             if given:
                 raise ValueError(f"--jsonl cannot be combined with {name}")
-        target = check_output(output)
+        target = None if output == "-" else to_target(Path(output))
         lines = read_lines(jsonl, params, options.listed(copy_fields))
         complete_lines(opening(), lines, target, token_ids=token_ids, verbose=verbose)
         return
@@ -133,6 +136,8 @@ def generate(
         save_state = to_target(save_state)
     text = _read_prompt(prompt, file, optional=load_state is not None)
     opened = opening()
+    if params.eos_token_id is None:
+        params = replace(params, eos_token_id=opened.end_ids())
     from xlstm7b.generate import Request, SavedState
 
     state = None
@@ -166,19 +171,12 @@ def _read_prompt(prompt: str | None, file: Path | None, *, optional: bool) -> st
     if prompt is not None and file is not None:
         raise ValueError("two prompts are given: use an argument or --file, not both")
     if file is not None:
-        if not file.exists() or file.is_dir():  # a pipe is fine: --file <(command)
-            raise ValueError(f"there is no file {file}")
-        source, content = str(file), file.read_bytes()
-    elif prompt == "-" or (prompt is None and not optional and not sys.stdin.isatty()):
-        source, content = "stdin", sys.stdin.buffer.read()
-    elif prompt is None and not optional:
+        return to_text(read_input(file), file).removesuffix("\n")
+    if prompt == "-" or (prompt is None and not optional and not sys.stdin.isatty()):
+        return to_text(sys.stdin.buffer.read(), "stdin").removesuffix("\n")
+    if prompt is None and not optional:
         raise ValueError("no prompt is given: use an argument or --file, or pipe it to stdin")
-    else:
-        return prompt
-    try:
-        return content.decode().removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is not UTF-8 text: {error}") from error
+    return prompt
 
 
 def _stream(

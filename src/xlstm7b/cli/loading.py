@@ -2,7 +2,8 @@
 
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from xlstm7b.generate.draft_model import Speculation
     from xlstm7b.model import XLSTM
     from xlstm7b.model.adapter import Adapter
-    from xlstm7b.tokenizer import Tokenizer
+    from xlstm7b.tokenizer import AnyTokenizer
 
 
 def open_model(
@@ -27,7 +28,7 @@ def open_model(
     device: str | None,
     state_dtype: str = "float32",
     batch_size: int = 1,
-    adapter: str | None = None,
+    adapter: list[str] | None = None,
     speculate: str = "off",
 ) -> "OpenedModel":
     """Reads a checkpoint's config and tokenizer, and its adapter if there is one.
@@ -39,21 +40,39 @@ def open_model(
     kept_dtype = to_dtype(state_dtype, ("float32", "bfloat16"))
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+    if adapter and len(adapter) > 1:
+        raise ValueError(
+            f"--adapter is given {len(adapter)} times ({', '.join(adapter)}), but one adapter can "
+            "be used at a time: give one, or merge the others into the weights with xlstm7b merge"
+        )
     from xlstm7b.checkpoint import read_config, resolve
     from xlstm7b.tokenizer import model_tokenizer
 
     folder = resolve(model)
     config = read_config(folder)
     text = model_tokenizer(folder, config, tokenizer)
-    loaded = None if adapter is None else open_adapter(adapter, folder)
+    loaded = open_adapter(adapter[0], folder, text) if adapter else None
     speculation: Literal["lookup"] | Path | None = None
     if speculate != "off":
         from xlstm7b.generate.draft_model import open_speculation
 
         speculation = open_speculation(speculate, config, text, tokenizer)
+        _check_fusable("model", folder, config)
+        if isinstance(speculation, Path):
+            _check_fusable("draft model", speculation, read_config(speculation))
     return OpenedModel(
         folder, config, text, weights_dtype, to, kept_dtype, batch_size, loaded, speculation
     )
+
+
+def _check_fusable(which: str, folder: Path, config: "ModelConfig") -> None:
+    """`ValueError` if the config names classes that speculation does not support."""
+    if chosen := config.other_classes():
+        names = ", ".join(f"{kind} = {name!r}" for kind, name in chosen.items())
+        raise ValueError(
+            f"the {which} in {folder} has {names}, which --speculate does not support: give "
+            f"another {which}, or leave --speculate out"
+        )
 
 
 def name_of(model: str) -> str:
@@ -61,15 +80,16 @@ def name_of(model: str) -> str:
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
-def open_adapter(adapter: str, base: Path) -> "Adapter":
-    """An adapter that fits the weights in the folder `base`."""
+def open_adapter(adapter: str, base: Path, tokenizer: "AnyTokenizer") -> "Adapter":
+    """An adapter that fits the weights in the folder `base`, with its own end of text."""
     from xlstm7b.checkpoint import open_checkpoint
     from xlstm7b.model.adapter import check_base, load_adapter
+    from xlstm7b.tokenizer import other_end
 
     checkpoint = open_checkpoint(base)
     loaded = load_adapter(adapter, checkpoint.config)
     check_base(loaded, checkpoint)
-    return loaded
+    return replace(loaded, end=other_end(loaded.folder, tokenizer, checkpoint.config))
 
 
 @dataclass(frozen=True)
@@ -78,7 +98,7 @@ class OpenedModel:
 
     folder: Path
     config: "ModelConfig"
-    tokenizer: "Tokenizer"
+    tokenizer: "AnyTokenizer"
     dtype: "torch.dtype | None"
     device: "torch.device"
     state_dtype: "torch.dtype"
@@ -135,6 +155,13 @@ class OpenedModel:
 
         return load_speculation(self.speculate, self.dtype, self.device)
 
+    def end_ids(self, ids: Sequence[int] | None = None) -> tuple[int, ...]:
+        """End-of-text ids (None: the model's own), and that of the adapter if it is another."""
+        from xlstm7b.generate.request import end_ids
+
+        own = (self.config.eos_token_id,) if ids is None else ids
+        return end_ids(*own, adapter=self.adapter)
+
     @property
     def template_folder(self) -> Path:
         """Where the chat template is: the adapter's folder if it has one, else the base's."""
@@ -146,11 +173,11 @@ class OpenedModel:
         That of the adapter's folder comes first. A warning on stderr says why a template cannot be
         used.
         """
-        from xlstm7b.chat_format import PlainFormat, TemplateFormat, load_chat_template
+        from xlstm7b.chat_format import ChatFormat, PlainFormat, load_chat_template
 
         try:
             template = load_chat_template(self.template_folder)
-            return PlainFormat() if template is None else TemplateFormat(template, system)
+            return PlainFormat() if template is None else ChatFormat(template, system)
         except ValueError as error:
             warning = f"{error}; turns are written as User: and Assistant: instead"
             print(warning, file=sys.stderr, flush=True)

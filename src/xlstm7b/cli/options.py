@@ -20,14 +20,22 @@ if TYPE_CHECKING:
 
 
 def option(
-    help_text: str, *names: str, panel: str | None = None, default: bool | str = True
+    help_text: str,
+    *names: str,
+    panel: str | None = None,
+    default: bool | str = True,
+    metavar: str | None = None,
 ) -> Any:
     """A typer option. A `default` text is shown in place of the default value."""
-    return typer.Option(*names, help=help_text, rich_help_panel=panel, show_default=default)
+    return typer.Option(
+        *names, help=help_text, rich_help_panel=panel, show_default=default, metavar=metavar
+    )
 
 
 _model_option = functools.partial(option, panel="Model")
 Model = Annotated[str, typer.Argument(help="Checkpoint folder, or Hugging Face hub id.")]
+Target = Annotated[Path, typer.Argument(help="Folder to write, in Hugging Face layout.")]
+Overwrite = Annotated[bool, option("Replace the checkpoint in TARGET.", "--overwrite")]
 Device = Annotated[
     str | None, _model_option("Device: cpu, cuda, cuda:1, …", default="a GPU if there is one")
 ]
@@ -49,9 +57,11 @@ Speculate = Annotated[
     ),
 ]
 Adapter = Annotated[
-    str | None,
+    list[str] | None,  # one; several are a mistake that `open_model` names
     _model_option(
-        "LoRA adapter of the model: a folder in PEFT's format, or a hub id.", default="none"
+        "LoRA adapter of the model: a folder in PEFT's format, or a hub id.",
+        default="none",
+        metavar="<str>",
     ),
 ]
 TokenizerPath = Annotated[
@@ -128,17 +138,39 @@ def _sampling_option(name: str, default: Any) -> inspect.Parameter:
 
 
 def _read_schema(path: Path) -> str:
-    if not path.exists() or path.is_dir():  # a pipe is fine
-        raise ValueError(f"there is no file {path}; --json-schema takes a file with a JSON schema")
+    text = to_text(read_input(path, "; --json-schema takes a file with a JSON schema"), path)
     try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
-    try:
-        SamplingParams(structured_outputs={"json": text}).check()
+        _check_schema(text)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return text
+
+
+def read_input(path: Path, hint: str = "") -> bytes:
+    """The content of a file, which may be a pipe, as in `--file <(command)`."""
+    if not path.exists() or path.is_dir():
+        raise ValueError(f"there is no file {path}{hint}")
+    return path.read_bytes()
+
+
+def to_text(content: bytes, source: str | Path) -> str:
+    """UTF-8 as text, without the mark that some editors put at the start of a file."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not UTF-8 text: {error}") from error
+
+
+def _check_schema(text: str) -> None:
+    """Compiles a schema for its mistakes alone. They do not depend on the model's tokenizer."""
+    from xlstm7b.config import ModelConfig
+    from xlstm7b.generate.structured import compile_grammar
+    from xlstm7b.tokenizer import ByteTokenizer
+
+    params = SamplingParams(structured_outputs={"json": text})
+    params.check()
+    assert params.structured_outputs is not None
+    compile_grammar(params.structured_outputs, ModelConfig.named("tiny"), ByteTokenizer())
 
 
 def listed(text: str) -> list[str]:
@@ -159,6 +191,12 @@ def to_target(path: Path) -> Path:
     if not os.access(path.parent, os.W_OK):
         raise ValueError(f"cannot write {path}: no write permission in {path.parent}")
     return path
+
+
+def check_new(target: Path, overwrite: bool) -> None:
+    """Raises a `ValueError` if the folder holds something and `--overwrite` is not given."""
+    if target.is_dir() and not overwrite and any(target.iterdir()):
+        raise ValueError(f"{target} exists already; --overwrite replaces the checkpoint in it")
 
 
 @contextmanager

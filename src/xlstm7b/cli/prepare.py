@@ -2,19 +2,19 @@
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from xlstm7b.cli.options import byte_progress
+from xlstm7b.cli.options import byte_progress, option
 
 if TYPE_CHECKING:
     from xlstm7b.data.shards import ShardFolder
 
 
-def _column(help_text: str) -> Any:
-    return typer.Option(help=help_text, rich_help_panel="Columns")
+_column = partial(option, panel="Columns")
 
 
 def prepare(
@@ -28,22 +28,22 @@ def prepare(
         ),
     ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder to write the shards to.")
+        Path | None, option("Folder to write the shards to.", "--output", "-o")
     ] = None,
     tokenizer: Annotated[
         str,
-        typer.Option(
-            help="A tokenizer.json, its folder, a hub id, or bytes. Chats are written with the "
+        option(
+            "A tokenizer.json, its folder, a hub id, or bytes. Chats are written with the "
             "chat template of its folder; without one, as User: and Assistant: lines."
         ),
     ] = "bytes",
     form: Annotated[
         str,
-        typer.Option(
-            "--format",
-            help="How JSON and parquet records are read: text, chat, sharegpt, alpaca, qa or "
+        option(
+            "How JSON and parquet records are read: text, chat, sharegpt, alpaca, qa or "
             "completion. auto finds the format of each file by its columns. In all but text, only "
             "the answers count in the loss.",
+            "--format",
         ),
     ] = "auto",
     text_column: Annotated[str, _column("Column with the text, for --format text.")] = "text",
@@ -56,45 +56,37 @@ def prepare(
     ] = "question",
     answer_column: Annotated[str, _column("Column with the answer, for --format qa.")] = "answer",
     as_text: Annotated[
-        list[str] | None,
-        typer.Option(help="Read files with this ending, such as .py, as text. Repeatable."),
+        list[str] | None, option("Read files with this ending, such as .py, as text. Repeatable.")
     ] = None,
     include: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Read only files whose name, path or folder matches this pattern, such as "
+        option(
+            "Read only files whose name, path or folder matches this pattern, such as "
             "'train*'. Repeatable."
         ),
     ] = None,
     exclude: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Leave out files and folders whose name or path matches this pattern. Repeatable."
-        ),
+        option("Leave out files and folders whose name or path matches this pattern. Repeatable."),
     ] = None,
-    skip_bad: Annotated[
-        int, typer.Option(help="Leave out up to this many records that cannot be read.")
-    ] = 0,
+    skip_bad: Annotated[int, option("Leave out up to this many records that cannot be read.")] = 0,
     special_tokens: Annotated[
         bool,
-        typer.Option(
-            "--special-tokens",
-            help="Turn special tokens in the text, such as <|endoftext|>, into their ids. "
+        option(
+            "Turn special tokens in the text, such as <|endoftext|>, into their ids. "
             "By default they are ordinary text.",
+            "--special-tokens",
         ),
     ] = False,
     processes: Annotated[
-        int | None,
-        typer.Option(help="Number of processes that tokenize.", show_default="all cores"),
+        int | None, option("Number of processes that tokenize.", default="all cores")
     ] = None,
-    shard_tokens: Annotated[
-        int, typer.Option(help="Maximum number of tokens in a shard.")
-    ] = 100_000_000,
+    shard_tokens: Annotated[int, option("Maximum number of tokens in a shard.")] = 100_000_000,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Check existing shards against their checksums.")
+        bool, option("Check existing shards against their checksums.", "--verify")
     ] = False,
     adopt: Annotated[
-        bool, typer.Option("--adopt", help="Add the manifest to shards that datatrove wrote.")
+        bool, option("Add the manifest to shards that datatrove wrote.", "--adopt")
     ] = False,
 ) -> None:
     """Turn text into token shards to train on.
@@ -107,11 +99,13 @@ def prepare(
     if verify or adopt:
         if output is not None:
             raise ValueError("--verify and --adopt write no --output")
+        from xlstm7b.data.prepare import adopt as adopt_folder
+
         for folder in inputs:
             if verify:
                 _print_summary(folder, "is intact", _verify(folder))
             else:
-                _print_summary(folder, "is adopted", _adopt(folder, tokenizer))
+                _print_summary(folder, "is adopted", adopt_folder(folder, tokenizer))
         return
     if output is None:
         raise ValueError("--output is missing: the folder to write the shards to")
@@ -152,7 +146,7 @@ def prepare(
 
 def _print_formats(notes: dict[str, Any]) -> None:
     """The formats that were found, if there is more than plain text, and how chats are written."""
-    from xlstm7b.chat_format import ChatTemplate, PlainFormat, TemplateFormat
+    from xlstm7b.chat_format import ChatFormat, ChatTemplate, PlainFormat
 
     formats = notes["formats"]
     if any(not name.startswith("text ") or group["also"] for name, group in formats.items()):
@@ -167,7 +161,7 @@ def _print_formats(notes: dict[str, Any]) -> None:
         source = "as User: and Assistant: lines" if is_plain else "with the tokenizer's template"
         print(f"chats are written {source}")
         try:
-            TemplateFormat(ChatTemplate(template, {}))
+            ChatFormat(ChatTemplate(template, {}))
         except ValueError as error:
             print(f"  {error}: `chat` and `serve` will write User: and Assistant: lines instead")
     if notes["last_answer_only"]:
@@ -189,12 +183,6 @@ def _verify(path: Path) -> "ShardFolder":
     total = sum(file.stat().st_size for file in path.glob("*.ds*"))
     with byte_progress("verifying", total) as report:
         return open_folder(path, verify=True, progress=report)
-
-
-def _adopt(path: Path, tokenizer: str) -> "ShardFolder":
-    from xlstm7b.data.prepare import adopt
-
-    return adopt(path, tokenizer)
 
 
 def _print_summary(path: Path, what: str, folder: "ShardFolder") -> None:

@@ -3,9 +3,16 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from xlstm7b.cli.options import Device, Model, TokenizerPath, count_progress
+from xlstm7b.cli.options import (
+    Device,
+    Model,
+    Overwrite,
+    Target,
+    TokenizerPath,
+    check_new,
+    count_progress,
+    option,
+)
 from xlstm7b.devices import to_device
 from xlstm7b.report import table
 
@@ -19,30 +26,27 @@ _SEQUENCES, _LENGTH = 128, 512  # of the calibration text
 
 def quantize(
     source: Model,
-    target: Annotated[Path, typer.Argument(help="Folder to write, in Hugging Face layout.")],
-    bits: Annotated[str, typer.Option(help="Bits of the blocks' weights: 8, 4 or fp8.")],
+    target: Target,
+    bits: Annotated[str, option("Bits of the blocks' weights: 8, 4 or fp8.")],
     group_size: Annotated[
-        int, typer.Option(help="Weights that share a scale, with 4 bits: 32, 64 or 128.")
+        int, option("Weights that share a scale, with 4 bits: 32, 64 or 128.")
     ] = 64,
-    head: Annotated[str, typer.Option(help="Bits of the head: 4, 8 or 16 (as stored).")] = "8",
+    head: Annotated[str, option("Bits of the head: 4, 8 or 16 (as stored).")] = "8",
     method: Annotated[
-        str,
-        typer.Option(help="Rounding: rtn to nearest, gptq to keep outputs on a text close."),
+        str, option("Rounding: rtn to nearest, gptq to keep outputs on a text close.")
     ] = "rtn",
     calibration: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Text file or folder, for gptq and the reported errors; its first 65,536 tokens "
+        option(
+            "Text file or folder, for gptq and the reported errors; its first 65,536 tokens "
             "are read. Can be given several times.",
-            show_default=False,
+            default=False,
         ),
     ] = None,
     act_order: Annotated[
-        bool, typer.Option("--act-order", help="Round columns with large inputs first, with gptq.")
+        bool, option("Round columns with large inputs first, with gptq.", "--act-order")
     ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the checkpoint in TARGET.")
-    ] = False,
+    overwrite: Overwrite = False,
     tokenizer: TokenizerPath = None,
     device: Device = None,
 ) -> None:
@@ -55,8 +59,7 @@ def quantize(
     to = to_device(device)
     if bits not in _BITS:
         raise ValueError(f"--bits must be 8, 4 or fp8, not {bits!r}")
-    if target.is_dir() and not overwrite and any(target.iterdir()):
-        raise ValueError(f"{target} exists already; --overwrite replaces the checkpoint in it")
+    check_new(target, overwrite)
     if act_order and method != "gptq":
         raise ValueError("--act-order needs --method gptq")
     if method == "gptq" and not calibration:

@@ -132,7 +132,7 @@ def serve(
     reads the file of --api-key-file again.
     """
     from xlstm7b.serve.middleware import check_origins
-    from xlstm7b.serve.protocol import MAX_MESSAGES, Limits
+    from xlstm7b.serve.protocol import MAX_CHOICES, MAX_MESSAGES, Limits
     from xlstm7b.serve.server import bind, is_loopback, log_to_stderr, reload_on_hangup
     from xlstm7b.serve.server import serve as run
 
@@ -216,7 +216,7 @@ def serve(
         requests=engine.slots + max_waiting + 64,  # some requests need no slot
         prompt_tokens=max_prompt_tokens,
         new_tokens=max_new_tokens,
-        choices=min(128, max_waiting),
+        choices=min(MAX_CHOICES, max_waiting),
     )
     states = None
     if states_folder is not None:
@@ -273,8 +273,10 @@ def read_adapters(
     found: dict[str, tuple[Adapter, ChatFormat]] = {}
     folders: dict[str, str] = {}
     for text in given:
-        name, _, folder = text.rpartition("=") if not Path(text).is_dir() else ("", "", text)
-        loaded = open_adapter(folder, base.folder)
+        name, folder = "", text
+        if "=" in text and not Path(text).is_dir():
+            name, _, folder = text.partition("=")  # a folder may be called lr=0.001
+        loaded = open_adapter(folder, base.folder, base.tokenizer)
         name = name or name_of(folder).rpartition("/")[2]
         if ":" in name or not name.isprintable():
             raise ValueError(

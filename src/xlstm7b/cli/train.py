@@ -6,25 +6,22 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from xlstm7b.accounting import A100_FLOPS, H100_FLOPS, PAPER_MFU
-from xlstm7b.cli.options import to_target
+from xlstm7b.cli.options import option, to_target
 from xlstm7b.cli.sections import print_sections
-from xlstm7b.config import ModelConfig
 from xlstm7b.devices import to_dtype
 
 if TYPE_CHECKING:
     from xlstm7b.train import Recipe
     from xlstm7b.train.trainer import Trainer
 
-# Settings, in addition to the model's, that may not change during a run. The loader checks others.
-_FIXED = {"data": ["context_length", "packing"], "batch": ["sequences", "ramp"]}
 _PEAK_FLOPS = {(9, 0): H100_FLOPS, (8, 0): A100_FLOPS}  # by compute capability
+Device = Annotated[str | None, option("Device: cuda or cpu.", default="a GPU if there is one")]
 
 
 def _print_reference(chosen: bool) -> None:
@@ -41,31 +38,26 @@ def train(
     ],
     run: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder of the run. If it holds a run, that run is continued.",
-            show_default="runs/, the recipe's name and most settings given with --set",
+        option(
+            "Folder of the run. If it holds a run, that run is continued.",
+            default="runs/, the recipe's name and most settings given with --set",
         ),
     ] = None,
     settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Change a setting of the recipe, as a.b=c. Repeatable."),
+        list[str] | None, option("Change a setting of the recipe, as a.b=c. Repeatable.", "--set")
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan and do not train.")
-    ] = False,
+    dry_run: Annotated[bool, option("Print the plan and do not train.", "--dry-run")] = False,
     gpus: Annotated[
         int | None,
-        typer.Option(
-            help="Number of GPUs to plan for, with --dry-run.",
-            show_default="the fewest that the recipe allows",
+        option(
+            "Number of GPUs to plan for, with --dry-run.",
+            default="the fewest that the recipe allows",
         ),
     ] = None,
     mfu: Annotated[
-        float, typer.Option(help="Share of the GPUs' peak FLOP/s to plan with, for --dry-run.")
+        float, option("Share of the GPUs' peak FLOP/s to plan with, for --dry-run.")
     ] = PAPER_MFU,
-    device: Annotated[
-        str | None, typer.Option(help="Device: cuda or cpu.", show_default="a GPU if there is one")
-    ] = None,
+    device: Device = None,
     reference: Annotated[
         bool,
         typer.Option(
@@ -86,28 +78,23 @@ def train(
 
     end_with_torchrun()  # now, since to import torch takes seconds
     chosen = load_recipe(recipe, settings or [])
+    folder = run or default_folder(chosen.name, settings or [])
     if dry_run:
+        if chosen.init_from:
+            from xlstm7b.train.trainer import check_init_from
+
+            check_init_from(chosen, folder)
         print_sections(f"recipe {chosen.name}", describe(make_plan(chosen, gpus=gpus, mfu=mfu)))
         return
-    folder = run or default_folder(chosen.name, settings or [])
     _check_same_run(folder, chosen)
-    if device not in (None, "cuda", "cpu"):
-        raise ValueError(f"the device must be cuda or cpu, not {device!r}")
-    import torch
-
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if where == "cuda" and not torch.cuda.is_available():
-        raise ValueError("the device cuda cannot be used here: PyTorch finds no GPU")
-    from xlstm7b.files import write_json
-    from xlstm7b.train.processes import in_first_process, process_group, run_folder
+    where = to_training_device(device)
+    from xlstm7b.train.processes import process_group, run_folder
     from xlstm7b.train.trainer import Trainer
 
     is_first = int(os.environ.get("RANK", "0")) == 0
     with process_group(where), run_folder(folder):
         trainer = Trainer(chosen, folder, where)
-        if not trainer.resume():
-            # Written once, after every check has passed: the record of how the run was started.
-            in_first_process(write_json, folder / "recipe.json", chosen.to_dict())
+        trainer.resume()
         is_finished = trainer.step == chosen.run.steps
         trainer.print_remarks()
         if not is_finished:
@@ -129,19 +116,18 @@ def export(
     ],
     step: Annotated[
         str | None,
-        typer.Option(
-            help="Step of the checkpoint, or best: the lowest validation loss.",
-            show_default="the last one",
+        option(
+            "Step of the checkpoint, or best: the lowest validation loss.", default="the last one"
         ),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Dtype of the weights: float32, bfloat16 or float16.")
+        str, option("Dtype of the weights: float32, bfloat16 or float16.")
     ] = "float32",
     tokenizer: Annotated[
         str | None,
-        typer.Option(
-            help="A tokenizer.json, its folder, a hub id, or bytes, to write next to the weights.",
-            show_default="that of the data",
+        option(
+            "A tokenizer.json, its folder, a hub id, or bytes, to write next to the weights.",
+            default="that of the data",
         ),
     ] = None,
 ) -> None:
@@ -175,15 +161,25 @@ def export(
 
 def plot(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
-    output: Annotated[Path, typer.Option(help="File to write: .png, .pdf or .svg.")] = Path(
-        "curves.png"
-    ),
+    output: Annotated[Path, option("File to write: .png, .pdf or .svg.")] = Path("curves.png"),
 ) -> None:
     """Plot loss and gradient norm of one or more runs."""
     from xlstm7b.train.metrics_log import plot_runs
 
     plot_runs(runs, to_target(output))
     print(f"wrote {output}")
+
+
+def to_training_device(device: str | None, *, prefers_cpu: bool = False) -> str:
+    """cuda or cpu; None is a GPU if there is one, unless `prefers_cpu`."""
+    if device not in (None, "cuda", "cpu"):
+        raise ValueError(f"the device must be cuda or cpu, not {device!r}")
+    import torch
+
+    where = device or ("cuda" if torch.cuda.is_available() and not prefers_cpu else "cpu")
+    if where == "cuda" and not torch.cuda.is_available():
+        raise ValueError("the device cuda cannot be used here: PyTorch finds no GPU")
+    return where
 
 
 def _check_same_run(folder: Path, recipe: "Recipe") -> None:
@@ -195,27 +191,17 @@ def _check_same_run(folder: Path, recipe: "Recipe") -> None:
         if folder.is_dir() and any(folder.iterdir()):
             raise ValueError(f"{folder} holds files that are not of a run: choose another --run")
         return
+    from xlstm7b.train.recipe import Recipe
     from xlstm7b.train.run_checkpoints import saved_steps
+    from xlstm7b.train.run_settings import check_continues
 
     if not saved_steps(folder / "checkpoints"):
         return  # the run starts again from step 0
-    now = json.loads(json.dumps(recipe.to_dict()))
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-        # Fields that are newer than the run have their defaults, as when a checkpoint is read.
-        optional = [field for field in fields(ModelConfig) if field.default is not MISSING]
-        defaults = {field.name: field.default for field in optional}
-        before["model"] = {**defaults, **before["model"]}
-        changes = [
-            f"{section}.{name} {before[section][name]!r}, not {now[section][name]!r}"
-            for section, names in {"model": now["model"], **_FIXED}.items()
-            for name in names
-            if before[section][name] != now[section][name]
-        ]
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    if changes:
-        raise ValueError(f"the run in {folder} was started with {changes[0]}: choose another --run")
+        before = Recipe.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    check_continues(folder, before, recipe)
 
 
 def _remarks(trainer: "Trainer") -> str:

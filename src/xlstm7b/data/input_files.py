@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from hashlib import sha256
 from importlib import import_module
 from itertools import islice
@@ -274,26 +273,25 @@ def find_input_files(
     return search.found
 
 
+@dataclass
 class _Search:
     """Collects the files to read in `found`, and what is left out, with the reason."""
 
-    def __init__(
-        self,
-        text_endings: Sequence[str],
-        include: Sequence[str],
-        exclude: Sequence[str],
-        columns: Columns,
-        output: Path | None,
-    ) -> None:
-        self._endings, self._columns, self._output = text_endings, columns, output
-        self._include, self._exclude = include, exclude
-        self._readable = ", ".join((*text_endings, _READABLE))
-        self.unused = dict.fromkeys((*include, *exclude))  # patterns that have matched nothing
-        self.found = InputFiles()
+    endings: Sequence[str]
+    include: Sequence[str]
+    exclude: Sequence[str]
+    columns: Columns
+    output: Path | None
+    found: InputFiles = field(default_factory=InputFiles)
+
+    def __post_init__(self) -> None:
+        self.readable = ", ".join((*self.endings, _READABLE))
+        # Patterns that have matched nothing.
+        self.unused = dict.fromkeys((*self.include, *self.exclude))
 
     def file(self, given: Path) -> list[Path]:
-        if not _kind(given, self._endings):
-            raise ValueError(f"{given.absolute()} is not {self._readable}")
+        if not _kind(given, self.endings):
+            raise ValueError(f"{given.absolute()} is not {self.readable}")
         if reason := self._reason_by_pattern(given, Path(given.name)):
             self._leave_out(reason, given)
             return []
@@ -323,18 +321,16 @@ class _Search:
                     else:
                         found.append(path.absolute())
         if not found:
-            chosen = " that the patterns choose" if self._include or self._exclude else ""
-            raise ValueError(f"{given} holds no {self._readable}{chosen}")
+            chosen = " that the patterns choose" if self.include or self.exclude else ""
+            raise ValueError(f"{given} holds no {self.readable}{chosen}")
         return sorted(found)
 
     def _reason_for_folder(self, path: Path, below: Path) -> str:
-        if self._matches(self._exclude, path, below):
+        if self._matches(self.exclude, path, below):
             return "excluded"
         if path.name.startswith("."):
             return "hidden"
-        is_output = (
-            self._output is not None and self._output.exists() and path.samefile(self._output)
-        )
+        is_output = self.output and self.output.exists() and path.samefile(self.output)
         return "the output folder" if is_output else ""
 
     def _reason_for_file(self, path: Path, below: Path) -> str:
@@ -344,15 +340,15 @@ class _Search:
             return "hidden"
         if not path.is_file():
             return "broken links, or not files"
-        kind = _kind(path, self._endings)
-        if kind == "text" and self._columns.has_mask:
-            return f"text, which has no columns for the format {self._columns.format}"
+        kind = _kind(path, self.endings)
+        if kind == "text" and self.columns.has_mask:
+            return f"text, which has no columns for the format {self.columns.format}"
         return "" if kind else "of other types"
 
     def _reason_by_pattern(self, path: Path, below: Path) -> str:
-        if self._matches(self._exclude, path, below):
+        if self._matches(self.exclude, path, below):
             return "excluded"
-        if self._include and not self._matches(self._include, path, below):
+        if self.include and not self._matches(self.include, path, below):
             return "not included"
         return ""
 
@@ -427,14 +423,14 @@ class RecordBatch(NamedTuple):
             if self.kind == "jsonl" and not record.strip():
                 continue
             try:
-                yield position, self.columns.document(self.value(record), template)
+                yield position, self.columns.document(self._value(record), template)
             except (ValueError, RecursionError) as error:
                 where, hint = _WHERE[self.kind].format(position + 1), ""
                 if isinstance(error, json.JSONDecodeError) and error.pos == len(error.doc):
                     hint = _CUT_LINE
                 yield position, ValueError(f"{self.path}{where}: {error}{hint}")
 
-    def value(self, record: Any) -> Any:
+    def _value(self, record: Any) -> Any:
         """One of the `records`, parsed."""
         if self.kind == "text":
             return {self.columns.text: str(record, "utf-8-sig")}
@@ -493,7 +489,7 @@ def detect_columns(
         return columns, []
     if kind == "text":
         return replace(columns, format="text"), []
-    for names in _names_in(path, columns, kind):
+    for names in _names_in(path, kind):
         try:
             found = columns.candidates(names)
         except ValueError as error:
@@ -503,7 +499,7 @@ def detect_columns(
     return columns, []
 
 
-def _names_in(path: Path, columns: Columns, kind: str) -> Iterator[Iterable[str]]:
+def _names_in(path: Path, kind: str) -> Iterator[Iterable[str]]:
     """The columns of a parquet file, or of the first records of a JSON file."""
     if kind == "parquet":
         with _parquet_file(path) as file:
@@ -513,7 +509,7 @@ def _names_in(path: Path, columns: Columns, kind: str) -> Iterator[Iterable[str]
         kind = _json_kind(path) if kind == "json" else kind
         for record, _, _ in islice(_records(path, kind, 0), BATCH_RECORDS):
             with suppress(ValueError, RecursionError):
-                value = RecordBatch(path, 0, [], kind, 0, columns).value(record)
+                value = json.loads(record) if kind == "jsonl" else record
                 if isinstance(value, dict):
                     yield value
 
@@ -550,7 +546,7 @@ def _name_damage(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, BinaryIO]]:
-    """The unpacked content of a file, and the file itself, whose offset tells the progress."""
+    """The unpacked content of a file, and the file itself, whose offset is the progress."""
     with path.open("rb") as file:
         content: Any = file
         if path.suffix.lower() == ".gz":
@@ -579,16 +575,14 @@ def _records(path: Path, kind: str, start: int) -> Iterator[tuple[Any, int, int]
 
 def _lines(path: Path, content: Any, kind: str) -> Iterator[tuple[bytes, int]]:
     """The lines of a file, or all of a text file, and their lengths."""
-    records = [_read_all(content)] if kind == "text" else iter(partial(_read_line, content), b"")
+    if kind == "text":
+        records: Iterable[bytes] = [_read_all(content)]
+    else:
+        records = iter(lambda: content.readline(MAX_RECORD_BYTES + 1), b"")
     for number, record in enumerate(records, 1):
         if len(record) > MAX_RECORD_BYTES:
             raise ValueError(f"{path}{_WHERE[kind].format(number)}: {_TOO_LONG}")
         yield record, len(record)
-
-
-def _read_line(content: Any) -> bytes:
-    line: bytes = content.readline(MAX_RECORD_BYTES + 1)
-    return line
 
 
 def _read_all(content: Any) -> bytes:
@@ -628,7 +622,7 @@ def _items(path: Path, content: Any) -> Iterator[tuple[Any, int]]:
                 is_open = error.pos > len(buffer) - 16 or error.msg.startswith("Unterminated")
                 if is_all or not is_open:
                     raise ValueError(error.msg) from error
-            # The item goes on after the buffer.
+            # The item continues after the buffer.
             if len(buffer) - at > MAX_RECORD_BYTES:
                 raise ValueError(_TOO_LONG)
             more = text.read(max(BATCH_BYTES, len(buffer) - at))

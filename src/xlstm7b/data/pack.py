@@ -90,8 +90,6 @@ class PackedDataset:
             raise ValueError(
                 f'packing must be "windows", "best-fit" or "documents", not {packing!r}'
             )
-        if folder.tokens < 1:
-            raise ValueError(f"{folder.path} holds no documents")
         # Plain views of the memory maps: slicing an np.memmap takes a microsecond longer.
         self._tokens = [np.asarray(shard.tokens) for shard in folder.shards]
         self._masks = [None if s.mask is None else np.asarray(s.mask) for s in folder.shards]

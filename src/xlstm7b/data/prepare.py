@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from functools import cache
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -51,7 +51,7 @@ from xlstm7b.data.shards import (
     write_manifest,
 )
 from xlstm7b.data.sources import SourceFile, find_sources
-from xlstm7b.files import Progress, lock_folder, write_json
+from xlstm7b.files import Progress, locked_folder, write_json
 from xlstm7b.tokenizer import (
     AnyTokenizer,
     ByteTokenizer,
@@ -79,7 +79,7 @@ def prepare(
     special_tokens: bool = False,
     processes: int = 1,
     shard_tokens: int = 100_000_000,
-    progress: "Progress | None" = None,
+    progress: Progress | None = None,
 ) -> ShardFolder:
     """Tokenizes the documents of files and folders into the folder `output`.
 
@@ -106,7 +106,7 @@ def prepare(
     files, found = find_sources(
         inputs, columns, text_endings, include=include, exclude=exclude, output=output
     )
-    tokenizer = tokenizer_file(tokenizer) or "bytes"  # a download comes once, not in each process
+    tokenizer = tokenizer_file(tokenizer) or "bytes"  # downloaded once, not in each process
     if special_tokens and isinstance(open_tokenizer(tokenizer), ByteTokenizer):
         raise ValueError("the tokenizer bytes has no special tokens: leave --special-tokens out")
     ids = _tokenizer_ids(tokenizer)
@@ -115,13 +115,14 @@ def prepare(
     has_mask = any(source.columns.has_mask for source in sources)
     has_chats = any(source.columns.is_chat for source in sources)
     template = _chat_template(tokenizer) if has_chats else None
-    # The format and repeats of each file are compared by themselves. For a single format, this is
-    # the digest of earlier versions, whose folders hold nothing else.
+    # `InputFile.read_as` has the format and the repeats of each file. A single format is also part
+    # of the digest, as in earlier versions, which knew no others.
     columns_used = {source.columns for source in sources if source.columns.format != "auto"}
     form = vars(next(iter(columns_used))) if len(columns_used) == 1 else None
     settings: list[Any] = [ids, form, shard_tokens, list(text_endings), special_tokens]
     settings += [template.key] if template else []
-    plan = _Plan(_digest(settings), sources, text_endings, skip_bad)
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+    plan = _Plan(digest, sources, text_endings, skip_bad)
     if _is_done(output, plan):
         return open_folder(output)
     for source in sources:
@@ -131,17 +132,17 @@ def prepare(
             done = _finished_shards(output, plan)
             consumed = _Consumed(plan, done)
             batches = _read(plan, consumed, progress)
-            tokenized = tokenize(batches, tokenizer, template, processes, special_tokens)
+            worker = _Tokenizer(tokenizer, template, special_tokens)
+            tokenized = _tokenize(batches, worker, processes)
             documents = _documents(tokenized, consumed, plan)
             _write(output, documents, consumed, done, ids, has_mask, shard_tokens)
             if not done:
                 (output / UNFINISHED).unlink()
-                output.rmdir()
                 raise ValueError("the input holds no text")
             copy_tokenizer(tokenizer, output)
             write_manifest(
                 output,
-                [note.entry for note in done],
+                done,
                 **ids,
                 chat_template=template and template.source,
                 plan=plan.digest,
@@ -283,18 +284,13 @@ def _hashed(total: bytes, digests: Iterable[bytes]) -> bytes:
     return total
 
 
-class _Note(NamedTuple):
-    """What is stored beside a complete shard until the folder is finished."""
+class _Note(ShardEntry):
+    """NAME.ds.json beside NAME.ds: it marks the shard as complete until the folder is finished."""
 
-    entry: ShardEntry
     files: list[InputFile]  # files whose last record is in this shard
     begun: InputFile | None  # the next file, of which some records are in this or earlier shards
     bad: list[str]  # the messages of the records that were left out
-    last_answer_only: int  # chats of which only the last answer counts
-
-
-def _digest(settings: Any) -> str:
-    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+    last_answer_only: int = 0  # chats of which only the last answer counts
 
 
 def _is_done(output: Path, plan: _Plan) -> bool:
@@ -365,8 +361,7 @@ def _check_bad(bad: Sequence[str], allowed: int) -> None:
 @contextmanager
 def _begin(output: Path, plan: _Plan) -> Iterator[None]:
     """Creates the folder, locks it and marks it as unfinished."""
-    output.mkdir(parents=True, exist_ok=True)
-    with lock_folder(output, "preparing"):
+    with locked_folder(output, "preparing"):
         if not _is_done(output, plan):
             write_json(output / UNFINISHED, {"plan": plan.digest})
         yield
@@ -379,14 +374,10 @@ def _finished_shards(output: Path, plan: _Plan) -> list[_Note]:
     """
     done: list[_Note] = []
     while (path := output / f"{len(done):05d}.ds.json").exists():
-        noted = json.loads(path.read_bytes())
-        begun = noted["begun"] and InputFile.model_validate(noted["begun"])
-        files = [InputFile.model_validate(file) for file in noted["files"]]
-        entry = ShardEntry.model_validate(noted)
-        done.append(_Note(entry, files, begun, noted["bad"], noted.get("last_answer_only", 0)))
+        done.append(_Note.model_validate_json(path.read_bytes()))
     if done:
         _check_files(output, plan, [file for note in done for file in note.files], done[-1].begun)
-    kept = {name for note in done for name in (*note.entry.sha256, f"{note.entry.name}.json")}
+    kept = {name for note in done for name in (*note.sha256, f"{note.name}.json")}
     for file in output.iterdir():
         if file.name not in kept | {UNFINISHED}:
             file.unlink()
@@ -435,7 +426,7 @@ class _Consumed:
             self.files[self.number] = self._current()
             self.number, self.records, self._total = self.number + 1, 0, b""
 
-    def to_record(self, batch: "Tokenized", position: int) -> None:
+    def to_record(self, batch: Tokenized, position: int) -> None:
         """Adds the records of a batch before this position of its file."""
         self._bad += [batch.bad[n] for n in range(self.records, position) if n in batch.bad]
         _check_bad(self._bad, self._skip_bad)
@@ -443,20 +434,25 @@ class _Consumed:
         new = batch.digests[self.records - batch.first : position - batch.first]
         self.records, self._total = position, _hashed(self._total, new)
 
-    def note(self) -> tuple[list[InputFile], InputFile | None, list[str], int]:
-        """For the note of a shard: everything but its entry, see `_Note`."""
+    def note(self, shard: ShardEntry) -> _Note:
+        """The note of a shard that holds everything since the last note."""
         files, bad = self._noted
-        last_answer_only, self._last_answer_only = self._last_answer_only, 0
-        self._noted = self.number, len(self._bad)
-        begun = self._current() if self.number < len(self.files) else None
-        return self.files[files : self.number], begun, self._bad[bad:], last_answer_only
+        note = _Note(
+            **shard.model_dump(),
+            files=self.files[files : self.number],
+            begun=self._current() if self.number < len(self.files) else None,
+            bad=self._bad[bad:],
+            last_answer_only=self._last_answer_only,
+        )
+        self._noted, self._last_answer_only = (self.number, len(self._bad)), 0
+        return note
 
     def _current(self) -> InputFile:
         update = {"records": self.records, "sha256": self._total.hex()}
         return self.files[self.number].model_copy(update=update)
 
 
-def _read(plan: _Plan, consumed: _Consumed, progress: "Progress | None") -> Iterator[RecordBatch]:
+def _read(plan: _Plan, consumed: _Consumed, progress: Progress | None) -> Iterator[RecordBatch]:
     """All batches after what is consumed."""
     start, first = consumed.number, consumed.records
     for number, source in enumerate(plan.sources):
@@ -470,24 +466,15 @@ def _read(plan: _Plan, consumed: _Consumed, progress: "Progress | None") -> Iter
                 progress(source.path.name, batch.bytes_read)
 
 
-def tokenize(
-    batches: Iterator[RecordBatch],
-    tokenizer: str | Path,
-    template: ChatTemplate | None,
-    processes: int,
-    special_tokens: bool = False,
+def _tokenize(
+    batches: Iterator[RecordBatch], tokenizer: "_Tokenizer", processes: int
 ) -> Iterator[Tokenized]:
     """Tokenizes batches in order, in this process or in several others."""
     if processes == 1:
-        here = _Tokenizer(tokenizer, template, special_tokens)
-        yield from map(here.tokenize, batches)
+        yield from map(tokenizer.tokenize, batches)
         return
-    pool = ProcessPoolExecutor(
-        processes,
-        multiprocessing.get_context("spawn"),
-        _start_worker,
-        (tokenizer, template, special_tokens),
-    )
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(processes, context, _start_worker, (tokenizer,))
     waiting: deque[Future[Tokenized]] = deque()
     try:
         for batch in batches:
@@ -505,10 +492,9 @@ def tokenize(
 _worker: "_Tokenizer"  # in a worker process
 
 
-def _start_worker(
-    tokenizer: str | Path, template: ChatTemplate | None, special_tokens: bool
-) -> None:
+def _start_worker(tokenizer: "_Tokenizer") -> None:
     global _worker
+    _worker = tokenizer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which stops us
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
@@ -519,29 +505,30 @@ def _start_worker(
         os._exit(1)  # a killed parent cannot stop us
 
     threading.Thread(target=exit_with_parent, daemon=True).start()
-    _worker = _Tokenizer(tokenizer, template, special_tokens)
 
 
 def _work(batch: RecordBatch) -> Tokenized:
     return _worker.tokenize(batch)
 
 
+@dataclass
 class _Tokenizer:
-    """Parses and tokenizes batches of records."""
+    """Parses and tokenizes batches of records, in this process or in a worker."""
 
-    def __init__(
-        self, tokenizer: str | Path, template: ChatTemplate | None, special_tokens: bool
-    ) -> None:
-        self._template = template
-        self._open = cache(lambda special: open_tokenizer(tokenizer, special_tokens=special))
-        self._special_tokens = special_tokens
+    path: str | Path
+    template: ChatTemplate | None
+    special_tokens: bool
+    _opened: dict[bool, AnyTokenizer] = field(default_factory=dict)  # by `special_tokens`
 
     def tokenize(self, batch: RecordBatch) -> Tokenized:
         columns = batch.columns
         # Templates write special tokens. As in transformers, those in messages count as well.
-        tokenizer = self._open(self._special_tokens or columns.is_chat)
+        special = self.special_tokens or columns.is_chat
+        if special not in self._opened:
+            self._opened[special] = open_tokenizer(self.path, special_tokens=special)
+        tokenizer = self._opened[special]
         documents, bad = list[tuple[int, Document]](), dict[int, str]()
-        for position, document in batch.parse(self._template):
+        for position, document in batch.parse(self.template):
             if isinstance(document, ValueError):
                 bad[position] = str(document)
             else:
@@ -696,11 +683,6 @@ def _write(
                 for _ in range(times):
                     writer.add(tokens, mask)
                 upcoming = next(documents, None)
-            files, begun, bad, last_answer_only = consumed.note()
-            writer.close(
-                files=[file.model_dump() for file in files],
-                begun=begun and begun.model_dump(),
-                bad=bad,
-                last_answer_only=last_answer_only,
-            )
-        done.append(_Note(writer.entry, files, begun, bad, last_answer_only))
+        note = consumed.note(writer.entry)
+        write_json(output / f"{path.name}.json", note.model_dump())
+        done.append(note)

@@ -16,7 +16,7 @@ import os
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Annotated, Any, Literal, NamedTuple, Self
@@ -26,7 +26,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from xlstm7b.chat_format import PlainFormat
-from xlstm7b.files import Progress, write_aside, write_json
+from xlstm7b.files import Progress, check_sha256, file_sha256, write_aside, write_json
 
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished.json"
@@ -53,9 +53,9 @@ class ShardFolder:
 
     path: Path
     shards: list[TokenShard]
-    vocab_size: int | None
-    tokenizer_fingerprint: str | None
-    has_mask: bool
+    vocab_size: int | None = None
+    tokenizer_fingerprint: str | None = None
+    has_mask: bool = False
     eos_token_id: int = 0  # the last token of every document
     bos_token_id: int | None = 0  # the tokenizer's first token, which is not on disk
     chat_template: str | None = None  # the template of its chats; None if it holds none
@@ -85,7 +85,7 @@ def open_folder(
     verify: bool = False,
     token_bytes: int | None = None,
     eos_token_id: int = 0,
-    progress: "Progress | None" = None,
+    progress: Progress | None = None,
 ) -> ShardFolder:
     """Maps the shards of a folder. A damaged or incomplete folder is a `ValueError` that says why.
 
@@ -126,12 +126,16 @@ def open_folder(
                     f"{shard.path} is damaged: it holds {found} {what}, "
                     f"but {MANIFEST} lists {listed}"
                 )
-        if verify:
-            _check_sums(path, entry.sha256, progress)
+        for name, digest in entry.sha256.items() if verify else ():
+            check_sha256(path / name, digest, MANIFEST)
+            if progress:
+                progress(name, (path / name).stat().st_size)
         shards.append(shard)
-    folder = _folder(path, shards, manifest.vocab_size, manifest.tokenizer)
-    return replace(
-        folder,
+    return _folder(
+        path,
+        shards,
+        vocab_size=manifest.vocab_size,
+        tokenizer_fingerprint=manifest.tokenizer,
         eos_token_id=manifest.eos_token_id,
         bos_token_id=manifest.bos_token_id,
         chat_template=manifest.chat_template,
@@ -174,17 +178,15 @@ def _open_without_manifest(
                 "of text (set eos_token in datatrove's DocumentTokenizer)"
             )
         shards.append(shard)
-    return _folder(path, shards, None, None)
+    return _folder(path, shards, eos_token_id=eos_token_id)
 
 
-def _folder(
-    path: Path, shards: list[TokenShard], vocab_size: int | None, fingerprint: str | None
-) -> ShardFolder:
+def _folder(path: Path, shards: list[TokenShard], **about: Any) -> ShardFolder:
     filled = [shard for shard in shards if len(shard.ends)]
     if not filled:
         raise ValueError(f"{path} holds no documents")
     has_mask = any(shard.mask is not None for shard in filled)
-    return ShardFolder(path, filled, vocab_size, fingerprint, has_mask)
+    return ShardFolder(path, filled, has_mask=has_mask, **about)
 
 
 def _open_shard(path: Path, size: int, has_mask: bool) -> TokenShard:
@@ -213,19 +215,6 @@ def _map(path: Path, dtype: str) -> npt.NDArray[Any]:
         raise ValueError(f"{path} is damaged: its {size} bytes are not a multiple of {item}")
     # An empty file cannot be mapped.
     return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
-
-
-def _check_sums(folder: Path, sums: dict[str, str], progress: "Progress | None") -> None:
-    for name, expected in sums.items():
-        if _sha256(folder / name) != expected:
-            raise ValueError(f"{folder / name} is damaged: its sha256 is not the one in {MANIFEST}")
-        if progress:
-            progress(name, (folder / name).stat().st_size)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # The manifest
@@ -300,7 +289,7 @@ def write_manifest(
         "documents": sum(entry.documents for entry in entries),
         "tokens": sum(entry.tokens for entry in entries),
         **noted,
-        "shards": [entry.model_dump() for entry in entries],
+        "shards": [entry.model_dump(include={*ShardEntry.model_fields}) for entry in entries],
     }
     write_json(folder / MANIFEST, manifest)
 
@@ -329,7 +318,7 @@ def adopt_folder(
             documents=len(shard.ends),
             tokens=len(shard.tokens),
             has_mask=has_mask,
-            sha256={file: _sha256(path / file) for file in _file_names(name, has_mask)},
+            sha256={file: file_sha256(path / file) for file in _file_names(name, has_mask)},
         )
         entries.append(entry)
     write_manifest(
@@ -351,13 +340,9 @@ def _file_names(name: str, has_mask: bool) -> list[str]:
 
 
 class ShardWriter:
-    """Writes the shard NAME.ds at `path`. An error inside the `with` block leaves no file.
+    """Writes the shard NAME.ds at `path`. An error inside the `with` block leaves no file."""
 
-    After the shard, NAME.ds.json is written: it marks the shard as complete and holds its `entry`,
-    for the manifest.
-    """
-
-    entry: ShardEntry  # once the writer is closed
+    entry: ShardEntry  # for the manifest, after the `with` block
 
     def __init__(
         self, path: Path, *, vocab_size: int, has_mask: bool = False, eos_token_id: int = 0
@@ -366,7 +351,7 @@ class ShardWriter:
         self._vocab_size, self._has_mask, self._eos = vocab_size, has_mask, eos_token_id
         self._dtype = np.dtype(f"<u{token_size(vocab_size)}")
         self._ends = array("Q")
-        self._stack, self._is_closed = ExitStack(), False
+        self._stack = ExitStack()
         self._files: dict[str, IO[bytes]] = {}
         self._sums = {name: hashlib.sha256() for name in _file_names(path.name, has_mask)}
         for name in self._sums:
@@ -391,24 +376,6 @@ class ShardWriter:
         self.tokens += len(ids) + 1
         self._ends.append(self.tokens)
 
-    def close(self, **noted: Any) -> None:
-        """Renames the files. `noted` is stored in NAME.ds.json with the entry."""
-        with self._stack:
-            self._write(".index", np.array(self._ends, dtype="<u8"))
-            for file in self._files.values():
-                file.flush()
-                os.fsync(file.fileno())
-        self.entry = ShardEntry(
-            name=self.path.name,
-            documents=self.documents,
-            tokens=self.tokens,
-            has_mask=self._has_mask,
-            sha256={name: total.hexdigest() for name, total in self._sums.items()},
-        )
-        note = self.path.with_name(f"{self.path.name}.json")
-        write_json(note, {**self.entry.model_dump(), **noted})
-        self._is_closed = True
-
     def _write(self, ending: str, *parts: npt.NDArray[Any]) -> None:
         name = f"{self.path.name}{ending}"
         for values in map(np.ascontiguousarray, parts):  # not copied: a document may be long
@@ -426,5 +393,16 @@ class ShardWriter:
     ) -> None:
         if kind is not None:
             self._stack.__exit__(kind, error, trace)
-        elif not self._is_closed:
-            self.close()
+            return
+        with self._stack:  # renames the files at its end
+            self._write(".index", np.array(self._ends, dtype="<u8"))
+            for file in self._files.values():
+                file.flush()
+                os.fsync(file.fileno())
+        self.entry = ShardEntry(
+            name=self.path.name,
+            documents=self.documents,
+            tokens=self.tokens,
+            has_mask=self._has_mask,
+            sha256={name: total.hexdigest() for name, total in self._sums.items()},
+        )

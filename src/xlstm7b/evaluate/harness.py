@@ -29,10 +29,10 @@ from xlstm7b.checkpoint import read_config, resolve
 from xlstm7b.devices import default_dtype, to_device, to_dtype
 from xlstm7b.evaluate.prefix_tree import PrefixTree
 from xlstm7b.evaluate.scoring import Continuation, Scorer, default_batch_size
-from xlstm7b.files import write_aside, write_hashed
+from xlstm7b.files import complete_lines, write_aside, write_hashed
 from xlstm7b.generate import Generator, Request, SamplingParams, SavedState
 from xlstm7b.model.adapter import load_adapted, load_adapter
-from xlstm7b.tokenizer import model_tokenizer, with_first_token
+from xlstm7b.tokenizer import model_tokenizer, other_end, with_first_token
 
 NAME = "xlstm7b"
 
@@ -90,9 +90,12 @@ class XLSTM7B(TemplateLM):
         text = model_tokenizer(self._folder, read_config(self._folder), tokenizer)
         model = load_adapted(self._folder, adapter, dtype=model_dtype, device=self._device)
         self._template_folder = self._folder
+        self._ends: tuple[int, ...] | None = None  # end-of-text ids, if not the model's own alone
         if adapter is not None:
             loaded = load_adapter(adapter, model.config)
             self._template_folder = loaded.template_folder(self._folder)
+            end = other_end(loaded.folder, text, model.config)
+            self._ends = None if end is None else (model.config.eos_token_id, end)
         if rows is None:
             rows = min(default_batch_size(model), max_batch_size or 1 << 30)
         # Both use the same weights: the generator fuses them in place.
@@ -158,7 +161,7 @@ class XLSTM7B(TemplateLM):
         responses: dict[int, Any] = {}
         for name, indices in tasks.items():
             chosen = [requests[index] for index in indices]
-            kept = None if self.finished is None or name is None else self.finished
+            kept = None if name is None else self.finished
             found = kept.get(chosen) if kept else None
             if found is None:
                 found = run(chosen, disable_tqdm=disable_tqdm)
@@ -198,7 +201,10 @@ class XLSTM7B(TemplateLM):
             with_first_token(self.generator.config, self.tok_encode(request.args[0]))
             for request in requests
         ]
-        options = [sampling_options(request.args[1], n) for n, request in enumerate(requests)]
+        options = [
+            {"eos_token_id": self._ends, **sampling_options(request.args[1], n)}
+            for n, request in enumerate(requests)
+        ]
         texts: dict[int, str] = {}
         with tqdm(total=len(requests), desc="generate_until", disable=disable_tqdm) as bar:
             for shared, indices in _group_by_prefix(prompts):
@@ -398,21 +404,14 @@ class FinishedTasks:
         self._tasks = {(line["task"], line["kind"]): line for line in lines[1:]}
 
     def _read(self) -> list[dict[str, Any]]:
-        """The lines of the file. A last line that is not complete is removed from it."""
         lines: list[dict[str, Any]] = []
-        with self.path.open("rb+") as file:
-            size = 0
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    lines.append({**json.loads(line)})
-                except (ValueError, TypeError) as error:
-                    raise ValueError(
-                        f"{self.path} is damaged in line {len(lines) + 1}: delete it to start again"
-                    ) from error
-                size += len(line)
-            file.truncate(size)
+        for line in complete_lines(self.path):
+            try:
+                lines.append({**json.loads(line)})
+            except (ValueError, TypeError) as error:
+                raise ValueError(
+                    f"{self.path} is damaged in line {len(lines) + 1}: delete it to start again"
+                ) from error
         return lines
 
     def get(self, requests: Sequence[Instance]) -> list[Any] | None:

@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,9 @@ class Peer:
             import transformers
         except ImportError as error:
             raise ValueError("--peer needs transformers: pip install 'xlstm7b[bench]'") from error
-        try:
+        with _name_folder(folder):
             config: Any = transformers.AutoConfig.from_pretrained(folder)
             self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
-        except Exception as error:  # of any type: each architecture has its own reader
-            raise ValueError(f"transformers does not load {folder}: {_one_line(error)}") from error
         if not self.encode("a"):  # transformers makes an empty tokenizer if there is none
             raise ValueError(f"{folder} has no tokenizer; save the peer's own in its folder")
         self.folder = folder
@@ -83,13 +82,10 @@ class Peer:
         """Reads the weights. Only safetensors: other formats can run code."""
         import transformers
 
-        try:
+        with _name_folder(self.folder):
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 self.folder, dtype=self.dtype or "auto", use_safetensors=True
             )
-        except Exception as error:  # of any type: each architecture has its own loader
-            reason = _one_line(error)
-            raise ValueError(f"transformers does not load {self.folder}: {reason}") from error
         self._model = model.to(self.device).eval()
         # A checkpoint may ask for sampling or penalties; the benchmark decodes without.
         end = model.generation_config.eos_token_id
@@ -147,5 +143,10 @@ class Peer:
         return found
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+@contextmanager
+def _name_folder(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of any type: each architecture has its own reader
+        reason = " ".join(str(error).split())
+        raise ValueError(f"transformers does not load {folder}: {reason}") from error

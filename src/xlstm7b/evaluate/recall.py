@@ -340,7 +340,6 @@ def _write_folder(
                 mask = np.zeros(len(sample.tokens), np.uint8)
                 mask[sample.answers] = 1
                 writer.add(sample.tokens, mask)
-        (aside / "00000.ds.json").unlink()
         write_manifest(
             aside,
             [writer.entry],
@@ -407,11 +406,12 @@ def evaluate(
     return results
 
 
-def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
+def wilson(share: float, count: int) -> tuple[float, float]:
     """Wilson's 95% interval of a share that was measured on `count` independent samples.
 
     Here a sample is a sequence: its answers are not independent of each other.
     """
+    z = 1.96
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
     return max(0.0, middle - half), min(1.0, middle + half)

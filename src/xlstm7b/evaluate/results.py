@@ -84,7 +84,7 @@ class Comparison(NamedTuple):
 def read_results(path: Path) -> dict[tuple[str, str], Metric]:
     """The metrics of a results file, by (task, metric)."""
     found = {}
-    for task, metrics in _read_file(path)["results"].items():
+    for task, metrics in read_file(path)["results"].items():
         if not isinstance(metrics, dict):
             raise ValueError(f"{path} is not a results file: {task!r} has no metrics")
         for key, value in metrics.items():
@@ -97,7 +97,8 @@ def read_results(path: Path) -> dict[tuple[str, str], Metric]:
     return found
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> dict[str, Any]:
+    """The content of a results file."""
     if not path.is_file():
         raise ValueError(f"there is no results file {path}")
     try:
@@ -155,7 +156,7 @@ def setting_differences(first: Path, second: Path) -> list[str]:
 
     A setting that one of the files does not have is not compared.
     """
-    one, other = _settings(_read_file(first)), _settings(_read_file(second))
+    one, other = _settings(read_file(first)), _settings(read_file(second))
     found = []
     for name, value in one.items():
         if name not in other or other[name] == value:

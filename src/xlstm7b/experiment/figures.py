@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from xlstm7b.experiment.file import Experiment
@@ -38,10 +39,6 @@ def over_previous(
     return found
 
 
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
 def _curves(
     axes: Any,
     experiment: Experiment,
@@ -66,7 +63,7 @@ def _curves(
 
 def _loss(axes: Any, experiment: Experiment, runs: Mapping[str, Record]) -> None:
     window = experiment.figure.window
-    _curves(axes, experiment, runs, lambda curve: over_previous(curve["loss"], window, mean))
+    _curves(axes, experiment, runs, lambda curve: over_previous(curve["loss"], window, fmean))
     axes.set(ylabel="loss", title=f"loss, mean of the previous {window} steps")
     axes.legend()
 
@@ -90,7 +87,7 @@ def _perplexity(axes: Any, experiment: Experiment, runs: Mapping[str, Record]) -
     window = experiment.figure.window
 
     def smoothed(curve: Mapping[str, Any]) -> list[float]:
-        return [perplexity(loss) for loss in over_previous(curve["loss"], window, mean)]
+        return [perplexity(loss) for loss in over_previous(curve["loss"], window, fmean)]
 
     for name, colour in _curves(axes, experiment, runs, smoothed).items():
         held_out = runs[name]["held_out"]

@@ -9,16 +9,22 @@ setting or a wrong type is a `ValueError` of one sentence.
 """
 
 import re
-import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool
 
-from xlstm7b.train.recipe import Recipe, Source, load_recipe, section
+from xlstm7b.train.recipe import (
+    Recipe,
+    Source,
+    is_path,
+    load_recipe,
+    packaged_names,
+    read_toml,
+    section,
+)
 
 Kind = Literal["loss", "schedule", "speed", "loss-and-speed", "accuracy"]
 TRAIN, VALID = "train", "valid"  # the prepared folders in the folder of the data
@@ -213,39 +219,16 @@ class Experiment:
 
 def load_experiment(name_or_path: str) -> Experiment:
     """Reads an experiment of the package, by name, or a TOML file."""
-    if "/" not in name_or_path and not name_or_path.endswith(".toml"):
-        if name_or_path not in experiment_names():
-            raise ValueError(
-                f"unknown experiment {name_or_path!r}; choose from "
-                f"{', '.join(experiment_names())}, or give the path of a .toml file"
-            )
-        name, folder = name_or_path, None
-        text = (files("xlstm7b") / "experiments" / f"{name}.toml").read_text(encoding="utf-8")
-    else:
-        path = Path(name_or_path)
-        if not path.is_file():
-            raise ValueError(f"there is no experiment file {path}")
-        name, folder = path.stem, path.resolve().parent
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"experiment {path} is not a text file: {error}") from error
+    label, folder, tables = read_toml("experiment", name_or_path)
+    recipe = tables.get("recipe")
+    if folder and isinstance(recipe, str) and is_path(recipe):
+        tables["recipe"] = str(folder / recipe)
     try:
-        values: Mapping[str, Any] = {"name": name, **tomllib.loads(text)}
-        recipe = values.get("recipe")
-        if folder and isinstance(recipe, str) and ("/" in recipe or recipe.endswith(".toml")):
-            values = {**values, "recipe": str(folder / recipe)}
-        return Experiment(**values)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"experiment {name_or_path} is not a TOML file: {error}") from error
+        return Experiment(**{"name": Path(label).name.removesuffix(".toml"), **tables})
     except ValueError as error:
         raise ValueError(f"experiment {name_or_path}: {error}") from error
 
 
 def experiment_names() -> list[str]:
     """The experiments that come with the package."""
-    return sorted(
-        file.name.removesuffix(".toml")
-        for file in (files("xlstm7b") / "experiments").iterdir()
-        if file.name.endswith(".toml")
-    )
+    return packaged_names("experiment")

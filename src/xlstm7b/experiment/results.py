@@ -11,7 +11,7 @@ loss, speed and memory. `status` is
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,6 +22,7 @@ from xlstm7b.experiment.file import Experiment
 from xlstm7b.files import json_bytes, write_json
 from xlstm7b.report import table
 from xlstm7b.train.recipe import Recipe
+from xlstm7b.train.run_settings import differences
 
 NAME = "results.json"
 _FINAL = ("finished", "diverged")
@@ -54,8 +55,11 @@ class Results:
                 "choose another --output"
             )
 
+    def status(self, run: str) -> str | None:
+        return self.runs.get(run, {}).get("status")
+
     def is_final(self, run: str) -> bool:
-        return self.runs.get(run, {}).get("status") in _FINAL
+        return self.status(run) in _FINAL
 
     def check_same(self, run: str, now: Mapping[str, Any]) -> None:
         """Raises a `ValueError` if a final record is of another recipe or of other data."""
@@ -93,32 +97,25 @@ def find_same(results: Path, now: Mapping[str, Any]) -> Record | None:
     wanted = {**now, "recipe": {**now["recipe"], "name": None}}
     for record in _read(results)[1].values():
         found = {**record, "recipe": {**record["recipe"], "name": None}}
-        if record["status"] in _FINAL and not any(_changes(found, wanted)):
+        if record["status"] in _FINAL and not _changes(found, wanted):
             return record
     return None
 
 
 def check_same(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises a `ValueError` that names the first setting that differs, if both have it."""
-    for name, old, new in _changes(before, now):
+    for name, (old, new) in _changes(before, now).items():
         shown = name.removeprefix("recipe.")
         raise ValueError(f"{what} has {shown} {old!r}, not {new!r}: choose another --output")
 
 
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    for part in ("recipe", "data", "data_task", "texts", "evaluate"):
-        if part in before and part in now:
-            plain = json.loads(json.dumps(now[part]))  # tuples become lists, as in the file
-            yield from _differences(before[part], plain, part)
-
-
-def _differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in dict.fromkeys((*before, *now)):
-            inner = f"{name}.{key}" if name else key
-            yield from _differences(before.get(key), now.get(key), inner)
-    elif before != now:
-        yield name, before, now
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    parts = ("recipe", "data", "data_task", "texts", "evaluate")
+    shared = [part for part in parts if part in before and part in now]
+    plain = json.loads(json.dumps(dict(now)))  # tuples become lists, as in the file
+    return differences(
+        {part: before[part] for part in shared}, {part: plain[part] for part in shared}
+    )
 
 
 def comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,7 +127,7 @@ def comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def data_record(folders: Mapping[str, ShardFolder]) -> dict[str, Any]:
-    """What tells one set of prepared folders from another."""
+    """Numbers that differ between sets of prepared folders."""
     return {
         name: {
             "tokens": folder.tokens,

@@ -10,8 +10,8 @@ import os
 import shutil
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,12 +34,12 @@ from xlstm7b.experiment.results import (
     measured,
 )
 from xlstm7b.experiment.tasks import check_tasks, find_task
-from xlstm7b.files import lock_folder, replacing
+from xlstm7b.files import locked_folder, replacing
 from xlstm7b.report import machine
 from xlstm7b.train.metrics_log import read_metrics
-from xlstm7b.train.processes import process_group
+from xlstm7b.train.processes import first_line, process_group
 from xlstm7b.train.recipe import Recipe
-from xlstm7b.train.run_checkpoints import read_model, read_run, saved_steps
+from xlstm7b.train.run_checkpoints import read_model, read_run, saved_steps, step_folder
 from xlstm7b.train.trainer import Report, Trainer
 
 _SMOKE_FILES = 12  # of Python's own sources, as text for --smoke
@@ -75,9 +75,9 @@ def run_experiment(
     for folder in reuse:
         if not (folder / NAME).is_file():
             raise ValueError(f"--reuse: {folder} has no {NAME}")
-    makes_data = smoke or experiment.data is not None
     if smoke and data is not None:
         raise ValueError("--smoke makes its own data: leave out --data")
+    makes_data = smoke or experiment.data is not None
     source = output / "data" if makes_data else data
     texts = data if makes_data else None
     if texts is not None and not texts.exists():
@@ -92,21 +92,24 @@ def run_experiment(
     }
     folders = None if makes_data or data is None else _open(data)
     evaluation = experiment.task("evaluate", smoke=smoke)
-    making = experiment.task("data", smoke=smoke)
-    check_tasks(making, evaluation)
-    waiting = _waiting(experiment, results, {name: recipes[name] for name in chosen}, output)
-    settled: dict[str, Record] = {}  # what may not change afterwards
+    data_task = experiment.task("data", smoke=smoke)
+    check_tasks(data_task, evaluation)
+    to_train = {name: recipes[name] for name in chosen}
+    waiting = _waiting(experiment, results, to_train, output)
+    fixed: dict[str, Record] = {}  # what may not change after a run has its result
     for name, recipe in recipes.items():
-        settled[name] = {"recipe": comparable(recipe.to_dict())}
+        fixed[name] = {"recipe": comparable(recipe.to_dict())}
         if evaluation is not None:
-            settled[name]["evaluate"] = evaluation[1]
-        if making is not None:
-            settled[name]["data_task"] = making[1]
+            fixed[name]["evaluate"] = evaluation[1]
+        if data_task is not None:
+            fixed[name]["data_task"] = data_task[1]
+            if waiting:  # a figure can be drawn without the texts
+                fixed[name]["texts"] = texts.name if texts else None
         if folders is not None:
-            settled[name]["data"] = data_record(folders)
-        results.check_same(name, settled[name])
+            fixed[name]["data"] = data_record(folders)
+        results.check_same(name, fixed[name])
         if name in waiting:
-            _check_unfinished(output / name, settled[name])
+            _check_unfinished(output / name, fixed[name])
             if folders is not None:
                 check_tokenizers(folders, recipe.model)
     if not waiting:
@@ -118,27 +121,23 @@ def run_experiment(
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("an experiment trains in one process: start it without torchrun")
-    if making is not None:
-        for name in recipes:  # not above: a figure can be drawn without the texts
-            settled[name]["texts"] = texts.name if texts else None
-            results.check_same(name, settled[name])
-        making = experiment.task("data", smoke=smoke, texts=texts)
     taken = {
         name: record
         for name in waiting
         for folder in reuse
         if not experiment.runs[name].speed_only
-        and (record := find_same(folder / NAME, settled[name])) is not None
+        and (record := find_same(folder / NAME, fixed[name])) is not None
     }
     # 2. Make the data, if the experiment does.
-    with _made(output), lock_folder(output, "running an experiment in"):
+    with locked_folder(output, "running an experiment in"):
         for name, record in taken.items():
-            results.add(name, {**record, **settled[name]})
+            results.add(name, {**record, **fixed[name]})
             say(f"{name}: taken from a run with the same recipe and data")
-        waiting = _waiting(experiment, results, {name: recipes[name] for name in chosen}, output)
-        if making is not None and waiting:
-            find_task(making[0]).write_task(source, making[1])
-        elif smoke and not source.exists():
+        waiting = _waiting(experiment, results, to_train, output)
+        data_task = experiment.task("data", smoke=smoke, texts=texts)
+        if waiting and data_task is not None:
+            find_task(data_task[0]).write_task(source, data_task[1])
+        elif waiting and smoke and not source.exists():
             with replacing(source, lambda name: True) as aside:
                 _write_smoke_data(aside)
         # 3. Train.
@@ -152,7 +151,7 @@ def run_experiment(
                 torch.compiler.reset()
                 compiled = model
             began = time.monotonic()
-            if run.after and results.runs.get(run.after, {}).get("status") != "finished":
+            if run.after and results.status(run.after) != "finished":
                 outcome = _Outcome("failed", [], f"the run {run.after} has not finished")
             else:
                 train = _measure_speed if run.speed_only else _train
@@ -167,7 +166,7 @@ def run_experiment(
                 **measured(recipe, outcome.lines),
                 "machine": {**machine(device), "xlstm7b": __version__},
                 "data": data_record(_open(Path(recipe.data.sources["data"].path).parent)),
-                **settled[name],
+                **fixed[name],
             }
             task = experiment.task("evaluate", smoke=smoke, texts=texts)
             is_continued = any(later.after == name for later in experiment.runs.values())
@@ -180,17 +179,6 @@ def run_experiment(
     return results.runs
 
 
-@contextmanager
-def _made(folder: Path) -> Iterator[None]:
-    """Creates a folder, and removes it again if nothing was written to it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    finally:
-        if not any(folder.iterdir()):
-            folder.rmdir()
-
-
 def _waiting(
     experiment: Experiment, results: Results, recipes: dict[str, Recipe], output: Path
 ) -> list[str]:
@@ -201,11 +189,11 @@ def _waiting(
     """
     waiting = {name for name in recipes if not results.is_final(name)}
     for name in reversed(recipes):  # a run comes after the one that it continues
-        earlier, start = experiment.runs[name].after, f"step-{recipes[name].start_step:08}"
+        earlier, start = experiment.runs[name].after, recipes[name].start_step
         if name not in waiting or not earlier or saved_steps(output / name / "checkpoints"):
             continue
-        has_finished = results.runs.get(earlier, {}).get("status") == "finished"
-        if has_finished and not (output / earlier / "checkpoints" / start).is_dir():
+        last = step_folder(output / earlier / "checkpoints", start)
+        if results.status(earlier) == "finished" and not last.is_dir():
             waiting.add(earlier)
     return [name for name in recipes if name in waiting]
 
@@ -239,7 +227,7 @@ def _check_unfinished(folder: Path, now: dict[str, Any]) -> None:
     """Raises a `ValueError` if this folder has checkpoints of another recipe."""
     found = saved_steps(folder / "checkpoints")
     if found:
-        saved = read_run(folder / "checkpoints" / f"step-{found[-1]:08}")["recipe"]
+        saved = read_run(step_folder(folder / "checkpoints", found[-1]))["recipe"]
         check_same(f"the run in {folder}", {"recipe": comparable(saved)}, now)
 
 
@@ -288,7 +276,7 @@ def _train(recipe: Recipe, folder: Path, device: str, progress: Progress) -> _Ou
     except FloatingPointError as error:
         status, reason = "diverged", str(error)
     except torch.OutOfMemoryError as error:
-        status, reason = "failed", _first_line(error)
+        status, reason = "failed", first_line(error)
     return _Outcome(status, read_metrics(folder / "metrics.jsonl"), reason)
 
 
@@ -300,33 +288,14 @@ def _measure_speed(recipe: Recipe, folder: Path, device: str, progress: Progress
             trainer = Trainer(recipe, folder, device)
             try:
                 while trainer.step < recipe.run.steps:
-                    lines.append(_timed_update(trainer))
-                    report(lines[-1])
+                    _, line = trainer.measured_update()
+                    lines.append(line)
+                    report(line)
             finally:
                 trainer.loader.close()
     except torch.OutOfMemoryError as error:
-        return _Outcome("failed", lines, _first_line(error))
+        return _Outcome("failed", lines, first_line(error))
     return _Outcome("finished", lines)
-
-
-def _timed_update(trainer: Trainer) -> dict[str, Any]:
-    began = time.perf_counter()
-    update = trainer.update()
-    line = {
-        "step": trainer.step - 1,
-        "loss": update.loss,
-        "gradient_norm": update.gradient_norm,
-        "learning_rate": trainer.recipe.learning_rate(trainer.step - 1),
-        "tokens_per_second": update.positions / (time.perf_counter() - began),
-        "applied": update.applied,
-    }
-    if trainer.device.type == "cuda":
-        line["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
-    return line
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 def _free(device: str) -> None:
@@ -341,7 +310,7 @@ def _evaluate(
     recipe: Recipe, folder: Path, device: str, name: str, settings: dict[str, Any]
 ) -> dict[str, Any]:
     """Measures the last checkpoint as a model of its own, without the trainer's shards."""
-    checkpoint = folder / "checkpoints" / f"step-{recipe.run.steps:08}"
+    checkpoint = step_folder(folder / "checkpoints", recipe.run.steps)
     model = read_model(checkpoint, recipe.model).to(device).eval()
     result: dict[str, Any] = find_task(name).evaluate(model, settings)
     del model

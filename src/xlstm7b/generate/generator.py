@@ -16,7 +16,7 @@ from xlstm7b.checkpoint import read_config, resolve
 from xlstm7b.devices import default_dtype, to_device
 from xlstm7b.generate.draft_model import Speculation, load_speculation, open_speculation
 from xlstm7b.generate.engine import Engine, check_speculation
-from xlstm7b.generate.fusable import check_language_model
+from xlstm7b.generate.fusable import check_language_model, difference
 from xlstm7b.generate.params import SamplingParams
 from xlstm7b.generate.request import (
     Completion,
@@ -62,6 +62,7 @@ class Generator:
             raise ValueError(f"state_dtype must be float32 or bfloat16, not {state_dtype!r}")
         check_language_model(model)
         check_speculation(speculate, model)
+        _check_decoding(model, fused, replay, speculate)
         self.model, self.config, self.tokenizer = model, model.config, tokenizer
         self.state_dtype, self.batch_size, self.fused = state_dtype, batch_size, fused
         self.replay, self.speculate = replay, speculate
@@ -357,6 +358,26 @@ class Generator:
     def _keep(self, slots: int, engine: Engine, version: int) -> None:
         if version == self._model_version:  # else the model changed while a stream was open
             self._idle[slots] = engine
+
+
+def _check_decoding(model: XLSTM, fused: bool, replay: bool | None, speculate: Speculation) -> None:
+    """A `ValueError` for choices that no engine of this model can have together."""
+    if speculate is not None and replay is False:
+        raise ValueError(
+            "speculation needs replay decoding, which replay=False turns off: leave out one of them"
+        )
+    chosen = model.config.other_classes()
+    if (speculate is not None or replay) and (chosen or not fused):
+        needy = "replay decoding" if speculate is None else "speculation"
+        names = ", ".join(f"{kind} = {name!r}" for kind, name in chosen.items())
+        why = f"does not know {names} of this model" if chosen else "fused=False turns off"
+        raise ValueError(f"{needy} needs the fused path, which {why}: leave {needy} out")
+    reason = difference(speculate) if isinstance(speculate, XLSTM) else None
+    if reason is not None:
+        raise ValueError(
+            f"the draft model cannot be used: {reason}, which the fused path would ignore, and "
+            "drafts need that path: undo this change of the draft model, or give another one"
+        )
 
 
 class _Layers:

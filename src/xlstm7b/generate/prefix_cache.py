@@ -90,13 +90,12 @@ class PrefixIndex(Generic[Value]):
 
     def longest(self, tokens: HashedTokens, longer_than: int) -> Entry[Value] | None:
         """The entry of the longest stored prefix of `tokens` above this length."""
-        for _, lengths in tokens.block_lengths(longer_than, self._digests.keys()):
-            for length in lengths:
-                entry = self._entries.get(tokens.key(length))
-                if entry is None or entry.salt != tokens.salt:
-                    continue
-                if entry.prefix == tokens.prefix_bytes(length):
-                    return entry
+        for length in tokens.lengths(longer_than, self._digests.keys()):
+            entry = self._entries.get(tokens.key(length))
+            if entry is None or entry.salt != tokens.salt:
+                continue
+            if entry.prefix == tokens.prefix_bytes(length):
+                return entry
         return None
 
 

@@ -117,7 +117,8 @@ class Request:
             if len(self.state) != 1:
                 raise ValueError(f"a request continues one state, not {len(self.state)}")
         if self.params.eos_token_id is None:
-            self.params = replace(self.params, eos_token_id=config.eos_token_id)
+            ends = end_ids(config.eos_token_id, adapter=self.adapter)
+            self.params = replace(self.params, eos_token_id=ends)
         self.params.check(config.vocab_size)
         if self.prompt_logprobs is not None:
             check_logprobs("prompt_logprobs", self.prompt_logprobs, config.vocab_size)
@@ -168,6 +169,11 @@ class Request:
         if self.matcher is not None:
             made.matcher = self.matcher.copy()
         return made
+
+
+def end_ids(*ids: int, adapter: "Adapter | None") -> tuple[int, ...]:
+    """End-of-text ids, and that of the adapter if it has one of its own."""
+    return ids if adapter is None or adapter.end is None else (*ids, adapter.end)
 
 
 def _encode(tokenizer: Tokenizer, text: str, continues: bool) -> list[int]:
@@ -360,23 +366,24 @@ class HashedTokens:
         blocks = length // BLOCK
         return self._digests[blocks], self._bytes[blocks * BLOCK * _ID_BYTES : length * _ID_BYTES]
 
+    def block_hashes(self) -> list[bytes]:
+        """The hash after each whole block."""
+        return self._digests[1:]
+
     def has_prefix(self, other: "HashedTokens", length: int) -> bool:
         """True if both start with the same `length` ids."""
         return min(len(self), len(other)) >= length and self.key(length) == other.key(length)
 
-    def block_lengths(
-        self, longer_than: int, known: KeysView[bytes] | None = None
-    ) -> Iterator[tuple[bytes, range]]:
-        """Prefix lengths above `longer_than`, longest first, grouped by the hash in their key.
+    def lengths(self, longer_than: int, known: KeysView[bytes]) -> Iterator[int]:
+        """Lengths above `longer_than` of prefixes whose key has a known hash, longest first.
 
-        With `known`, only groups with one of these hashes. The cost is that of the smaller of the
-        two sets: it is paid for every chunk of a prompt, which may have a million tokens.
+        The cost is that of the smaller of the two sets of hashes: it is paid for every chunk of a
+        prompt, which may have a million tokens.
         """
-        found = self._blocks.keys() if known is None else self._blocks.keys() & known
-        numbers = [self._blocks[block_hash] for block_hash in found]
+        numbers = [self._blocks[block_hash] for block_hash in self._blocks.keys() & known]
         for blocks in sorted((n for n in numbers if n >= longer_than // BLOCK), reverse=True):
             last = min(len(self), (blocks + 1) * BLOCK - 1)
-            yield self._digests[blocks], range(last, max(longer_than, blocks * BLOCK - 1), -1)
+            yield from range(last, max(longer_than, blocks * BLOCK - 1), -1)
 
 
 def digest(before: bytes, block: bytes) -> bytes:

@@ -290,17 +290,15 @@ class RecentPrompts:
 
         A prompt that is known as a whole shares nothing: its own end is stored already.
         """
-        hashes = [block_hash for block_hash, _ in tokens.block_lengths(BLOCK)]
+        hashes = tokens.block_hashes()[::-1]
         whole = digest(*tokens.key(len(tokens)))
         shared = 0
         if whole not in self._hashes:
             matches = (index for index, known in enumerate(hashes) if known in self._hashes)
             shared = BLOCK * (len(hashes) - next(matches, len(hashes)))
-        for block_hash in (whole, *hashes):
+        for block_hash in (whole, *hashes):  # the first blocks come last, so they are kept longest
             self._hashes[block_hash] = None
-            self._hashes.move_to_end(
-                block_hash
-            )  # the first blocks come last, so they are kept longest
+            self._hashes.move_to_end(block_hash)
         while len(self._hashes) > self._max_hashes:
             self._hashes.popitem(last=False)
         return shared

@@ -45,7 +45,7 @@ def find_graph(model: Any, cache: Any, tokens: Tensor | None) -> "DecodeGraph | 
 def graph_for(model: Any, cache: Any, batch: int) -> "DecodeGraph | None":
     """The graph for a model and a batch size. None if the model is not a plain xLSTM.
 
-    That is looked up once for each cache: its `not_plain` refers to the model then.
+    The cache remembers such a model in `not_plain`, so that it is checked only once.
     """
     graph = _graphs.get(model)
     if graph is not None and graph.batch == batch and graph.is_current():

@@ -1,19 +1,18 @@
 """`process_files`: generation and scoring of many JSONL files by Ray Data, on one machine or many.
 
 A part is some consecutive lines of one input file. Each worker has one `Generator` and processes
-one part at a time. The results of a part are one file, which is renamed to its name when it is
-complete. So a part that was interrupted, or was run twice, leaves nothing double, and a second run
-only has the parts to do whose files are missing.
+one part at a time. The results of a part are one file, which gets its name when it is complete. So
+an interrupted part leaves no file, a part that ran twice leaves one, and a second run processes
+only the parts whose files are missing.
 
 Workers read the inputs and write the results themselves: all machines need the same file system.
 """
 
 import hashlib
 import json
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +88,14 @@ def process_files(
         if missing:
             import ray.data
 
+            # Workers may run in another folder. What is no folder is a hub id.
+            folder = Path(work.model)
+            model = str(folder.resolve()) if folder.is_dir() else work.model
             items = [asdict(part) for part in missing]
             options = {"num_gpus": gpus_per_worker} if gpus_per_worker else {}
             done = ray.data.from_items(items, override_num_blocks=len(items)).map(
                 Worker,
-                fn_constructor_args=(work, str(output.resolve())),
+                fn_constructor_args=(replace(work, model=model), str(output.resolve())),
                 compute=ray.data.ActorPoolStrategy(size=min(workers, len(items))),
                 **options,
             )
@@ -113,7 +115,7 @@ class Worker:
             work.model, device=work.device, batch_size=work.batch_size
         )
         self.params = SamplingParams.from_options(**work.sampling)
-        self._states: OrderedDict[str, SavedState] = OrderedDict()
+        self._read = lru_cache(_KEPT_STATES)(lambda prefix: self.generator.read([prefix]))
 
     def __call__(self, part: dict[str, Any]) -> dict[str, Any]:
         """Processes a part and writes its file. Returns its name."""
@@ -179,14 +181,7 @@ class Worker:
 
     def state_after(self, prefix: str) -> SavedState | None:
         """The state after this text, which is read once. None for no text."""
-        if not prefix:
-            return None
-        if prefix not in self._states:
-            if len(self._states) == _KEPT_STATES:
-                self._states.popitem(last=False)
-            self._states[prefix] = self.generator.read([prefix])
-        self._states.move_to_end(prefix)
-        return self._states[prefix]
+        return self._read(prefix) if prefix else None
 
     @cached_property
     def _first_state(self) -> SavedState:
@@ -237,6 +232,7 @@ def _read(part: Part) -> Iterator[dict[str, Any]]:
 def _to_fields(line: bytes, source: str) -> dict[str, Any]:
     try:
         fields = json.loads(line)
+        json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair cannot be written
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{source} is not JSON: {error}") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):

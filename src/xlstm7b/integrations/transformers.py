@@ -113,7 +113,7 @@ class XLSTMCache:
     tokens back: assisted generation needs it.
     """
 
-    # `generate` asks both. It would compile the model, and take tokens back without a recording.
+    # Read by `generate`. With True, it would compile the model and crop without a recording.
     is_compileable = is_croppable = False
 
     def __init__(self) -> None:

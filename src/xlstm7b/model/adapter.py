@@ -35,7 +35,7 @@ from xlstm7b.model.layers import QuantizedLinear
 from xlstm7b.model.lm import XLSTM
 from xlstm7b.model.lora import LoraLinear
 from xlstm7b.patterns import first_matches
-from xlstm7b.tokenizer import read_object
+from xlstm7b.tokenizer import open_tokenizer, other_end, read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
@@ -70,6 +70,7 @@ class Adapter:
     base: Mapping[str, str]  # fingerprint of the weights that it was trained on; {}: not known
     base_name: str  # where they were
     fingerprint: str  # of A and B
+    end: int | None = None  # an end-of-text id besides the model's own, see `other_end`
 
     def template_folder(self, base: Path) -> Path:
         """Where the chat template is: the adapter's folder if it has one, else the base's."""
@@ -160,11 +161,15 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         *("lora_bias", "fan_in_fan_out", "modules_to_save", "layer_replication"),
         *("trainable_token_indices", "target_parameters", "alora_invocation_tokens"),
     )
-    for key in others:
-        if settings.get(key):
-            raise ValueError(f"{path}: {key} = {settings[key]!r} is not supported")
+    refused = [f"{key} = {settings[key]!r}" for key in others if settings.get(key)]
     if settings.get("bias", "none") != "none":
-        raise ValueError(f"{path}: bias = {settings['bias']!r} is not supported")
+        refused.append(f"bias = {settings['bias']!r}")
+    if refused:
+        raise ValueError(
+            f"{path}: {refused[0]} is not supported: merge the adapter with PEFT first, by "
+            f"PeftModel.from_pretrained(base, {str(folder)!r}).merge_and_unload()"
+            ".save_pretrained(TARGET), and use TARGET as the model, without the adapter"
+        )
     if str(settings.get("init_lora_weights")).startswith(_CHANGE_BASE):
         raise ValueError(
             f"{path}: init_lora_weights = {settings['init_lora_weights']!r} changes the base's "
@@ -309,7 +314,8 @@ def load_adapted(
 def merge_checkpoint(base: str | Path, adapter: str | Path, target: str | Path) -> None:
     """Writes the base with the adapter added, in the base's dtype: an ordinary checkpoint.
 
-    Tokenizer and chat template are those of the adapter's folder, where it has them.
+    Tokenizer, chat template and end-of-text token are those of the adapter's folder, where it has
+    them.
     """
     opened = open_checkpoint(base)
     if opened.schemes:
@@ -325,7 +331,11 @@ def merge_checkpoint(base: str | Path, adapter: str | Path, target: str | Path) 
         if folder == source.resolve():
             raise ValueError(f"{folder} is also read; choose another folder for the merged weights")
     beside = {path.name: path for path in [*opened.companions(), *companions(added.folder)]}
-    save_checkpoint(folder, opened.config, _merged(opened, added), companions=beside.values())
+    config = opened.config
+    if "tokenizer.json" in beside:
+        end = other_end(added.folder, open_tokenizer(beside["tokenizer.json"]), config)
+        config = config if end is None else replace(config, eos_token_id=end)
+    save_checkpoint(folder, config, _merged(opened, added), companions=beside.values())
 
 
 def _merged(base: Checkpoint, adapter: Adapter) -> Iterator[tuple[str, Tensor]]:

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from xlstm7b import __version__
 from xlstm7b.chat_format import PlainFormat
-from xlstm7b.serve.body_errors import to_api_error
+from xlstm7b.serve.body_errors import invalid_body
 from xlstm7b.serve.handlers import Service, router
 from xlstm7b.serve.middleware import ApiKeys, Gate, RequestLog, refuse
 from xlstm7b.serve.page_routes import MARKDOWN_PATH, MarkdownProcess, page_files
@@ -148,7 +148,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid_body(http: Request, error: RequestValidationError) -> Response:
-        return refuse(http.scope, to_api_error(error.errors(), error.body))
+        return refuse(http.scope, invalid_body(error.errors(), error.body))
 
     @app.exception_handler(HTTPException)
     async def on_http_exception(http: Request, error: HTTPException) -> Response:

@@ -33,7 +33,7 @@ _WANTED = {  # by pydantic's type of error
 _SHOWN = 60  # characters of a wrong value
 
 
-def to_api_error(errors: Sequence[Any], body: Any) -> ApiError:
+def invalid_body(errors: Sequence[Any], body: Any) -> ApiError:
     """The response for a body that pydantic refused with these errors."""
     # A union has errors for each of its types. The one that was meant is the type that fits except
     # for its limits; if none fits, the one with the longest path.

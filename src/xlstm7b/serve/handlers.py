@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response
 from xlstm7b.chat_format import ANSWER, ChatFormat, answer_ends, without_prefix
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate import Completion, Request, RequestOutput, SamplingParams, SavedState
+from xlstm7b.generate.request import end_ids
 from xlstm7b.generate.state import state_bytes
 from xlstm7b.generate.structured import Grammar, StructuredOutputError, compile_grammar
 from xlstm7b.model.adapter import Adapter
@@ -233,7 +234,8 @@ async def _read_completion(service: Service, body: CompletionBody) -> _Input:
     state, _ = await _load_state(service, body)
     needs_no_prompt = state is not None and body.prompt is None
     prompts = [[]] if needs_no_prompt else await _encode(service, body, body.prompt, state)
-    ends = (service.config.eos_token_id,)
+    adapter = service.find_model(body.model).adapter
+    ends = end_ids(service.config.eos_token_id, adapter=adapter)
     return prompts, body.to_sampling_params(service.limits, eos_token_id=ends), state
 
 
@@ -269,7 +271,9 @@ async def _read_chat(service: Service, body: ChatBody) -> _Input:
     params = body.to_sampling_params(
         service.limits,
         stop_strings=stop_strings,
-        eos_token_id=eos_token_id or (service.config.eos_token_id,),
+        eos_token_id=end_ids(
+            *(eos_token_id or (service.config.eos_token_id,)), adapter=model.adapter
+        ),
         grammar=grammar,
     )
     return await _encode(service, body, text, state), params, state

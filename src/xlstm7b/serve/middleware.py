@@ -91,7 +91,7 @@ def refuse(scope: Scope, error: ApiError) -> JSONResponse:
     reason = {"error": error.message, "param": error.param}
     given = {name: value for name, value in reason.items() if value is not None}
     scope.get("xlstm7b.log", {}).update(given)
-    return error.to_response()
+    return JSONResponse(error.content, error.status, error.headers)
 
 
 class ApiKeys:

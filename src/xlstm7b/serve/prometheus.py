@@ -1,7 +1,7 @@
 """The metrics of /metrics, for Prometheus. Names follow vLLM's, with the prefix `xlstm7b:`."""
 
 from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -17,6 +17,7 @@ from xlstm7b.serve.engine_thread import EngineThread
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _Family = TypeVar("_Family", CounterMetricFamily, GaugeMetricFamily)
+_Value: TypeAlias = float | Mapping[Level, float]  # one number, or one for each level of the cache
 
 
 class Metrics:
@@ -53,15 +54,16 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """The engine's own counters. The registry calls this for every scrape."""
         stats = self._engine.stats()
-        gauges = {
+        gauges: dict[str, tuple[str, _Value]] = {
             "num_requests_running": ("Generations that hold a slot", stats.running),
             "num_requests_waiting": ("Generations that wait for a slot", stats.waiting),
             "num_slots": ("Generations that can run at the same time", stats.slots),
             "slot_usage_perc": ("Share of slots in use", stats.running / stats.slots),
+            "prefix_cache_bytes": ("Size of the cache", stats.cache_bytes),
         }
         for name, (text, value) in gauges.items():
             yield self._family(GaugeMetricFamily, name, text, value)
-        counters = {
+        counters: dict[str, tuple[str, _Value]] = {
             "computed_prompt_tokens": (
                 "Prompt tokens that the model read, without those from the prefix cache",
                 stats.prompt_tokens,
@@ -75,6 +77,7 @@ class Metrics:
                 "Drafted tokens that became output",
                 stats.accepted_tokens,
             ),
+            "prefix_cache_hits": ("Prefixes found in the cache", stats.cache_hits),
             "prefix_cache_hit_tokens": ("Prompt tokens from the prefix cache", stats.cached_tokens),
             "engine_steps": ("Steps of the engine", stats.steps),
             "engine_step_seconds": ("Seconds in steps", stats.seconds),
@@ -85,15 +88,8 @@ class Metrics:
         }
         for name, (text, value) in counters.items():
             yield self._family(CounterMetricFamily, name, text, value)
-        text = "Prefixes found in the cache"
-        yield self._family(CounterMetricFamily, "prefix_cache_hits", text, stats.cache_hits)
-        text = "Size of the cache"
-        yield self._family(GaugeMetricFamily, "prefix_cache_bytes", text, stats.cache_bytes)
 
-    def _family(
-        self, kind: type[_Family], name: str, text: str, value: float | Mapping[Level, float]
-    ) -> _Family:
-        """One number, or one for each level of the cache."""
+    def _family(self, kind: type[_Family], name: str, text: str, value: _Value) -> _Family:
         if isinstance(value, Mapping):
             family = kind(f"xlstm7b:{name}", text, labels=["model_name", "level"])
             for level, number in value.items():

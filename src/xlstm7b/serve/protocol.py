@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticKnownError
-from starlette.responses import JSONResponse
 
 from xlstm7b.generate.params import SamplingParams
 from xlstm7b.tokenizer import StreamDecoder, Tokenizer
@@ -52,9 +51,6 @@ class ApiError(Exception):
         # JSON can hold half of a surrogate pair in a field's name; UTF-8 cannot.
         message = self.message.encode(errors="replace").decode()
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
-
-    def to_response(self) -> JSONResponse:
-        return JSONResponse(self.content, self.status, self.headers)
 
 
 class ErrorAnswer(BaseModel):
@@ -143,7 +139,8 @@ class Body(BaseModel):
         if not isinstance(body, dict):
             return body
         given = {name: value for name, value in body.items() if value is not None}
-        unknown = [name for name in given if name not in cls.model_fields]
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = [name for name in given if name not in known]
         for name in unknown[1:]:
             del given[name]
         return given

@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from xlstm7b.serve.body_errors import to_api_error
+from xlstm7b.serve.body_errors import invalid_body
 from xlstm7b.serve.handlers import Service, generate
 from xlstm7b.serve.protocol import (
     MAX_MESSAGES,
@@ -86,7 +86,7 @@ class FunctionTool(Body):
     strict: bool | None = None
 
 
-class _ChosenFunction(Body):
+class _ChosenTool(Body):
     type: Literal["function"]
     name: str
 
@@ -106,7 +106,7 @@ class TextOptions(Body):
     verbosity: str | None = None  # without effect
 
 
-class StreamOptions(Body):
+class ResponseStreamOptions(Body):
     include_obfuscation: bool | None = None  # without effect
 
 
@@ -119,13 +119,13 @@ class ResponseBody(Body):
     previous_response_id: str | None = None
     store: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     text: TextOptions | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | _ChosenFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | _ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     # Returned, without another effect:
     metadata: Metadata | None = None
@@ -148,7 +148,7 @@ class ResponseBody(Body):
 # 2. Stored conversations
 
 
-class Stored(NamedTuple):
+class StoredResponse(NamedTuple):
     response: Json
     messages: list[Json]  # of the chat, with the answer, without instructions
     size: int  # bytes
@@ -162,7 +162,7 @@ class StoredResponses:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._bytes = max_bytes, 0
-        self._stored = OrderedDict[str, Stored]()
+        self._stored = OrderedDict[str, StoredResponse]()
         self._items = dict[str, Json]()  # outputs by their own ids
 
     def add(self, response: Json, messages: list[Json]) -> None:
@@ -170,13 +170,13 @@ class StoredResponses:
         size = len(json.dumps(messages)) + len(json.dumps(response))
         if size > self._max_bytes:
             return
-        self._stored[response["id"]] = Stored(response, messages, size)
+        self._stored[response["id"]] = StoredResponse(response, messages, size)
         self._items |= {item["id"]: item for item in response["output"]}
         self._bytes += size
         while self._bytes > self._max_bytes:
             self.delete(next(iter(self._stored)))
 
-    def find(self, response_id: str, param: str | None = None) -> Stored:
+    def find(self, response_id: str, param: str | None = None) -> StoredResponse:
         if response_id not in self._stored:
             message = f"there is no response {response_id[:80]!r}: it was not stored, or deleted"
             raise ApiError(404, message, param=param)
@@ -301,7 +301,7 @@ def _to_chat(body: ResponseBody, messages: list[Json]) -> ChatBody:
         for tool in body.tools or ()
     ]
     choice: Any = body.tool_choice
-    if isinstance(choice, _ChosenFunction):
+    if isinstance(choice, _ChosenTool):
         choice = {"type": "function", "function": {"name": choice.name}}
     wanted: Json | None = None
     if body.text is not None and body.text.format is not None:
@@ -331,7 +331,7 @@ def _to_chat(body: ResponseBody, messages: list[Json]) -> ChatBody:
         return ChatBody.model_validate(chat)
     except ValidationError as error:
         located = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
-        raise to_api_error(located, chat) from error
+        raise invalid_body(located, chat) from error
 
 
 _RENAMED = (  # fields of a chat, and those of a response that they come from
@@ -459,8 +459,8 @@ class ResponseWriter:
         if not self._output:
             yield from self._add_text("")
         is_cut = reason == "length"
-        yield from self._close_item("incomplete" if is_cut else "completed")
         status = "incomplete" if is_cut else "completed"
+        yield from self._close_item(status)
         self._response |= {
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,

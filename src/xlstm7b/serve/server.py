@@ -184,10 +184,11 @@ class _Connection(HttpToolsProtocol):
     """
 
     _is_in_headers, _header_bytes = False, 0
+    _requests = 0  # whose headers have arrived
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._check_progress(self, 0)
+        self._check_progress(0, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
@@ -206,15 +207,15 @@ class _Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_headers = False
+        self._requests += 1
         super().on_headers_complete()
 
-    def _check_progress(self, last_cycle: object, last_unsent: int) -> None:
+    def _check_progress(self, last_unsent: int, last_answered: int | None) -> None:
         unsent = self.transport.get_write_buffer_size()
-        # The cycle after which new headers are expected, or `self` if none are expected now.
         is_idle = self.cycle is None or self.cycle.response_complete
-        cycle = self.cycle if is_idle else self
+        answered = self._requests if is_idle else None  # None: a request is being answered
         if unsent and unsent == last_unsent:
             self.transport.abort()
-        elif cycle is last_cycle is not self:
+        elif answered is not None and answered == last_answered:
             self.timeout_keep_alive_handler()  # no headers since the last check
-        self._timer = self.loop.call_later(CLIENT_TIMEOUT, self._check_progress, cycle, unsent)
+        self._timer = self.loop.call_later(CLIENT_TIMEOUT, self._check_progress, unsent, answered)

@@ -155,7 +155,7 @@ class _Reading:
         """The saved state, when all is read."""
         completion = await self._completing
         assert completion.state is not None
-        label = _label(self._label)  # now: it may have taken long to read the text
+        label = _label(self._label)  # only now: `expires_in` counts from here
         save = partial(self._service.saved_states().save, completion.state, *self._notes, label)
         stored = await asyncio.to_thread(save)
         return {**_describe(self._service, stored), "usage": self.usage()}

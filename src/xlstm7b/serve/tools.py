@@ -1,8 +1,9 @@
 """Tools: functions are described in the prompt, and the model's calls are read from its answer.
 
-Calls, descriptions and results are written by the chat template if it knows tools. That is found
-out by rendering some. Other templates get a format of our own (`DEFAULT_CALLS`). A grammar makes
-every call well-formed: it names a function of the request, and the arguments match its schema.
+A chat template that supports tools writes descriptions, calls and results itself. Whether it does
+is found out by rendering a conversation with tools. For other templates there is a format of our
+own (`DEFAULT_CALLS`). A grammar makes every call well-formed: it names a function of the request,
+and the arguments match its schema.
 """
 
 import json

@@ -3,12 +3,9 @@
 A recipe names them (`run.hooks`), or Python gives them (`Trainer(recipe, hooks=[…])`).
 """
 
-import hashlib
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,8 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from xlstm7b.files import file_sha256
 from xlstm7b.model import XLSTM
-from xlstm7b.train.processes import any_process
+from xlstm7b.registry import load_file
+from xlstm7b.train.processes import fail_together
 
 if TYPE_CHECKING:
     from xlstm7b.train.trainer import Trainer
@@ -99,15 +98,14 @@ class Hooks:
         for name, hook in self._hooks:
             if not _overrides(hook, event):
                 continue
-            failure, so_far = None, MappingProxyType({**metrics, **added})
-            try:
-                returned = getattr(hook, event)(trainer, so_far) or {}
-                _check_numbers(returned, so_far)
-                added |= returned
-            except Exception as error:
-                failure = error
-            if any_process(failure is not None):
-                raise _error(name, event, trainer.step, failure) from failure
+            so_far = MappingProxyType({**metrics, **added})
+            with fail_together(_error(name, event, trainer.step, None)):
+                try:
+                    returned = getattr(hook, event)(trainer, so_far) or {}
+                    _check_numbers(returned, so_far)
+                except Exception as error:
+                    raise _error(name, event, trainer.step, error) from error
+            added |= returned
         return added
 
     def loss(self, model: XLSTM, batch: LossBatch, step: int) -> Tensor:
@@ -151,7 +149,7 @@ def load_hooks(names: Sequence[str]) -> list[tuple[str, Hook]]:
         try:
             if place not in modules:
                 is_file = place.endswith(".py")
-                modules[place] = _load_file(place) if is_file else importlib.import_module(place)
+                modules[place] = _load_file(place) if is_file else import_module(place)
             make: Callable[[], Hook] = getattr(modules[place], attribute)
             hooks.append((name, make()))
         except Exception as error:
@@ -164,14 +162,7 @@ def _load_file(file: str) -> ModuleType:
     path = Path(file).resolve()
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
-    name = str(path)
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where `inspect` and dataclasses look for it
-    spec.loader.exec_module(module)
-    return module
+    return load_file(path, str(path))
 
 
 def _overrides(hook: Hook, method: str) -> bool:
@@ -181,7 +172,7 @@ def _overrides(hook: Hook, method: str) -> bool:
 def _fingerprint(hook: Hook) -> str | None:
     """The sha256 of the file that defines the hook; None if there is none, as in a notebook."""
     try:
-        return hashlib.sha256(Path(inspect.getfile(type(hook))).read_bytes()).hexdigest()
+        return file_sha256(Path(inspect.getfile(type(hook))))
     except (TypeError, OSError):
         return None
 

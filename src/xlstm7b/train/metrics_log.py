@@ -89,11 +89,6 @@ def _as_line(values: dict[str, Any]) -> str:
     return json.dumps({name: finite(value) for name, value in values.items()}) + "\n"
 
 
-def _is_of_a_set(name: str) -> bool:
-    """Whether it is the loss on one of several sets of held-out text."""
-    return name.startswith("validation_loss/")
-
-
 def plot_runs(runs: list[Path], output: Path) -> None:
     """Plots loss and gradient norm by step: mean and max over up to 50 steps (paper, figure 2)."""
     metrics = {run: read_metrics(run / "metrics.jsonl") for run in runs}
@@ -111,7 +106,9 @@ def plot_runs(runs: list[Path], output: Path) -> None:
                 highest = [max(line[name] for line in group) for group in groups]
                 axes.plot(steps, highest, color=drawn.get_color(), alpha=0.35, linewidth=0.8)
             validated = [line for line in lines if "validation_loss" in line]
-            names = {name: None for line in validated for name in line if _is_of_a_set(name)}
+            logged = dict.fromkeys(name for line in validated for name in line)
+            # Several sets of held-out text have a loss each, by name.
+            names = [name for name in logged if name.startswith("validation_loss/")]
             for name, marker in zip(names or ["validation_loss"], cycle("osv^Dx"), strict=False):
                 points = [(line["step"], line[name]) for line in validated if name in line]
                 if points:

@@ -19,7 +19,10 @@ from xlstm7b.train.recipe import Layout, Recipe
 def validation_loss(
     model: XLSTM, folder: ShardFolder, recipe: Recipe, layout: Layout, device: torch.device
 ) -> dict[str, Any]:
-    """Mean loss on held-out text, in total and for each eighth of the context."""
+    """Mean loss on held-out text, in total and for each eighth of the context.
+
+    NaN where no target counts, as after the end of short documents.
+    """
     length, limit = recipe.data.context_length, recipe.data.validation_sequences
     rows = recipe.batch.micro_batch * layout.data_parallel
     batches = validation_batches(
@@ -42,10 +45,10 @@ def validation_loss(
     all_reduce(sums)
     losses, counts = sums.cpu()
     eighths = [
-        (loss.sum() / count.sum().clamp(min=1)).item()
-        for loss, count in zip(losses.chunk(8), counts.chunk(8), strict=True)
+        (loss.sum() / count.sum()).item()
+        for loss, count in zip(losses.tensor_split(8), counts.tensor_split(8), strict=True)
     ]
-    total = (losses.sum() / counts.sum().clamp(min=1)).item()
+    total = (losses.sum() / counts.sum()).item()
     return {"validation_loss": total, "validation_loss_by_position": eighths}
 
 

@@ -262,7 +262,7 @@ def key_steps(recipe: Recipe) -> list[int]:
     return [first, *sorted(step for step in corners if first < step < last), last]
 
 
-def _frozen(recipe: Recipe, trained: int) -> dict[str, Any]:
+def _describe_frozen(recipe: Recipe, trained: int) -> dict[str, Any]:
     """What is frozen and what is trained, if that is not everything."""
     if not recipe.is_frozen:
         return {}
@@ -290,7 +290,7 @@ def describe(plan: Plan) -> dict[str, dict[str, Any]]:
             "vocab_size": config.vocab_size,
             **config.differences(),
             "parameters": plan.parameters,
-            **_frozen(recipe, plan.trained),
+            **_describe_frozen(recipe, plan.trained),
         },
         "run": {
             "start": {"from": recipe.init_from or "new weights", "at_step": recipe.start_step},

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.rendezvous import rendezvous
 
-from xlstm7b.files import lock_folder
+from xlstm7b.files import locked_folder
 from xlstm7b.train.orphans import end_with_torchrun
 
 _CONNECT = timedelta(minutes=5)  # for all processes to find each other
@@ -40,10 +40,9 @@ def process_group(device_type: str) -> Iterator[None]:
             )
         except dist.DistError as error:
             where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise OSError(
                 f"process {os.environ['RANK']} of {os.environ.get('WORLD_SIZE')} could not connect "
-                f"to the others at {where} ({reason}): start all processes again"
+                f"to the others at {where} ({first_line(error)}): start all processes again"
             ) from error
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -57,6 +56,11 @@ def process_group(device_type: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type if there is none."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 @contextmanager
 def run_folder(folder: Path) -> Iterator[None]:
     """Creates and locks the folder of a run. Removes it at the end if nothing was written.
@@ -67,38 +71,33 @@ def run_folder(folder: Path) -> Iterator[None]:
     if path in _locked:
         yield
         return
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     with ExitStack() as stack:
-
-        def enter() -> None:
-            folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(lock_folder(folder, "training in"))
-
-        in_first_process(enter)
+        in_first_process(stack.enter_context, locked_folder(folder, "training in"))
         _locked.add(path)
         try:
             yield
         finally:
             _locked.remove(path)
-            if dist.get_rank() == 0:
-                with suppress(OSError):  # the folder is not empty
-                    for path in missing:
-                        path.rmdir()
 
 
 def in_first_process(
     work: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs
 ) -> Result | None:
     """Calls `work` in the first process while all wait. If it fails, all processes raise."""
-    result = failure = None
-    if dist.get_rank() == 0:
-        try:
-            result = work(*arguments, **named)
-        except Exception as error:
-            failure = error
+    with fail_together(OSError("the first process failed; its own message says why")):
+        return work(*arguments, **named) if dist.get_rank() == 0 else None
+
+
+@contextmanager
+def fail_together(other: Exception) -> Iterator[None]:
+    """If the block fails in one process, all raise: that one its own error, the others `other`."""
+    failure = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
     if any_process(failure is not None):
-        raise failure or OSError("the first process failed; its own message says why")
-    return result
+        raise failure or other
 
 
 def any_process(holds: bool) -> bool:

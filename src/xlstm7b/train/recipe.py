@@ -586,12 +586,12 @@ def _model_of_init_from(tables: Mapping[str, Any]) -> dict[str, Any]:
 def model_of(init_from: str, start_step: int) -> ModelConfig:
     """The config of the model that `init_from` names. Of a hub id, only that file is downloaded."""
     if start_step:
-        from xlstm7b.train.run_checkpoints import read_run, saved_steps
+        from xlstm7b.train.run_checkpoints import read_run, saved_steps, step_folder
 
         folder = Path(init_from) / "checkpoints"
         if start_step not in saved_steps(folder):
             raise ValueError(f"{folder} has no checkpoint of step {start_step}")
-        return ModelConfig(**read_run(folder / f"step-{start_step:08}")["recipe"]["model"])
+        return ModelConfig(**read_run(step_folder(folder, start_step))["recipe"]["model"])
     from xlstm7b.checkpoint import read_config, resolve
 
     return read_config(resolve(init_from, ["config.json", "config.yaml"]))
@@ -599,11 +599,7 @@ def model_of(init_from: str, start_step: int) -> ModelConfig:
 
 def recipe_names() -> list[str]:
     """The recipes that come with the package."""
-    return sorted(
-        file.name.removesuffix(".toml")
-        for file in (files("xlstm7b") / "recipes").iterdir()
-        if file.name.endswith(".toml")
-    )
+    return packaged_names("recipe")
 
 
 def parse_overrides(settings: Iterable[str]) -> list[tuple[list[str], Any]]:
@@ -632,15 +628,11 @@ def _read_tables(name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
     tables: dict[str, Any] = {}
     wanted, folder = str(name_or_path), None
     seen: list[str] = []
-    while wanted:
-        label, folder, text = _find(wanted, folder)
+    while wanted or not seen:
+        label, folder, base = read_toml("recipe", wanted, folder)
         if label in seen:
             raise ValueError(f"recipes extend each other: {' → '.join([*seen, label])}")
         seen.append(label)
-        try:
-            base = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise ValueError(f"recipe {label} is not a TOML file: {error}") from error
         wanted = base.pop("extends", "")
         if not isinstance(wanted, str):
             raise ValueError(f"recipe {label}: extends must be a string, not {wanted!r}")
@@ -652,23 +644,49 @@ def _read_tables(name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
     return Path(seen[0]).name.removesuffix(".toml"), tables
 
 
-def _find(wanted: str, folder: Path | None) -> tuple[str, Path | None, str]:
-    """Label, folder that relative paths start from, and text of a named recipe or a file."""
-    if "/" not in wanted and not wanted.endswith(".toml"):
-        if wanted not in recipe_names():
+FileKind = Literal["recipe", "experiment"]
+
+
+def packaged_names(kind: FileKind) -> list[str]:
+    """The files of this kind that come with the package."""
+    names = (file.name for file in (files("xlstm7b") / f"{kind}s").iterdir())
+    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
+
+
+def is_path(wanted: str) -> bool:
+    """True for the path of a recipe or experiment, False for a name."""
+    return "/" in wanted or wanted.endswith(".toml")
+
+
+def read_toml(
+    kind: FileKind, wanted: str, folder: Path | None = None
+) -> tuple[str, Path | None, dict[str, Any]]:
+    """Name or path, folder that relative paths start from, and tables of a recipe or experiment.
+
+    `wanted` is the name of one in the package, or a path that starts at `folder`.
+    """
+    if is_path(wanted):
+        path = (folder or Path()) / wanted
+        if not path.is_file():
+            raise ValueError(f"there is no {kind} file {path}")
+        label, folder = str(path.resolve()), path.resolve().parent
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{kind} {path} is not a text file: {error}") from error
+    else:
+        names = packaged_names(kind)
+        if wanted not in names:
             raise ValueError(
-                f"unknown recipe {wanted!r}; choose from {', '.join(recipe_names())}, "
+                f"unknown {kind} {wanted!r}; choose from {', '.join(names)}, "
                 "or give the path of a .toml file"
             )
-        text = (files("xlstm7b") / "recipes" / f"{wanted}.toml").read_text(encoding="utf-8")
-        return wanted, None, text
-    path = ((folder or Path()) / wanted).resolve()
-    if not path.is_file():
-        raise ValueError(f"there is no recipe file {path}")
+        label, folder = wanted, None
+        text = (files("xlstm7b") / f"{kind}s" / f"{wanted}.toml").read_text(encoding="utf-8")
     try:
-        return str(path), path.parent, path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"recipe {path} is not a text file: {error}") from error
+        return label, folder, tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{kind} {label} is not a TOML file: {error}") from error
 
 
 def _merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:

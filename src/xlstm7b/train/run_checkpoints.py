@@ -76,7 +76,7 @@ from xlstm7b.tokenizer import (
     write_fingerprint,
     write_tokenizer,
 )
-from xlstm7b.train.processes import any_process, in_first_process
+from xlstm7b.train.processes import any_process, fail_together, first_line, in_first_process
 from xlstm7b.train.recipe import Recipe
 
 _NAME = re.compile(r"step-(\d{8})")
@@ -84,7 +84,7 @@ _TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
 class CheckpointManager:
-    """Saves and loads the checkpoints of one run. One save may run while training continues.
+    """Saves the checkpoints of one run. One save may run while training continues.
 
     A save that fails in one process is an `OSError` in all of them.
     """
@@ -164,48 +164,17 @@ class CheckpointManager:
             else:
                 self._remove_unfinished()
 
-    def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Checks a checkpoint, loads it into model and optimizer, and returns its `run.json`."""
-        path = self.folder / f"step-{step:08}"
-        # Every process checks some of the files. None loads before all have been checked.
-        run, failure = {}, None
-        try:
-            run = verify_checkpoint(path, slice(dist.get_rank(), None, dist.get_world_size()))
-        except ValueError as error:
-            failure = error
-        if any_process(failure is not None):
-            raise failure or ValueError(f"{path} is damaged; another process says why")
-        settings = [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups
-        ]
-        weights, averages = get_state_dict(model, optimizer, options=_TRAINED)
-        with _name_damage(path):
-            load({"model": weights, "optimizer": averages}, checkpoint_id=path)
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=weights,
-            optim_state_dict=averages,
-            options=_TRAINED,
-        )
-        for group, values in zip(optimizer.param_groups, settings, strict=True):
-            group.update(values)  # the recipe's settings, not those of the checkpoint
-        if any_process(not _all_finite(_tensors(model, optimizer))):
-            raise ValueError(_not_finite(path))
-        return run
-
     def describe_last(self) -> str:
         """For error messages: which checkpoint is the last good one."""
         found = saved_steps(self.folder)
         return f"the last good checkpoint is of step {found[-1]}" if found else "none is saved yet"
 
     def _complete(self, step: int) -> None:
-        self._aside(step).replace(self.folder / f"step-{step:08}")
+        self._aside(step).replace(step_folder(self.folder, step))
         best = best_step(self.folder)
         for old in saved_steps(self.folder)[: -self._keep_last]:
             if old != best and (not self._keep_every or old % self._keep_every):
-                shutil.rmtree(self.folder / f"step-{old:08}")
+                shutil.rmtree(step_folder(self.folder, old))
 
     def _aside(self, step: int) -> Path:
         return self.folder / f"writing-{step:08}"
@@ -228,6 +197,11 @@ class CheckpointManager:
             ) from error
 
 
+def step_folder(folder: Path, step: int) -> Path:
+    """The checkpoint of a step, in the folder of a run's checkpoints."""
+    return folder / f"step-{step:08}"
+
+
 def saved_steps(folder: Path) -> list[int]:
     """The steps of all complete checkpoints, in order."""
     if not folder.is_dir():
@@ -238,7 +212,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 def best_step(folder: Path) -> int | None:
     """The step with the lowest validation loss, if the run keeps it."""
-    best = read_run(folder / f"step-{saved_steps(folder)[-1]:08}").get("best")
+    best = read_run(step_folder(folder, saved_steps(folder)[-1])).get("best")
     return best["step"] if best else None
 
 
@@ -283,6 +257,30 @@ def _read_sums(checkpoint: Path) -> dict[str, str]:
     return sums
 
 
+def load_checkpoint(
+    checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Checks a checkpoint, loads it into model and optimizer, and returns its `run.json`."""
+    # Every process checks some of the files. None loads before all have been checked.
+    with fail_together(ValueError(f"{checkpoint} is damaged; another process says why")):
+        run = verify_checkpoint(checkpoint, slice(dist.get_rank(), None, dist.get_world_size()))
+    settings = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    weights, averages = get_state_dict(model, optimizer, options=_TRAINED)
+    with _name_damage(checkpoint):
+        load({"model": weights, "optimizer": averages}, checkpoint_id=checkpoint)
+    set_state_dict(
+        model, optimizer, model_state_dict=weights, optim_state_dict=averages, options=_TRAINED
+    )
+    for group, values in zip(optimizer.param_groups, settings, strict=True):
+        group.update(values)  # the recipe's settings, not those of the checkpoint
+    if any_process(not _all_finite(_tensors(model, optimizer))):
+        raise ValueError(_not_finite(checkpoint))
+    return run
+
+
 def read_model(checkpoint: Path, config: ModelConfig) -> XLSTM:
     """The weights of a checkpoint as a model on the CPU, in this process alone."""
     model = XLSTM.empty(config, dtype=torch.float32, device="cpu")
@@ -318,10 +316,12 @@ def read_initial_state(checkpoint: Path, recipe: Recipe) -> InitialState:
 
 
 def _read_weights(checkpoint: Path, weights: dict[str, Any]) -> None:
-    """Reads the weights of these names, in this process alone."""
+    """Reads the weights of these names, in this process alone. They must be finite."""
     with warnings.catch_warnings(), _name_damage(checkpoint):
         warnings.simplefilter("ignore", UserWarning)  # PyTorch warns of a single process
         load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
+    if not _all_finite(weights.values()):
+        raise ValueError(_not_finite(checkpoint))
 
 
 def export_run(
@@ -352,7 +352,7 @@ def export_run(
         raise ValueError(
             f"{run} has no checkpoint of step {step}; its checkpoints are of the steps {found}"
         )
-    checkpoint = folder / f"step-{step:08}"
+    checkpoint = step_folder(folder, step)
     saved = read_run(checkpoint)
     recipe = Recipe.from_dict(saved["recipe"])
     if recipe.state_tuning is not None:
@@ -361,11 +361,6 @@ def export_run(
     fingerprint = saved.get("tokenizer")  # earlier versions did not save it
     found_tokenizer = _find_tokenizer(recipe, tokenizer, fingerprint)
     verify_checkpoint(checkpoint)
-    layers = {} if recipe.lora is None else read_adapter(checkpoint, recipe)
-    model = None if layers else read_model(checkpoint, recipe.model)
-    parts = [part for layer in layers.values() for part in (layer.A, layer.B)]
-    if not _all_finite(parts if model is None else model.parameters()):
-        raise ValueError(_not_finite(checkpoint))
     template = saved.get("chat_template")  # that of the chats in the data
     if saved.get("has_plain_chats"):  # of earlier versions, which had no other chats
         template = PlainFormat.template
@@ -378,13 +373,14 @@ def export_run(
         else:
             companions = [write_fingerprint(Path(aside), fingerprint)] if fingerprint else []
             companions += [write_chat_template(Path(aside), template)] if template else []
-        if model is not None:
-            parameters = model.named_parameters()
+        if recipe.lora is None:
+            parameters = read_model(checkpoint, recipe.model).named_parameters()
             save_checkpoint(target, recipe.model, parameters, dtype=dtype, companions=companions)
-        elif recipe.lora is not None:
+        else:
+            layers = read_adapter(checkpoint, recipe).items()
             save_adapter(
                 target,
-                {path: layer.to(dtype) for path, layer in layers.items()},
+                {path: layer.to(dtype) for path, layer in layers},
                 **asdict(recipe.lora),
                 base=saved["frozen"],
                 base_name=recipe.init_from,
@@ -407,7 +403,8 @@ def _export_state(
     model without one it is an end of text, as in training.)
     """
     if dtype not in (None, torch.float32):
-        raise ValueError(f"a trained state is written in float32, not {dtype}")
+        named = str(dtype).removeprefix("torch.")
+        raise ValueError(f"a trained state is written in float32, not {named}: leave --dtype out")
     if target.exists():
         raise ValueError(f"{target} exists already: choose another file")
     if not target.parent.is_dir():
@@ -420,13 +417,11 @@ def _export_state(
             "others now"
         )
     initial = read_initial_state(checkpoint, recipe)
-    if not _all_finite(initial.parameters()):
-        raise ValueError(_not_finite(checkpoint))
     config = recipe.model
-    first = config.bos_token_id if config.force_bos_token_insert else config.eos_token_id
     model = XLSTM.from_pretrained(recipe.init_from, device="cpu")
     with torch.inference_mode():
-        logits, state = model(torch.tensor([[first]]), initial(1), logits="last")
+        first = torch.tensor([[config.bos_token_id]])  # the end of text, without a first token
+        logits, state = model(first, initial(1), logits="last")
     if not config.force_bos_token_insert:
         state = state._replace(tokens_seen=torch.zeros_like(state.tokens_seen))
     saved = SavedState(base.config, state, logits)
@@ -561,4 +556,4 @@ def _reason(failure: BaseException) -> str:
     """The first line of the first error in any process."""
     if isinstance(failure, CheckpointException):
         failure = next(error for error, _ in failure.failures.values())
-    return next(iter(str(failure).splitlines()), type(failure).__name__)
+    return first_line(failure)

@@ -1,4 +1,4 @@
-"""The settings of a run: its default folder, and what changes when the run is continued."""
+"""The settings of a run: its default folder, and what may change when the run is continued."""
 
 import hashlib
 import re
@@ -13,6 +13,11 @@ _LONGEST_NAME = 100  # of the settings in a folder's name
 _MAY_DIFFER = re.compile(
     r"(run|parallel|data\.validation|data\.validation_sequences|batch\.micro_batch|init_from"
     r"|data\.sources\..+\.path)(\..*)?"
+)
+# Settings that may not change at all. The loader checks those that decide the order of the data.
+_FIXED = re.compile(
+    r"(model|lora)\..*|state_tuning\.(layers|rank)|data\.(context_length|packing)"
+    r"|batch\.(sequences|ramp)"
 )
 
 
@@ -37,18 +42,36 @@ def default_folder(name: str, overrides: Sequence[str]) -> Path:
 
 
 def may_differ(setting: str) -> bool:
-    """True for settings that a run may change without a word: `run`, layout, paths of data."""
+    """True for settings that a run may change without a remark: `run`, layout, paths of data."""
     return setting != "init_from" and _MAY_DIFFER.fullmatch(setting) is not None
 
 
 def changed_settings(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
-    """The settings that differ, by name, with both values. None stands for a missing one."""
-    old, new = _flatten(before.to_dict()), _flatten(now.to_dict())
-    return {
-        name: (old.get(name), new.get(name))
-        for name in sorted(old.keys() | new.keys())
-        if name != "name" and old.get(name) != new.get(name)
-    }
+    """The settings that differ, sorted by name, with both values."""
+    found = differences(before.to_dict(), now.to_dict())
+    return {name: found[name] for name in sorted(found) if name != "name"}
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The values that differ between two nested tables, by name. None stands for a missing one."""
+    old, new = _flatten(before), _flatten(now)
+    both = {name: (old.get(name), new.get(name)) for name in old | new}
+    return {name: (one, other) for name, (one, other) in both.items() if one != other}
+
+
+def check_continues(folder: Path, before: Recipe, now: Recipe) -> None:
+    """Raises a `ValueError` if the run in a folder cannot be continued with another recipe."""
+    for table in ("lora", "state_tuning"):
+        had, has = getattr(before, table) is not None, getattr(now, table) is not None
+        if had != has:
+            words = f"[{table}], and this recipe has none" if had else f"no [{table}]"
+            raise ValueError(f"the run in {folder} was started with {words}: choose another --run")
+    for name, (old, new) in changed_settings(before, now).items():
+        if _FIXED.fullmatch(name):
+            raise ValueError(
+                f"the run in {folder} was started with {name} {old!r}, not {new!r}: choose another "
+                "--run"
+            )
 
 
 def raised_rate(before: Recipe, now: Recipe, step: int) -> tuple[float, float] | None:

@@ -43,8 +43,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from xlstm7b.checkpoint import open_checkpoint
+from xlstm7b.checkpoint import Checkpoint, open_checkpoint
 from xlstm7b.config import ModelConfig
+from xlstm7b.devices import to_dtype
 from xlstm7b.model import XLSTM
 from xlstm7b.model.init import drawn_parameters
 from xlstm7b.model.initial_state import InitialState, add_initial_state
@@ -79,11 +80,10 @@ def build_model(
     if not recipe.is_frozen:
         weights = iter(first_weights(recipe, init_from, device))
     else:
-        base = open_checkpoint(init_from)
-        check_same_model(init_from, base.config, recipe.model)
+        base = open_base(recipe, init_from)
         quantized, weights = base.schemes, base.weights()
     auto = "bfloat16" if device.type == "cuda" else "float32"
-    precision = auto if recipe.run.precision == "auto" else recipe.run.precision
+    dtype = to_dtype(auto if recipe.run.precision == "auto" else recipe.run.precision)
     # 1. The model without memory; the recipe says whether blocks recompute and are compiled.
     with torch.device("meta"):
         model = XLSTM(recipe.model)
@@ -94,7 +94,7 @@ def build_model(
             add_initial_state(model, _initial_state(recipe))
     for parameter in model.parameters():
         if not parameter.requires_grad:
-            parameter.data = parameter.data.to(getattr(torch, precision))
+            parameter.data = parameter.data.to(dtype)
     blocks: Any = model.backbone.blocks
     for block in blocks:
         checkpoint_activations(block, recipe.run.activation_checkpointing)
@@ -107,12 +107,12 @@ def build_model(
     mesh = build_mesh(layout, device.type)
     needs_fsdp = layout.world > 1 or not keep_gathered
     if needs_fsdp:
-        parallelize(model, mesh, getattr(torch, precision), keep_gathered=keep_gathered)
+        parallelize(model, mesh, dtype, keep_gathered=keep_gathered)
     # 3. Memory and values. Each process fills its own part of every parameter.
     model.to_empty(device=device)
     if not needs_fsdp:
         as_dtensors(model, mesh[SHARD])
-        compute_in(model, getattr(torch, precision))
+        compute_in(model, dtype)
     parameters = {base_name(name): parameter for name, parameter in model.named_parameters()}
     if recipe.lora is not None:
         weights = chain(weights, _drawn_adapter(model, recipe.run.seed, device))
@@ -176,17 +176,20 @@ def first_weights(
     recipe: Recipe, init_from: str, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
     """Names and whole tensors, one by one: a process never holds the whole model."""
-    if not init_from:
-        return _drawn_weights(recipe, device)
+    return open_base(recipe, init_from).tensors() if init_from else _drawn_weights(recipe, device)
+
+
+def open_base(recipe: Recipe, init_from: str) -> Checkpoint:
+    """The weights that a run starts from. A `ValueError` if the recipe cannot train them."""
     opened = open_checkpoint(init_from)
-    if opened.schemes:
+    if opened.schemes and not recipe.is_frozen:
         raise ValueError(
             f"the weights in {init_from} are quantised, and cannot be trained: start from the "
             "float weights, or from those that `xlstm7b convert` makes of these, or train an "
             "adapter with [lora] or a state with [state_tuning]"
         )
     check_same_model(init_from, opened.config, recipe.model)
-    return opened.tensors()
+    return opened
 
 
 def check_same_model(place: str, theirs: ModelConfig, ours: ModelConfig) -> None:

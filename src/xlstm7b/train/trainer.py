@@ -33,14 +33,26 @@ from xlstm7b.train.metrics_log import MetricsLog
 from xlstm7b.train.monitor import gate_statistics, validation_loss
 from xlstm7b.train.optimizer import build_optimizer, clipped_step, gradient_norm, set_learning_rate
 from xlstm7b.train.processes import all_reduce, in_first_process, process_group, run_folder
-from xlstm7b.train.recipe import Lora, Recipe, model_of
-from xlstm7b.train.run_checkpoints import CheckpointManager, read_run, saved_steps
-from xlstm7b.train.run_settings import changed_settings, may_differ, raised_rate
+from xlstm7b.train.recipe import Recipe, model_of
+from xlstm7b.train.run_checkpoints import (
+    CheckpointManager,
+    load_checkpoint,
+    read_run,
+    saved_steps,
+    step_folder,
+)
+from xlstm7b.train.run_settings import (
+    changed_settings,
+    check_continues,
+    may_differ,
+    raised_rate,
+)
 from xlstm7b.train.sharded_model import (
     build_model,
     check_same_model,
     expect_backward,
     fill_initial_state,
+    open_base,
     reshard,
 )
 
@@ -121,14 +133,14 @@ class Trainer:
         # The same sample during the whole run, so that gate statistics can be compared.
         self._gate_sample = self.loader.first_sample()
         # 2. The model. `init_from` is not read if a checkpoint of a run will be loaded.
-        is_new = not saved_steps(self.folder / "checkpoints")
+        is_new = self._is_new = not saved_steps(self.folder / "checkpoints")
         # Frozen weights are always read.
         is_read = recipe.is_frozen or (is_new and not recipe.start_step)
         init_from = recipe.init_from if is_read else ""
         if init_from and is_new:
             _check_tokenizer(init_from, self._tokenizer)
         self._frozen = open_checkpoint(init_from).fingerprint() if recipe.is_frozen else None
-        first_state = self._first_state() if is_new else None
+        first_state = _first_state(recipe) if is_new else None
         if is_new and recipe.start_step:
             earlier = model_of(recipe.init_from, recipe.start_step)
             check_same_model(recipe.init_from, earlier, recipe.model)
@@ -151,20 +163,6 @@ class Trainer:
         self._changes: list[dict[str, Any]] = []  # the settings changed so far, with their steps
         self._is_resumed = self._stop_requested = False
         self.skipped = self._skipped_in_a_row = 0  # non-finite steps
-
-    def _first_state(self) -> ModelState | None:
-        """The state that state tuning starts from, if the recipe names one."""
-        tuning = self.recipe.state_tuning
-        if tuning is None or not tuning.init_state:
-            return None
-        base = open_checkpoint(self.recipe.init_from)
-        check_state_weights(tuning.init_state, base)
-        saved = SavedState.load(tuning.init_state, base.config, device="cpu")
-        if len(saved) != 1:
-            raise ValueError(
-                f"{tuning.init_state} holds the states of {len(saved)} texts; one is needed"
-            )
-        return saved.model_state
 
     def _start_state(self, first: ModelState | None) -> None:
         """Fixes m_0 of each block, and sets C_0 and n_0 if there is a state to start from.
@@ -192,30 +190,16 @@ class Trainer:
                 f"({self.recipe.run.steps})"
             )
         if found:
-            saved = read_run(self.checkpoints.folder / f"step-{found[-1]:08}")
-            before = Recipe.from_dict(saved["recipe"])
-            check_same_model(str(self.folder), before.model, self.recipe.model)
-            if before.ramp != self.recipe.ramp:
-                raise ValueError(
-                    f"the run in {self.folder} has batches of {before.ramp.stages} (first step, "
-                    f"sequences), not {self.recipe.ramp.stages}: choose another folder"
-                )
-            if before.lora != self.recipe.lora:
-                raise ValueError(
-                    f"the run in {self.folder} was started with "
-                    f"{_changed_lora(before.lora, self.recipe.lora)}: choose another --run"
-                )
-            if _trained_state(before) != _trained_state(self.recipe):
-                raise ValueError(
-                    f"the run in {self.folder} has [state_tuning] {before.state_tuning}, not "
-                    f"{self.recipe.state_tuning}: choose another folder"
-                )
-            if saved.get("frozen") != self._frozen:
+            last = step_folder(self.checkpoints.folder, found[-1])
+            run = read_run(last)
+            before = Recipe.from_dict(run["recipe"])
+            check_continues(self.folder, before, self.recipe)
+            if run.get("frozen") != self._frozen:
                 raise ValueError(
                     f"the run in {self.folder} adapts the weights that were in {before.init_from}, "
                     f"and {self.recipe.init_from} holds others: give the same weights in init_from"
                 )
-            run = self.checkpoints.load(found[-1], self.model, self.optimizer)
+            load_checkpoint(last, self.model, self.optimizer)
             if self.recipe.state_tuning is not None:
                 initial: Any = self.model.backbone.initial_state
                 initial.m = run["state_m"]
@@ -230,9 +214,9 @@ class Trainer:
             if self.changed:
                 self._changes.append({"step": self.step, "settings": self.changed})
         elif self.recipe.start_step:
-            folder = Path(self.recipe.init_from) / "checkpoints"
-            earlier = CheckpointManager(folder, keep_last=1, keep_every=0)
-            run = earlier.load(self.recipe.start_step, self.model, self.optimizer)
+            earlier = Path(self.recipe.init_from) / "checkpoints"
+            checkpoint = step_folder(earlier, self.recipe.start_step)
+            run = load_checkpoint(checkpoint, self.model, self.optimizer)
             if run.get("tokenizer", self._tokenizer) != self._tokenizer:
                 raise ValueError(
                     f"the run in {self.recipe.init_from} was trained with another tokenizer than "
@@ -262,9 +246,7 @@ class Trainer:
             raise ValueError("this trainer has ended: make a new one to continue the run")
         with self._process_group, run_folder(self.folder):
             if not self._is_resumed:
-                if not self.resume():
-                    record = self.folder / "recipe.json"
-                    in_first_process(write_json, record, self.recipe.to_dict())
+                self.resume()
                 self.print_remarks()
                 if self.step == self.recipe.run.steps:
                     _note(f"{self.folder}: already finished, nothing trained (step {self.step})")
@@ -294,6 +276,8 @@ class Trainer:
         self._stop_requested = True
 
     def _train(self, report: Report) -> None:
+        if self._is_new:  # the record of how the run was started, after all checks
+            in_first_process(write_json, self.folder / "recipe.json", self.recipe.to_dict())
         run = self.recipe.run
         deadline = time.monotonic() + 3600 * run.time_limit if run.time_limit else math.inf
         metrics = in_first_process(
@@ -323,26 +307,13 @@ class Trainer:
         """One update, then metrics and checkpoints. Returns True if the run should stop."""
         run = self.recipe.run
         # 1. The update.
-        began = time.perf_counter()
         self._stop_requested |= time.monotonic() > deadline
-        update = self.update()
+        update, line = self.measured_update()
         if update.applied:
             self._skipped_in_a_row = 0
         else:
             self._count_skip(update)
-        # 2. Metrics, validation, gate statistics.
-        line: dict[str, Any] = {
-            "step": self.step - 1,
-            "loss": update.loss,
-            "gradient_norm": update.gradient_norm,
-            "learning_rate": self.recipe.learning_rate(self.step - 1),
-            "tokens": update.tokens,
-            "tokens_per_second": update.positions / (time.perf_counter() - began),
-            "applied": update.applied,
-        }
-        if self.device.type == "cuda":
-            line["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
+        # 2. Validation, gate statistics, hooks.
         if run.validate_every and self.step % run.validate_every == 0:
             line |= self.validate()
             line |= self._call_hooks("on_validation", line)
@@ -395,6 +366,24 @@ class Trainer:
             f"loss {update.loss} and gradient norm {update.gradient_norm} at step "
             f"{self.step - 1}{row}"
         )
+
+    def measured_update(self) -> tuple[Update, dict[str, Any]]:
+        """One step, and its metrics."""
+        began = time.perf_counter()
+        update = self.update()
+        line = {
+            "step": self.step - 1,
+            "loss": update.loss,
+            "gradient_norm": update.gradient_norm,
+            "learning_rate": self.recipe.learning_rate(self.step - 1),
+            "tokens": update.tokens,
+            "tokens_per_second": update.positions / (time.perf_counter() - began),
+            "applied": update.applied,
+        }
+        if self.device.type == "cuda":
+            line["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        return update, line
 
     def update(self) -> Update:
         """One step. Every target of the global batch has the same weight in the loss."""
@@ -492,12 +481,6 @@ class Trainer:
                 signal.signal(number, handler)
 
 
-def _trained_state(recipe: Recipe) -> Any:
-    """What of `[state_tuning]` may not change in a run. Where it started from may be gone."""
-    tuning = recipe.state_tuning
-    return tuning and (tuning.layers, tuning.rank)
-
-
 def _note(text: str) -> None:
     """Prints a line to stderr, once for all processes."""
     if dist.get_rank() == 0:
@@ -507,8 +490,8 @@ def _note(text: str) -> None:
 def _unpadded(batch: Batch) -> int:
     """The positions of a batch without the padding at the ends of rows.
 
-    Padding begins with a reset, its tokens are their own targets, and none of them counts. The
-    padding's token alone does not tell it from text.
+    Padding begins with a reset, its tokens are their own targets, and none of them counts. A text
+    may contain the padding's token too.
     """
     last = Batch(*(part[:, -1] for part in batch))
     if not ((last.tokens == last.targets) & ~last.mask).any():
@@ -517,14 +500,6 @@ def _unpadded(batch: Batch) -> int:
     is_same = (batch.tokens == batch.targets) & ~batch.mask
     same = is_same.flip(1).cumprod(1).sum(1)  # the row's last positions that look like padding
     return batch.tokens.numel() - int(tail[same >= tail].sum())
-
-
-def _changed_lora(before: Lora | None, now: Lora | None) -> str:
-    """The first difference between the [lora] tables of a run and of a recipe, in words."""
-    if before is None or now is None:
-        return "no [lora]" if before is None else "[lora], and this recipe has none"
-    pairs = ((name, value, getattr(now, name)) for name, value in vars(before).items())
-    return next(f"lora.{name} {old!r}, not {new!r}" for name, old, new in pairs if old != new)
 
 
 def _check_tokenizer(init_from: str, fingerprint: str | None) -> None:
@@ -538,3 +513,35 @@ def _check_tokenizer(init_from: str, fingerprint: str | None) -> None:
             f"the data was prepared with the tokenizer {str(fingerprint)[:12]}, but {init_from} "
             f"holds the tokenizer {theirs[:12]}: prepare it with --tokenizer {folder}"
         )
+
+
+def check_init_from(recipe: Recipe, folder: Path) -> None:
+    """A `ValueError` for what a start in `folder` would find wrong with the model in `init_from`.
+
+    For a plan: what is not on this machine is not looked at. A run that has a checkpoint does not
+    need the weights any more.
+    """
+    if saved_steps(folder / "checkpoints"):
+        return
+    if recipe.start_step:
+        if recipe.start_step in saved_steps(Path(recipe.init_from) / "checkpoints"):
+            earlier = model_of(recipe.init_from, recipe.start_step)
+            check_same_model(recipe.init_from, earlier, recipe.model)
+    elif recipe.init_from and Path(recipe.init_from).exists():
+        open_base(recipe, recipe.init_from)
+        _first_state(recipe)
+
+
+def _first_state(recipe: Recipe) -> ModelState | None:
+    """The state that state tuning starts from, if the recipe names one."""
+    tuning = recipe.state_tuning
+    if tuning is None or not tuning.init_state:
+        return None
+    base = open_checkpoint(recipe.init_from)
+    check_state_weights(tuning.init_state, base)
+    saved = SavedState.load(tuning.init_state, base.config, device="cpu")
+    if len(saved) != 1:
+        raise ValueError(
+            f"{tuning.init_state} holds the states of {len(saved)} texts; one is needed"
+        )
+    return saved.model_state

@@ -5,7 +5,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True)
@@ -66,16 +68,12 @@ def _read_haystack(path: Path) -> list[str]:
 
 def _read_words(path: Path) -> list[str]:
     """RULER's english_words.json: an object whose values are words."""
-
-    def parse(content: Any) -> list[str]:
-        return [str(word) for word in content.values()]
-
-    words: list[str] = _parsed(path, "a JSON object of words, like RULER's", parse)
-    return words
+    what = "a JSON object of words, like RULER's"
+    return _parsed(path, what, lambda content: [str(word) for word in content.values()])
 
 
 def _read_questions(path: Path, dataset: str, parse: Callable[[Any], Questions]) -> Questions:
-    parsed: Questions = _parsed(path, f"a JSON file of {dataset}", parse)
+    parsed = _parsed(path, f"a JSON file of {dataset}", parse)
     if not parsed.questions:
         raise ValueError(f"{path} contains no question with an answer")
     for question in parsed.questions:
@@ -84,7 +82,7 @@ def _read_questions(path: Path, dataset: str, parse: Callable[[Any], Questions])
     return parsed
 
 
-def _parsed(path: Path, what: str, parse: Callable[[Any], Any]) -> Any:
+def _parsed(path: Path, what: str, parse: Callable[[Any], Parsed]) -> Parsed:
     try:
         return parse(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

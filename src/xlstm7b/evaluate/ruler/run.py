@@ -7,11 +7,11 @@ from itertools import islice, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xlstm7b.evaluate.results import MISSING, read_results
+from xlstm7b.evaluate.results import MISSING, read_file, read_results
 from xlstm7b.evaluate.ruler.datasets import Datasets
 from xlstm7b.evaluate.ruler.samples import VERSIONS, Sample, Setting
 from xlstm7b.evaluate.ruler.tasks import TASKS, LackOfWordsError, Task
-from xlstm7b.files import write_json
+from xlstm7b.files import complete_lines, write_json
 from xlstm7b.report import figure, table, token_ticks
 
 if TYPE_CHECKING:
@@ -24,11 +24,16 @@ Answer = Callable[[Sequence[str], int], list[str]]
 """Takes prompts and the maximum tokens of each answer; returns the answers."""
 
 
-def greedy_answers(generator: "Generator") -> Answer:
-    """Answers with the most likely token at each step."""
+def greedy_answers(generator: "Generator", ends: Sequence[int] | None = None) -> Answer:
+    """Answers with the most likely token at each step.
+
+    `ends` are the end-of-text ids; None means the model's own.
+    """
 
     def answer(prompts: Sequence[str], max_new_tokens: int) -> list[str]:
-        completions = generator.generate(prompts, max_new_tokens=max_new_tokens, temperature=0)
+        completions = generator.generate(
+            prompts, max_new_tokens=max_new_tokens, temperature=0, eos_token_id=ends
+        )
         return [completion.text for completion in completions]
 
     return answer
@@ -201,24 +206,16 @@ def _answer_samples(
 def read_scores(path: Path) -> list[float]:
     """The scores in a file of answers. An incomplete last line is removed from the file."""
     scores: list[float] = []
-    if not path.exists():
-        return scores
-    with path.open("rb+") as file:
-        size = 0
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            try:
-                answered = json.loads(line)
-                assert answered["index"] == len(scores)
-                scores.append(float(answered["others"]["score"]))
-            except (ValueError, LookupError, TypeError, AssertionError) as error:
-                raise ValueError(
-                    f"{path} is damaged in line {len(scores) + 1}; delete the file to answer its "
-                    f"samples again"
-                ) from error
-            size += len(line)
-        file.truncate(size)
+    for line in complete_lines(path) if path.exists() else ():
+        try:
+            answered = json.loads(line)
+            assert answered["index"] == len(scores)
+            scores.append(float(answered["others"]["score"]))
+        except (ValueError, LookupError, TypeError, AssertionError) as error:
+            raise ValueError(
+                f"{path} is damaged in line {len(scores) + 1}; delete the file to answer its "
+                f"samples again"
+            ) from error
     return scores
 
 
@@ -266,7 +263,7 @@ def plot_scores(paths: Sequence[Path], output: Path) -> None:
     """
     lengths: set[int] = set()
     files = [read_results(path) for path in paths]
-    versions = [_read_json(path).get("version") for path in paths]
+    versions = [read_file(path).get("version") for path in paths]
     for path, version in zip(paths, versions, strict=True):
         if version != versions[0]:
             raise ValueError(
@@ -294,13 +291,8 @@ def plot_scores(paths: Sequence[Path], output: Path) -> None:
 
 def model_names(paths: Sequence[Path]) -> list[str]:
     """The model of each scores.json; with the folder's name if several have the same model."""
-    names = [Path(str(_read_json(path).get("model"))).name for path in paths]
+    names = [Path(str(read_file(path).get("model"))).name for path in paths]
     return [
         name if names.count(name) == 1 else f"{name}, {path.absolute().parent.name}"
         for name, path in zip(names, paths, strict=True)
     ]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return content

@@ -121,7 +121,7 @@ class Builder(ABC):
             tokens = self.count(draft) + (self.example_tokens if late else 0)
             if tokens + self.answer_tokens <= self.limit:
                 break
-            # The benchmark draws again for ever if the smallest prompt never fits.
+            # The benchmark draws again without end if the smallest prompt never fits.
             if size > self.step:
                 size = max(size - self.step, self.least)
             elif (tries := tries + 1) == _MAX_TRIES:

@@ -10,7 +10,6 @@ from importlib.metadata import PackageNotFoundError, distribution
 from itertools import accumulate
 from pathlib import Path
 from random import Random
-from typing import overload
 
 _VERSION = "2.2.0"
 
@@ -29,7 +28,7 @@ def shuffled_words(seed: int) -> list[str]:
     return words
 
 
-class Keys(Sequence[str]):
+class Keys:
     """Every "adjective-noun" once, sorted, without building the list: it has 6 million entries.
 
     All keys with one adjective are neighbours, except where "old-" is the beginning of
@@ -55,13 +54,7 @@ class Keys(Sequence[str]):
     def __len__(self) -> int:
         return self._starts[-1]
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> str:
         if not 0 <= index < len(self):
             raise IndexError(index)
         number = bisect_right(self._starts, index) - 1

@@ -179,7 +179,10 @@ export class GrowingMessage {
         this.reset();
         body.replaceChildren(this.tail);
       } else {
-        openEnd(body, text[this.rendered - 1] === "\n").append(this.tail);
+        const end = openEnd(body, text[this.rendered - 1] === "\n");
+        // HTML has no white space at the end, except in code.
+        if (!end.matches("pre code")) this.rendered = text.slice(0, this.rendered).trimEnd().length;
+        end.append(this.tail);
       }
     }
     const shown = this.tail.firstChild, length = shown.length + this.rendered;
