@@ -31,6 +31,21 @@ _LONGEST_HEADER = 100_000_000  # the limit of the safetensors library
 # Single files
 
 
+def real_path(path: str | Path) -> Path:
+    """An output path with links resolved. `ValueError` if it cannot exist.
+
+    For links that lead in a circle, `Path.resolve` raises a `RuntimeError`, and from Python 3.13 on
+    nothing.
+    """
+    found = Path(os.path.realpath(path))
+    if found.is_symlink():
+        raise ValueError(f"cannot write {path}: its links lead in a circle; choose another path")
+    above = next(parent for parent in found.parents if os.path.lexists(parent))
+    if not above.is_dir():
+        raise ValueError(f"cannot write {path}: {above} is not a folder")
+    return found
+
+
 @contextmanager
 def write_aside(path: Path) -> Iterator[Path]:
     """Yields a temporary path in the same folder. At the end that file is renamed to `path`.
@@ -109,8 +124,11 @@ def lock_folder(folder: Path, action: str) -> Iterator[None]:
 @contextmanager
 def locked_folder(folder: Path, action: str) -> Iterator[None]:
     """Creates and locks a folder. At the end, what it created is removed if it is still empty."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    made = real_path(folder)
+    if made.is_file():
+        raise ValueError(f"{folder} is a file, not a folder: choose another folder")
+    missing = [path for path in (made, *made.parents) if not path.exists()]
+    made.mkdir(parents=True, exist_ok=True)
     with lock_folder(folder, action):
         try:
             yield

@@ -224,7 +224,9 @@ def save_adapter(
     companion_files: Iterable[Path] = (),
 ) -> None:
     """Writes a folder that PEFT loads. It appears when it is complete."""
-    target = Path(folder).resolve()
+    target = files.real_path(folder)
+    if target.is_file():
+        raise ValueError(f"{target} is a file; an adapter is a folder")
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

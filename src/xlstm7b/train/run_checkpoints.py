@@ -60,6 +60,7 @@ from xlstm7b.files import (
     json_bytes,
     manifest_bytes,
     read_manifest,
+    real_path,
     write_hashed,
     write_manifest,
 )
@@ -405,6 +406,7 @@ def _export_state(
     if dtype not in (None, torch.float32):
         named = str(dtype).removeprefix("torch.")
         raise ValueError(f"a trained state is written in float32, not {named}: leave --dtype out")
+    target = real_path(target)
     if target.exists():
         raise ValueError(f"{target} exists already: choose another file")
     if not target.parent.is_dir():
