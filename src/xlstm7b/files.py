@@ -82,16 +82,28 @@ def write_hashed(path: Path, pieces: Iterable[bytes | memoryview], *, mode: int 
     `mode` is the mode of the file, less the process's umask.
     """
     digest = hashlib.sha256()
-    with open(path, "xb", opener=functools.partial(os.open, mode=mode)) as file:
-        try:
-            for piece in pieces:
-                digest.update(piece)
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        except OSError as error:  # its message does not name the file
-            raise OSError(f"{path} could not be written ({error})") from error
+    opener = functools.partial(os.open, mode=mode)
+    with naming(path), open(path, "xb", opener=opener) as file:
+        for piece in pieces:
+            digest.update(piece)
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
     return digest.hexdigest()
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Names the file in an error of writing, which has only a number and "No space left …".
+
+    The file must be closed inside: closing tries to write again, and fails again.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:  # it names a file already
+            raise
+        raise OSError(f"{path} could not be written ({error})") from error
 
 
 def complete_lines(path: Path) -> Iterator[bytes]:
