@@ -3,6 +3,7 @@
 The command is one long function, because it declares every option.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -125,6 +126,8 @@ def generate(
             if given:
                 raise ValueError(f"--jsonl cannot be combined with {name}")
         target = None if output == "-" else to_target(Path(output))
+        if target is not None and jsonl != "-" and target == Path(os.path.realpath(jsonl)):
+            raise ValueError(f"--output {output} is the input of --jsonl: choose another file")
         lines = read_lines(jsonl, params, options.listed(copy_fields))
         complete_lines(opening(), lines, target, token_ids=token_ids, verbose=verbose)
         return
