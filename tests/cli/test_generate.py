@@ -420,7 +420,7 @@ def test_a_draft_model_that_does_not_fit(
     backend.add_tokens(["sea"])
     backend.save(str(tmp_path / "words" / "tokenizer.json"))
     for name, message in {
-        "missing": "there is no draft model: .*missing' is neither a folder nor the id of a hub",
+        "missing": "there is no draft model: .*missing' is neither a folder nor .*lookup",
         "wide": "the draft model has a vocabulary of 384 tokens, the model one of 320",
         "words": "words has the tokenizer .{12}, the model has bytes",
     }.items():
@@ -519,8 +519,9 @@ def test_generate_mistakes(cli: Cli, speller: Path, tmp_path: Path) -> None:
         "(only a vocabulary of 320, bytes, works without a file)"
     )
     missing = tmp_path / "tokenizer.json"
-    sentence = refused(cli("generate", speller, "x", "--tokenizer", missing))
-    assert sentence == f"there is no tokenizer at {missing}"
+    for given in missing, tmp_path:
+        sentence = refused(cli("generate", speller, "x", "--tokenizer", given))
+        assert sentence == f"there is no tokenizer at {missing}"
     missing.write_text("{")
     sentence = refused(cli("generate", speller, "x", "--tokenizer", missing))
     assert sentence.startswith(f"{missing} is not a readable tokenizer.json: ")
