@@ -108,6 +108,7 @@ def test_wrong_targets_are_refused(tmp_path: Path) -> None:
         "notes.txt/x": "notes.txt is not a folder",
         "circle": "links lead in a circle",
         "circle/x/y": "circle is not a folder",
+        "\udcff": r"the path '.*\\udcff' is not UTF-8: give it another name",
     }.items():
         with pytest.raises(ValueError, match=problem):
             save_checkpoint(tmp_path / name, CONFIG, draw().items())

@@ -32,11 +32,12 @@ _LONGEST_HEADER = 100_000_000  # the limit of the safetensors library
 
 
 def real_path(path: str | Path) -> Path:
-    """An output path with links resolved. `ValueError` if it cannot exist.
+    """An output path with links resolved. `ValueError` if it cannot exist, or be read later.
 
     For links that lead in a circle, `Path.resolve` raises a `RuntimeError`, and from Python 3.13 on
     nothing.
     """
+    check_utf8(path)
     found = Path(os.path.realpath(path))
     if found.is_symlink():
         raise ValueError(f"cannot write {path}: its links lead in a circle; choose another path")
@@ -44,6 +45,14 @@ def real_path(path: str | Path) -> Path:
     if not above.is_dir():
         raise ValueError(f"cannot write {path}: {above} is not a folder")
     return found
+
+
+def check_utf8(path: str | Path) -> None:
+    """`ValueError` if a path is not UTF-8: safetensors cannot open it, and JSON cannot hold it."""
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the path {str(path)!a} is not UTF-8: give it another name") from error
 
 
 @contextmanager
@@ -68,12 +77,16 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def json_bytes(value: Any) -> bytes:
-    """The content of a JSON file. NumPy scalars become numbers, other types strings."""
+    """The content of a JSON file. NumPy scalars become numbers, other types strings.
+
+    A path that is not UTF-8 has halves of surrogate pairs, which are written as their escapes.
+    """
 
     def plain(value: Any) -> Any:
         return value.item() if hasattr(value, "item") else str(value)
 
-    return (json.dumps(value, indent=2, ensure_ascii=False, default=plain) + "\n").encode()
+    text = json.dumps(value, indent=2, ensure_ascii=False, default=plain) + "\n"
+    return text.encode(errors="backslashreplace")
 
 
 def write_hashed(path: Path, pieces: Iterable[bytes | memoryview], *, mode: int = 0o666) -> str:
@@ -202,6 +215,7 @@ def opened_safetensors(path: Path) -> Iterator[Any]:
     """`safe_open` with errors that name the file. Its tensors are views of the mapped file."""
     if not path.is_file():
         raise ValueError(f"{path} is {'not a file' if path.exists() else 'missing'}")
+    check_utf8(path)
     path.open("rb").close()  # without permission, this OSError names the file
     try:
         with safe_open(path, framework="pt") as handle:

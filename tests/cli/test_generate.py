@@ -1,5 +1,6 @@
 """`xlstm7b generate`: outputs, prompts, states, Ctrl-C, speeds, and one sentence per mistake."""
 
+import io
 import json
 import os
 import re
@@ -469,6 +470,15 @@ def test_generate_into_a_pipe_that_closes(fox: Path) -> None:
         )
         assert (done.returncode, done.stderr) == (0, b"")
         assert done.stdout == ('{"prompt' if options else "aé🦊\né🦊").encode()[:8]
+
+
+def test_what_stdout_cannot_encode_is_escaped(
+    cli: Cli, fox: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", shown)
+    assert cli("generate", fox, "a", "--max-new-tokens", 6) == Outcome(0, "", "")
+    assert shown.buffer.getvalue() == b"a\\xe9\\U0001f98a\n"
 
 
 # Mistakes
