@@ -42,7 +42,11 @@ _batch_option = partial(option, panel="Many prompts")
 def generate(
     model: options.Model,
     prompt: Annotated[
-        str | None, typer.Argument(help="Text to continue. Without it, or with -, stdin is read.")
+        str | None,
+        typer.Argument(
+            help="Text to continue. Without it, or with -, stdin is read; with --load-state only "
+            "with -."
+        ),
     ] = None,
     file: Annotated[
         Path | None,
