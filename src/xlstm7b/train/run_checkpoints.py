@@ -406,11 +406,11 @@ def _export_state(
     if dtype not in (None, torch.float32):
         named = str(dtype).removeprefix("torch.")
         raise ValueError(f"a trained state is written in float32, not {named}: leave --dtype out")
-    target = real_path(target)
     if target.exists():
         raise ValueError(f"{target} exists already: choose another file")
     if not target.parent.is_dir():
         raise ValueError(f"cannot write {target}: there is no folder {target.parent}")
+    target = real_path(target)
     verify_checkpoint(checkpoint)
     base = open_checkpoint(recipe.init_from)
     if base.fingerprint() != frozen:
