@@ -336,7 +336,7 @@ def save_checkpoint(
 
 def check_target(folder: str | Path) -> Path:
     """The folder to save to, with links resolved. `ValueError` if it holds something else."""
-    target = Path(folder).resolve()  # keeps a symbolic link and replaces the folder it points to
+    target = files.real_path(folder)  # keeps a symbolic link and replaces the folder it points to
     taken = target.exists()
     if taken and not target.is_dir():
         raise ValueError(f"{target} is a file; a checkpoint is a folder")

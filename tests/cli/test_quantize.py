@@ -96,6 +96,8 @@ def test_quantize_mistakes(cli: Cli, speller: Path, text: Path, tmp_path: Path) 
     assert message("--bits", 8, "--head", 5) == "the head has 4, 8 or 16 bits, not '5'"
     assert message("--bits", 8, "--method", "gptq").endswith("needs --calibration with a text")
     assert message("--bits", 8, "--act-order") == "--act-order needs --method gptq"
+    assert message("--bits", 8, "--group-size", 32).startswith("--group-size needs --bits 4 or")
+    assert message("--bits", 8, "--tokenizer", "x").startswith("--tokenizer reads the text of")
     assert message("--bits", 8, "--method", "awq").startswith("unknown method 'awq'")
     missing = message("--bits", 8, "--method", "gptq", "--calibration", tmp_path / "no.txt")
     assert "no.txt" in missing
