@@ -485,7 +485,11 @@ def soft_cap(x: Tensor, cap: float | None) -> Tensor:
 
     A cap of None is none: x as it is.
     """
-    return x if cap is None else cap * torch.tanh(x / cap)
+    if cap is None:
+        return x
+    if torch.is_grad_enabled() and x.requires_grad:
+        return cap * torch.tanh(x / cap)
+    return (x / cap).tanh_().mul_(cap)
 
 
 # True if this CPU has matrix instructions for the dtype; without them PyTorch is very slow.

@@ -261,12 +261,12 @@ class XLSTM(nn.Module):
         layers, embedding = self.quantized_layers(), self.backbone.embeddings.weight
         if embedding.dtype == torch.float64:
             return  # their product is that of the dequantised weights
-        int4 = not embedding.is_cuda and cpu.int4_fits(layer.weight for layer in layers)
+        packed = set() if embedding.is_cuda else cpu.packed_schemes(x.weight for x in layers)
         for layer in layers:  # one by one: there is never a second copy of all weights
             if embedding.is_cuda:
                 layer.weight = gpu.prepare(layer.weight)
             else:
-                layer.weight = cpu.prepare(layer.weight, int4=int4)
+                layer.weight = cpu.prepare(layer.weight, packed)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes a Hugging Face folder that this package and `transformers` can load."""
