@@ -79,13 +79,14 @@ class Checkpoint:
                         data = _copied(part)
                         if part.key != names[0] and scheme.name == "int8":
                             data = unpack_int8(data, columns)
-                        scale = self._scale(names[0])
+                        scale = self.scale(names[0])
                         yield names[0], QuantizedWeight(scheme, (rows, columns), data, scale)
                         continue
                     sizes = [shapes[name][0] for name in names]
                     yield from zip(names, handle.get_tensor(part.key).split(sizes), strict=True)
 
-    def _scale(self, name: str) -> torch.Tensor:
+    def scale(self, name: str) -> torch.Tensor:
+        """The scales of a quantised parameter."""
         part = self._scales[name]
         scale = _copied(part)
         if not scale.isfinite().all():

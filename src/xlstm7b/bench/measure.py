@@ -216,18 +216,21 @@ def random_model(plan: ModelPlan) -> XLSTM:
         raise ValueError(f"a {plan.size} in {plan.dtype} does not fit into this GPU") from error
     with torch.device("meta"):
         drawn = XLSTM(plan.config).to(dtype)
-    # One matrix at a time: the floats of all of them may not fit into memory.
+    packed = model.packed_schemes(schemes)
+    # One matrix at a time: the floats of all of them may not fit into memory. The head is the
+    # largest, and comes first.
     with torch.no_grad():
-        for name, parameter in drawn_parameters(drawn, torch.device(plan.device)):
-            if name in schemes:
-                layer: Any = model.get_submodule(name.removesuffix(".weight"))
-                layer.weight = QuantizedWeight.quantize(parameter, schemes[name])
-            else:
-                model.get_parameter(name).copy_(parameter)
+        for path, part in reversed([*drawn.named_children()]):
+            for own, parameter in drawn_parameters(part, torch.device(plan.device)):
+                name = f"{path}.{own}"
+                if name in schemes:
+                    weight = QuantizedWeight.quantize(parameter, schemes[name])
+                    model.set_quantized(name, weight, packed)
+                else:
+                    model.get_parameter(name).copy_(parameter)
         for name, parameter in model.named_parameters():
             if name.endswith("gate_preact.weight"):
                 parameter.normal_(std=0.02)
-    model.prepare_quantized()
     release(plan.device)
     return model
 

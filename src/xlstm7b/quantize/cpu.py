@@ -80,7 +80,8 @@ def prepare(weight: QuantizedWeight, schemes: Collection[str]) -> QuantizedWeigh
         with_zeros = torch.stack((scale, torch.zeros_like(scale)), dim=-1)
         return replace(weight, data=data, scale=with_zeros, layout="x86")
     data = _pack_arm(weight.data, weight.scale, weight.scheme.group_size, rows, columns)
-    return replace(weight, data=data, scale=weight.scale[:0], layout="arm")
+    none = weight.scale.new_empty(0, weight.scale.shape[1])  # they are in the packed data
+    return replace(weight, data=data, scale=none, layout="arm")
 
 
 def _prepare_int8_arm(weight: QuantizedWeight) -> QuantizedWeight:
