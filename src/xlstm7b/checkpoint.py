@@ -79,22 +79,22 @@ class Checkpoint:
                     scheme = self.schemes.get(names[0])
                     if scheme is not None:
                         rows, columns = shapes[names[0]]
-                        data = handle.get_tensor(part.key).clone()
+                        data = _copied(part)
                         if part.key != names[0] and scheme.name == "int8":
                             data = unpack_int8(data, columns)
-                        scale = self._scale(names[0])
+                        scale = self.scale(names[0])
                         yield names[0], QuantizedWeight(scheme, (rows, columns), data, scale)
                         continue
                     sizes = [shapes[name][0] for name in names]
                     yield from zip(names, handle.get_tensor(part.key).split(sizes), strict=True)
 
-    def _scale(self, name: str) -> torch.Tensor:
+    def scale(self, name: str) -> torch.Tensor:
+        """The scales of a quantised parameter."""
         part = self._scales[name]
-        with files.opened_safetensors(part.file) as handle:
-            scale: torch.Tensor = handle.get_tensor(part.key)
+        scale = _copied(part)
         if not scale.isfinite().all():
             raise ValueError(f"{part.file}: {part.key} holds a scale that is not finite")
-        return scale.clone()
+        return scale
 
     def fingerprint(self) -> dict[str, str]:
         """Digests of some rows of every parameter, by which an adapter recognises its base.
@@ -145,6 +145,17 @@ class Checkpoint:
                 parameters[name].copy_(tensor)
                 if progress:
                     progress(name, tensor.nbytes)
+
+
+def _copied(part: Stored) -> torch.Tensor:
+    """A copy of a stored tensor.
+
+    The file is mapped for this tensor alone: what has been read of a mapped file counts as memory
+    of the process, and all tensors of a file would count twice.
+    """
+    with files.opened_safetensors(part.file) as handle:
+        tensor: torch.Tensor = handle.get_tensor(part.key).clone()
+    return tensor
 
 
 def same_weights(ours: Mapping[str, str], theirs: Mapping[str, str]) -> bool:

@@ -247,7 +247,10 @@ def test_a_saved_model_starts(tmp_path: Path) -> None:
 
 def test_a_quantised_model_keeps_no_memory_of_its_first_weights() -> None:
     model = random_model(replace(SMALL, quantize="int4"))
-    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
+    padding = 256 * len(list(model.parameters()))
+    parameters = sum(p.nbytes for p in model.parameters())
+    assert sum(storage.nbytes() for storage in storages.values()) <= parameters + padding
 
 
 def test_weights_are_random_in_their_dtype_and_the_default_stays() -> None:

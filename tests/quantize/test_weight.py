@@ -100,14 +100,15 @@ def test_cpu_operators(
     """
     parts = [QuantizedWeight.quantize(draw(n, 256, n), scheme) for n in sizes]
     want_weight = torch.cat([part.dequantize(torch.float64) for part in parts])
-    int4 = cpu.int4_fits(parts)
-    prepared = [cpu.prepare(part, int4=int4) for part in parts]
+    packed = cpu.packed_schemes(parts)
+    prepared = [cpu.prepare(part, packed) for part in parts]
     assert len({part.layout for part in prepared}) == 1
     stacked = stack(prepared, torch.cat([part.data for part in prepared]))
     rounding = {"arm": 2e-2, "x86": 4e-3, "bfloat16": 4e-3}.get(stacked.layout, 1e-4)
     for rows in (1, 3, cpu.MAX_ROWS, cpu.MAX_ROWS + 6):
         few = rows <= (3 if cpu.has_vnni() else cpu.MAX_ROWS)
-        if dtype == torch.bfloat16 or (scheme.name == "int8" and few):
+        exact = cpu.is_arm() and dtype == torch.float32
+        if dtype == torch.bfloat16 or (scheme.name == "int8" and few and not exact):
             limit = max(rounding, 4e-3)
         else:
             limit = rounding
@@ -123,7 +124,7 @@ def test_the_operators_order_is_undone() -> None:
         pytest.skip("x86 only")
     for scheme in SCHEMES[2:]:
         quantized = QuantizedWeight.quantize(draw(192, 256, 1), scheme)
-        prepared = cpu.prepare(quantized, int4=cpu.int4_fits([quantized]))
+        prepared = cpu.prepare(quantized, cpu.packed_schemes([quantized]))
         assert prepared.layout == "x86"
         assert torch.equal(torch.cat([*cpu.tiles(prepared, torch.float32)]), quantized.dequantize())
         with pytest.raises(ValueError, match="load the model on the other device"):
@@ -134,8 +135,31 @@ def test_arm_operator() -> None:
     if not cpu.has_arm_int4():
         pytest.skip("no ARM operator for 4 bits on this machine")
     quantized = QuantizedWeight.quantize(draw(64, 128, 1), SCHEMES[2])
-    assert cpu.int4_fits([quantized])
-    assert cpu.prepare(quantized, int4=True).layout == "arm"
+    assert cpu.prepare(quantized, cpu.packed_schemes([quantized])).layout == "arm"
+
+
+@pytest.mark.parametrize("sizes", [(64, 128), (16, 48, 4128)], ids=str)
+def test_int8_beside_int4_on_arm(sizes: tuple[int, ...]) -> None:
+    """It goes to the operator for int4, as pairs of codes; every code is exact."""
+    if not cpu.has_arm_int4():
+        pytest.skip("no ARM operator for 4 bits on this machine")
+    other = QuantizedWeight.quantize(draw(64, 128, 1), SCHEMES[2])
+    parts = [QuantizedWeight.quantize(draw(n, 256, n), SCHEMES[0]) for n in sizes]
+    parts[0].data[:, 0], parts[0].data[:, 1] = 127, -127
+    want_weight = torch.cat([part.dequantize(torch.float64) for part in parts])
+    packed = cpu.packed_schemes([other, *parts])
+    prepared = [cpu.prepare(part, packed) for part in parts]
+    stacked = stack(prepared, torch.cat([part.data for part in prepared]))
+    assert stacked.layout == "arm"
+    ones = torch.eye(256)  # the operator rounds x to int8: 0 and 1 are exact
+    assert torch.allclose(linear(ones, stacked).double(), want_weight.mT, rtol=1e-5, atol=1e-5)
+    for rows in (1, 5, 70):
+        x = draw(rows, 256, rows)
+        want = x.double() @ want_weight.mT
+        assert (linear(x, stacked) - want).norm() <= 2e-2 * want.norm()
+    odd = QuantizedWeight.quantize(draw(5, 256, 1), SCHEMES[0])
+    assert cpu.packed_schemes([other, *parts, odd]) == {"int4"}
+    assert cpu.packed_schemes(parts) == set()
 
 
 def test_scales_that_operators_would_round_are_not_given_to_them() -> None:
@@ -143,8 +167,8 @@ def test_scales_that_operators_would_round_are_not_given_to_them() -> None:
     foreign = QuantizedWeight(
         quantized.scheme, quantized.shape, quantized.data, quantized.scale * 1.001
     )
-    assert not cpu.int4_fits([quantized, foreign])
-    assert cpu.prepare(quantized, int4=False).layout == "stored"
+    assert cpu.packed_schemes([quantized, foreign]) == set()
+    assert cpu.prepare(quantized, set()).layout == "stored"
 
 
 @given(matrices(st.sampled_from([SCHEMES[0], *SCHEMES[2:]])))

@@ -21,7 +21,7 @@ from xlstm7b.bench.cases import Result
 from xlstm7b.bench.plans import ModelPlan
 from xlstm7b.devices import to_dtype
 from xlstm7b.model import XLSTM
-from xlstm7b.model.init import reset_parameters
+from xlstm7b.model.init import drawn_parameters
 from xlstm7b.model.lm import schemes_of
 from xlstm7b.quantize.weight import QuantizedWeight
 
@@ -209,26 +209,29 @@ def random_model(plan: ModelPlan) -> XLSTM:
     dtype = to_dtype(plan.dtype)
     kind = plan.dtype if plan.quantize == "no" else f"{plan.quantize} and {plan.dtype}"
     print(f"{plan.size} in {kind}, state in {plan.state_dtype}, random weights", flush=True)
+    schemes = {} if plan.quantize == "no" else schemes_of(plan.config, plan.quantize)
     try:
-        model = XLSTM.empty(plan.config, dtype=dtype, device=plan.device)
+        model = XLSTM.empty(plan.config, dtype=dtype, device=plan.device, quantized=schemes)
     except torch.OutOfMemoryError as error:
         raise ValueError(f"a {plan.size} in {plan.dtype} does not fit into this GPU") from error
-    reset_parameters(model)
+    with torch.device("meta"):
+        drawn = XLSTM(plan.config).to(dtype)
+    packed = model.packed_schemes(schemes)
+    # One matrix at a time: the floats of all of them may not fit into memory. The head is the
+    # largest, and comes first.
     with torch.no_grad():
+        for path, part in reversed([*drawn.named_children()]):
+            for own, parameter in drawn_parameters(part, torch.device(plan.device)):
+                name = f"{path}.{own}"
+                if name in schemes:
+                    weight = QuantizedWeight.quantize(parameter, schemes[name])
+                    model.set_quantized(name, weight, packed)
+                else:
+                    model.get_parameter(name).copy_(parameter)
         for name, parameter in model.named_parameters():
             if name.endswith("gate_preact.weight"):
                 parameter.normal_(std=0.02)
-    if plan.quantize != "no":
-        schemes = schemes_of(plan.config, plan.quantize)
-        weights = {name: model.get_parameter(name).data for name in schemes}
-        model.replace_quantized(schemes)
-        for name, scheme in schemes.items():
-            layer: Any = model.get_submodule(name.removesuffix(".weight"))
-            layer.weight = QuantizedWeight.quantize(weights.pop(name), scheme)
-        model.prepare_quantized()
-        for parameter in model.parameters():  # parts of one buffer, which holds all weights
-            parameter.data = parameter.data.clone()
-        release(plan.device)
+    release(plan.device)
     return model
 
 

@@ -121,8 +121,10 @@ class FusedModel:
         x = F.embedding(tokens, self.embedding)
         masks = self.low_ranks.masks(adapter_of)
         if rings is None:
+            # One look at `live` saves an operator in each block. A GPU would wait for it.
+            masked = None if live.device.type == "cpu" and live.all() else live
             for number, memory in enumerate(state.blocks):
-                self._block(x, number, memory, live, batch=None, slots=None, masks=masks)
+                self._block(x, number, memory, masked, batch=None, slots=None, masks=masks)
             state.tokens_seen.add_(live)
         else:
             cursor = Cursor(rings.folded, state.tokens_seen, live, rings.interval)
@@ -312,13 +314,10 @@ class FusedModel:
     def _heads(self, projected: Tensor, gates: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
         """q, k, v, õ as [*shape, NH, d] and ĩ, f̃ as [*shape, NH]: views."""
         config = self.config
-        widths = [config.qk_dim, config.qk_dim, config.v_dim, config.v_dim]
-        parts = projected.view(*shape, -1).split(widths, dim=-1)
-        heads = (config.num_heads, -1)
-        return [
-            *(part.unflatten(-1, heads) for part in parts),
-            *gates.view(*shape, 2, -1).unbind(-2),
-        ]
+        pairs = projected.split([2 * config.qk_dim, 2 * config.v_dim], dim=-1)
+        heads = (*shape, 2, config.num_heads, -1)
+        q_k, v_gate = (pair.view(heads).unbind(-3) for pair in pairs)
+        return [*q_k, *v_gate, *gates.view(*shape, 2, -1).unbind(-2)]
 
     @torch.inference_mode()
     def _compare_logits(self, model: XLSTM) -> None:

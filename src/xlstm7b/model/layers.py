@@ -485,7 +485,11 @@ def soft_cap(x: Tensor, cap: float | None) -> Tensor:
 
     A cap of None is none: x as it is.
     """
-    return x if cap is None else cap * torch.tanh(x / cap)
+    if cap is None:
+        return x
+    if torch.is_grad_enabled() and x.requires_grad:
+        return cap * torch.tanh(x / cap)
+    return (x / cap).tanh_().mul_(cap)
 
 
 # True if this CPU has matrix instructions for the dtype; without them PyTorch is very slow.
@@ -542,7 +546,7 @@ _WIDENED_ROWS = 8192
 
 def _quantized_product(x: Tensor, weight: QuantizedWeight, *, wide: bool = False) -> Tensor:
     """x Wᵀ; with `wide` in float32 or wider. It has no gradient."""
-    rows = x.flatten(0, -2)
+    rows = x if x.dim() == 2 else x.flatten(0, -2)
     y: Tensor | None
     if weight.layout == "bfloat16":  # codes without their scales
         y = linear(rows.bfloat16(), weight.data).float() * weight.scale.float().mT
@@ -556,7 +560,7 @@ def _quantized_product(x: Tensor, weight: QuantizedWeight, *, wide: bool = False
             y = torch.cat([multiply(rows, tile) for tile in cpu.tiles(weight, x.dtype)], dim=-1)
     elif wide:
         y = y.to(torch.promote_types(y.dtype, torch.float32))
-    return y.view(*x.shape[:-1], -1)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], -1)
 
 
 @torch.library.custom_op("xlstm7b::dequantized_product", mutates_args=())

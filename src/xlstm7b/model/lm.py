@@ -1,6 +1,6 @@
 """XLSTM, the language model: embedding → blocks → RMSNorm → linear head → soft-cap."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Literal, Self, overload
 
@@ -222,6 +222,7 @@ class XLSTM(nn.Module):
             checkpoint.copy_into(dict(model.named_parameters()))
             return model
         model = cls.empty(checkpoint.config, dtype=dtype, device=device, quantized=schemes)
+        packed = model.packed_schemes(schemes, None if quantize else checkpoint.scale)
         parameters: dict[str, Tensor] = dict(model.named_parameters())
         with torch.no_grad():
             for name, tensor in checkpoint.weights():
@@ -231,10 +232,7 @@ class XLSTM(nn.Module):
                     continue
                 if isinstance(tensor, Tensor):
                     tensor = QuantizedWeight.quantize(tensor.to(device), schemes[name])
-                layer = model.get_submodule(name.removesuffix(".weight"))
-                assert isinstance(layer, QuantizedLinear)
-                layer.weight = tensor.to(model.backbone.embeddings.weight.device)
-        model.prepare_quantized()
+                model.set_quantized(name, tensor, packed)
         return model
 
     @property
@@ -256,17 +254,37 @@ class XLSTM(nn.Module):
             rows, columns = layer.weight.shape
             self.set_submodule(path, QuantizedLinear(columns, rows, wide=wide))
 
-    def prepare_quantized(self) -> None:
-        """Puts quantised weights in the order in which this device's products read them."""
-        layers, embedding = self.quantized_layers(), self.backbone.embeddings.weight
-        if embedding.dtype == torch.float64:
-            return  # their product is that of the dequantised weights
-        int4 = not embedding.is_cuda and cpu.int4_fits(layer.weight for layer in layers)
-        for layer in layers:  # one by one: there is never a second copy of all weights
-            if embedding.is_cuda:
-                layer.weight = gpu.prepare(layer.weight)
-            else:
-                layer.weight = cpu.prepare(layer.weight, int4=int4)
+    def packed_schemes(
+        self, schemes: Mapping[str, Scheme], scale_of: Callable[[str], Tensor] | None = None
+    ) -> set[str]:
+        """The schemes whose matrices `set_quantized` is to put in the order of a CPU operator.
+
+        Scales that this package did not make are looked at: `scale_of` returns those of a matrix.
+        """
+        embedding = self.backbone.embeddings.weight
+        if embedding.is_cuda or embedding.dtype == torch.float64:
+            return set()  # in float64 the product is that of the dequantised weights
+        shapes, none = self.config.parameter_shapes(), torch.empty(0)
+        without_codes = []
+        for name, scheme in schemes.items():
+            rows, columns = shapes[name]
+            scale = none if scale_of is None else scale_of(name)
+            without_codes.append(QuantizedWeight(scheme, (rows, columns), none, scale))
+        return cpu.packed_schemes(without_codes)
+
+    def set_quantized(self, name: str, weight: QuantizedWeight, packed: Collection[str]) -> None:
+        """Sets a quantised matrix, in the order in which this device's products read it.
+
+        `packed` is from `packed_schemes`. Packing one matrix at a time, as soon as it is read,
+        keeps the peak of memory low.
+        """
+        layer = self.get_submodule(name.removesuffix(".weight"))
+        embedding = self.backbone.embeddings.weight
+        assert isinstance(layer, QuantizedLinear)
+        weight = weight.to(embedding.device)
+        if embedding.is_cuda and embedding.dtype != torch.float64:
+            weight = gpu.prepare(weight)
+        layer.weight = cpu.prepare(weight, packed)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes a Hugging Face folder that this package and `transformers` can load."""

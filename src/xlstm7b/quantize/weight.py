@@ -11,6 +11,7 @@ from xlstm7b.quantize.config import Scheme
 
 _LARGEST = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}  # positive code
 TILE = 1 << 18  # values that are dequantised at a time: they stay in a CPU's cache
+_QUANTIZED = 1 << 23  # values that are quantised at a time: there are several float32 copies
 # int4 tries these parts of the largest value of a group: a smaller scale clips it, but has finer
 # steps for all others.
 _CLIPPED = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
@@ -34,10 +35,15 @@ class QuantizedWeight:
 
     @classmethod
     def quantize(cls, weight: Tensor, scheme: Scheme) -> Self:
-        """Rounds each value to the nearest code."""
-        wide = weight.detach().float()
-        scale = nearest_scale(wide, scheme)
-        return cls.from_codes(codes(wide, scale, scheme), stored_scale(scale, weight), scheme)
+        """Rounds each value to the nearest code, some rows at a time."""
+        parts = []
+        for rows in weight.detach().split(max(1, _QUANTIZED // max(1, weight.shape[1]))):
+            wide = rows.float()
+            scale = nearest_scale(wide, scheme)
+            parts.append(cls.from_codes(codes(wide, scale, scheme), scale, scheme))
+        data = torch.cat([part.data for part in parts])
+        scale = stored_scale(torch.cat([part.scale for part in parts]), weight)
+        return cls(scheme, (weight.shape[0], weight.shape[1]), data, scale)
 
     @classmethod
     def from_codes(cls, values: Tensor, scale: Tensor, scheme: Scheme) -> Self:
@@ -48,7 +54,7 @@ class QuantizedWeight:
         elif scheme.name == "int8":
             data = values.to(torch.int8)
         else:
-            data = _pack(values.to(torch.int8))
+            data = pack_int4(values.to(torch.int8))
         return cls(scheme, (rows, columns), data, scale)
 
     def __len__(self) -> int:
@@ -180,7 +186,7 @@ def unpack_int8(data: Tensor, columns: int) -> Tensor:
     return (data.view(torch.uint8)[:, :columns] ^ 128).contiguous().view(torch.int8)
 
 
-def _pack(values: Tensor) -> Tensor:
+def pack_int4(values: Tensor) -> Tensor:
     """4-bit codes, int8 [N, K], as int32 [N, K/8]."""
     pairs = (values + 8).view(torch.uint8).unflatten(1, (-1, 2))
     packed: Tensor = pairs[..., 0] | (pairs[..., 1] << 4)
@@ -188,7 +194,7 @@ def _pack(values: Tensor) -> Tensor:
 
 
 def _unpack(data: Tensor) -> Tensor:
-    """The inverse of `_pack`."""
+    """The inverse of `pack_int4`."""
     pairs = data.contiguous().view(torch.uint8)
     values = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1).view(torch.int8)
     return values - 8
