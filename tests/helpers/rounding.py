@@ -13,12 +13,13 @@ from xlstm7b.quantize import cpu
 
 @contextmanager
 def rounded_inputs(model: XLSTM) -> Iterator[None]:
-    """The model's int4 layers round their inputs as this CPU's operator does: on ARM to int8."""
+    """Layers round their inputs as this CPU's operator does: on ARM int4, and int8 beside it."""
     layers = [each for each in model.modules() if isinstance(each, QuantizedLinear)]
+    rounding = cpu.packed_schemes(layer.weight for layer in layers) - {"fp8"}
     hooks = [
         layer.register_forward_pre_hook(_round_to_int8)
         for layer in layers
-        if layer.weight.scheme.name == "int4" and cpu.has_arm_int4()
+        if cpu.has_arm_int4() and layer.weight.scheme.name in rounding
     ]
     yield
     for hook in hooks:
