@@ -323,6 +323,7 @@ class Sampler:
             edits,
             progress if advance else None,
             sampling=needs.sampling,
+            filters=needs.filters,
             bad_logits=BAD_LOGITS,
         )
 

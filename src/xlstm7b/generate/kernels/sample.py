@@ -1,17 +1,17 @@
-"""Sampling on a GPU in two or three launches, without a sort: the tokens of `Sampler`'s own code.
+"""Sampling on a GPU in two to four launches, without a sort: the tokens of `Sampler`'s own code.
 
 `Sampler._scores`, `_weights` and `draw` in `sampler.py` define what is computed. Weights are whole
-numbers whose sums float64 holds exactly, so sums may be added in any order.
+numbers whose sums float64 holds exactly. So they may be added in any order, also by atomics.
 
 1. `score_kernel` edits the logits, and finds the best score of each block of tokens.
 2. `weigh_kernel` computes the weights from the best score of the row, and their sum in each block.
-   If the row has top_k or top_p, it also puts tokens into bins by score, and counts and sums each
-   bin with integer atomics. Batches without sampling skip this launch.
-3. `draw_kernel`, one program for each row, finds the cut of top_k and top_p, then the block and the
-   token that the random number falls on.
-
-The cut is a score, and the last token of those with just this score. The sums of the bins say in
-which bins it lies. Only the tokens in these bins are listed, and searched by bisection.
+   If the row has top_k or top_p, it puts tokens into bins by score, and counts and sums each bin.
+   Batches without sampling skip this launch.
+3. `list_kernel` is for batches with top_k or top_p. These keep the tokens down to a cut: a score,
+   and the last token of those with just this score. The bins tell in which of them the cut lies,
+   and the tokens of these bins are listed. Those of the bins before are kept, and summed by block.
+4. `draw_kernel` finds the cut among the listed tokens, by bisection. Then it finds the block, and
+   in it the token, that the random number falls on.
 """
 
 from typing import NamedTuple
@@ -21,12 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 1024  # tokens of a program
-_TILE = 8192  # tokens that `draw_kernel` reads at a time: a multiple of _BLOCK
-_LISTED = 1024  # listed tokens that it reads at a time
-# A bin is 1/64 wide in the exponent of a weight. The smallest weight of 50304 tokens has exponent
+# Tokens of a program; in `list_kernel`, which starts with a sum over all bins; and those that are
+# read at a time from the list.
+_BLOCK, _TILE, _LISTED = 1024, 4096, 1024
+# A bin is 1/32 wide in the exponent of a weight. The smallest weight of 50304 tokens has exponent
 # −26.3. In smaller vocabularies weights reach further down; the last bin holds those beyond −32.
-_BINS, _BINS_PER_UNIT = 2048, 64
+_BINS, _BINS_PER_UNIT = 1024, 32
 
 
 # The names are those of `Sampler`, where B rows have one element each.
@@ -75,12 +75,13 @@ def sample(
     progress: Progress | None,
     *,
     sampling: bool,
+    filters: bool,
     bad_logits: int,
 ) -> tuple[Tensor, Tensor]:
     """The best score and the token of each row of logits [B, V] or [B, T, V], both [..., 1].
 
     scale: the weight of the most likely token.
-    sampling: whether a row has a temperature above 0.
+    sampling: whether a row has a temperature above 0. filters: whether one has top_k or top_p.
     progress: if given, the tokens also become those of the rows, as `Sampler.__call__` says. Tokens
         are then counted in `edits.counts`.
     bad_logits: the token of a row whose logits are not finite.
@@ -99,11 +100,12 @@ def sample(
 
     best, token = new(dtype=torch.float64), new(dtype=torch.int64)
     block_best, block_token = new(padded, dtype=torch.float64), new(padded, dtype=torch.int32)
-    histogram = weights = bins = listed = block_sums = None
+    weights = bins = histogram = block_sums = listed = size = None
     if sampling:
-        histogram = new(2, _BINS, dtype=torch.int64)  # the tokens of each bin, and their weights
         weights, bins = new(vocab_size, dtype=torch.float64), new(vocab_size, dtype=torch.int16)
-        listed, block_sums = new(vocab_size, dtype=torch.int32), new(padded, dtype=torch.int64)
+        histogram = new(2, _BINS, dtype=torch.int64)  # the tokens of each bin, and their weights
+        block_sums = new(padded, dtype=torch.int64)
+        listed, size = new(vocab_size, dtype=torch.int32), new(dtype=torch.int32)
     scores, shared_counts, shared_allowed = logits, positions, positions
     if edits is not None:
         scores = new(vocab_size, dtype=torch.float64)
@@ -111,9 +113,9 @@ def sample(
         shared_allowed = rows * edits.allowed.shape[-1] // edits.allowed.numel()
     sizes = {"BLOCK": _BLOCK, "BLOCKS": padded}
     # A fused multiply-add would round the frequency penalty differently.
-    options = {"enable_fp_fusion": False, "num_warps": 4}
+    options = {"enable_fp_fusion": False, "num_warps": 8}
     score_kernel[(blocks, rows)](
-        logits, scores, block_best, block_token, histogram, draws.index,
+        logits, scores, block_best, block_token, histogram, size, draws.index,
         *(edits or [None] * len(Edits._fields)),
         vocab_size, positions, shared_counts, shared_allowed,
         EDITS=edits is not None, SAMPLING=sampling, BINS=_BINS, **sizes, **options,
@@ -124,21 +126,25 @@ def sample(
             draws.temperature, draws.top_p, draws.min_p, draws.last_rank, vocab_size, positions,
             SCALE=scale, BINS=_BINS, PER_UNIT=_BINS_PER_UNIT, **sizes, **options,
         )  # fmt: skip
-    options["num_warps"] = 16 if sampling else 1
+    if filters:
+        list_kernel[(triton.cdiv(vocab_size, _TILE), rows)](
+            block_best, weights, bins, histogram, block_sums, listed, size,
+            draws.temperature, draws.top_p, draws.min_p, draws.last_rank, vocab_size, positions,
+            SCALE=scale, BINS=_BINS, TILE=_TILE, **sizes, **options,
+        )  # fmt: skip
     draw_kernel[(rows,)](
-        scores, block_best, block_token, weights, bins, histogram, listed, block_sums,
+        scores, block_best, block_token, weights, histogram, block_sums, listed, size,
         best, token, *draws, *(progress or [None] * len(Progress._fields)),
         None if edits is None else edits.counts, vocab_size, positions,
         SAMPLING=sampling, ADVANCE=progress is not None, COUNT=edits is not None,
-        BAD_LOGITS=bad_logits, SCALE=scale, BINS=_BINS, TILE=_TILE, LISTED=_LISTED,
-        **sizes, **options,
+        BAD_LOGITS=bad_logits, SCALE=scale, BINS=_BINS, LISTED=_LISTED, **sizes, **options,
     )  # fmt: skip
     return best.view(shape), token.view(shape)
 
 
 @triton.jit
 def score_kernel(
-    logits, scores, block_best, block_token, histogram, index,
+    logits, scores, block_best, block_token, histogram, size, index,
     bias, in_prompt, ends, counts, allowed, has_grammar,
     repetition, presence, frequency, min_new,
     V, POSITIONS, SHARED_COUNTS, SHARED_ALLOWED,
@@ -184,6 +190,7 @@ def score_kernel(
     if SAMPLING and block == 0:
         bin = tl.arange(0, 2 * BINS)  # noqa: A001
         tl.store(histogram + row * 2 * BINS + bin, tl.zeros([2 * BINS], tl.int64))
+        tl.store(size + row, 0)
 
 
 @triton.jit
@@ -224,12 +231,39 @@ def weigh_kernel(
 
 
 @triton.jit
+def list_kernel(
+    block_best, weights, bins, histogram, block_sums, listed, size,
+    temperature, top_p, min_p, last_rank, V, POSITIONS,
+    SCALE: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Lists the tokens among TILE that the cut may be at, in any order, and sums those before it."""
+    start, row = tl.program_id(0) * TILE, tl.program_id(1).to(tl.int64)
+    owner = row // POSITIONS
+    p, rank = tl.load(top_p + owner), tl.load(last_rank + owner)
+    best = _best_of_row(block_best + row * BLOCKS, V, BLOCK, BLOCKS)
+    if _is_drawn(tl.load(temperature + owner), best) & _has_cut(p, rank, V):
+        first, last, _, _, _ = _bins_of_cut(histogram + row * 2 * BINS, p, rank, BINS)
+        token = start + tl.arange(0, TILE)
+        bin = tl.load(bins + row * V + token, mask=token < V, other=BINS)  # noqa: A001
+        weight = tl.load(weights + row * V + token, mask=bin < first, other=0.0)
+        weight = tl.where(weight >= tl.load(min_p + owner) * SCALE, weight, 0.0)
+        sums = tl.sum(tl.reshape(weight, [TILE // BLOCK, BLOCK]), 1).to(tl.int64)
+        block = start // BLOCK + tl.arange(0, TILE // BLOCK)
+        tl.store(block_sums + row * BLOCKS + block, sums)
+        is_open = ((bin >= first) & (bin <= last)).to(tl.int32)
+        place = tl.atomic_add(size + row, tl.sum(is_open, 0), sem="relaxed")
+        place += tl.cumsum(is_open, 0) - 1
+        tl.store(listed + row * V + place, token, mask=is_open != 0)
+
+
+@triton.jit
 def draw_kernel(
-    scores, block_best, block_token, weights, bins, histogram, listed, block_sums,
+    scores, block_best, block_token, weights, histogram, block_sums, listed, size,
     best_of, token_of, temperature, top_p, min_p, last_rank, key, index,
     pending, tokens, max_new, ends, counts, V, POSITIONS,
     SAMPLING: tl.constexpr, ADVANCE: tl.constexpr, COUNT: tl.constexpr, BAD_LOGITS: tl.constexpr,
-    SCALE: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, LISTED: tl.constexpr,
+    SCALE: tl.constexpr, BINS: tl.constexpr, LISTED: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The token of one row."""
@@ -253,8 +287,8 @@ def draw_kernel(
             cut, last_tie = tl.full((), float("-inf"), tl.float64), -1
             if _has_cut(p, rank, V):
                 cut, last_tie = _find_cut(
-                    scores, weights, bins + row * V, histogram + row * 2 * BINS, listed + row * V,
-                    block_sums, p, rank, least, V, BINS, TILE, LISTED, BLOCK,
+                    scores, weights, histogram + row * 2 * BINS, block_sums, listed + row * V,
+                    tl.load(size + row), p, rank, least, BINS, LISTED, BLOCK,
                 )  # fmt: skip
             sums = tl.load(block_sums + block, mask=used, other=0).to(tl.float64)
             target = fraction * tl.sum(sums, 0)
@@ -263,10 +297,11 @@ def draw_kernel(
             place = at * BLOCK + tl.arange(0, BLOCK)
             score = tl.load(scores + place, mask=place < V, other=float("-inf")).to(tl.float64)
             weight = tl.load(weights + place, mask=place < V, other=0.0)
-            kept = (score > cut) | ((score == cut) & (place <= last_tie))
-            weight = tl.where(kept & (weight >= least), weight, 0.0)
+            weight = tl.where(_is_kept(place, score, weight, cut, last_tie, least), weight, 0.0)
             sum_to = before + tl.cumsum(weight, 0)
             token = at * BLOCK + tl.sum((sum_to <= target).to(tl.int32), 0)
+            # Only an idle row exceeds the end: `list_kernel` may not have run for its parameters.
+            token = tl.minimum(token, V - 1)
     tl.store(best_of + row, best)
     tl.store(token_of + row, token.to(tl.int64))
     # 3. The row goes on with it.
@@ -301,93 +336,87 @@ def _has_cut(top_p, last_rank, V):
 
 
 @triton.jit
-def _find_cut(
-    scores, weights, bins, histogram, listed, block_sums, p, last_rank, least, V,
-    BINS: tl.constexpr, TILE: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The lowest score that top_k and top_p keep, and the last token kept of those that have it.
+def _is_kept(token, score, weight, cut, last_tie, least):
+    return ((score > cut) | ((score == cut) & (token <= last_tie))) & (weight >= least)
 
-    Stores the sums of the weights that are kept, and at least `least`, in `block_sums`. All
-    arguments are those of one row.
+
+@triton.jit
+def _bins_of_cut(histogram, p, last_rank, BINS: tl.constexpr):
+    """The first and the last bin to list, count and sum before both, and the sum of k weights.
+
+    All tokens of the bins before the first are kept. Top_p asks for a share of the sum of the first
+    k weights. This sum is known if no more than k tokens have a weight. Then the cut is in the
+    first bin. Else the sum is returned as −1, and the last bin is that of token k.
     """
-    # 1. The first bin in which a token may not be kept. The last token of top_k is in `k_bin`; if
-    #    there is none, fewer tokens than k have a weight. The first k weights sum to something
-    #    between the sums before and after that bin.
-    k = (last_rank + 1).to(tl.float64)
     bin = tl.arange(0, BINS)  # noqa: A001
     count = tl.load(histogram + bin).to(tl.float64)
-    total = tl.load(histogram + BINS + bin).to(tl.float64)
-    k_bin = tl.sum((tl.cumsum(count, 0) < k).to(tl.int32), 0)
-    before_k = tl.sum(tl.where(bin < k_bin, total, 0.0), 0)
-    first = tl.sum((tl.cumsum(total, 0) < p * before_k).to(tl.int32), 0)
+    weight = tl.load(histogram + BINS + bin).to(tl.float64)
+    k_bin = tl.sum((tl.cumsum(count, 0) <= last_rank).to(tl.int32), 0)
+    before_k = tl.sum(tl.where(bin < k_bin, weight, 0.0), 0)  # the sum of k weights is not less
+    first = tl.sum((tl.cumsum(weight, 0) < p * before_k).to(tl.int32), 0)
     last = tl.where(k_bin < BINS, k_bin, first)
     count_before = tl.sum(tl.where(bin < first, count, 0.0), 0)
-    sum_before = tl.sum(tl.where(bin < first, total, 0.0), 0)
-    # 2. Sum the weights before this bin. List the tokens from it to the last that matters, in the
-    #    order of the vocabulary.
-    size = 0
-    low = tl.full((), float("inf"), tl.float64)
-    high = tl.full((), float("-inf"), tl.float64)
-    for start in range(0, V, TILE):
-        token = start + tl.arange(0, TILE)
-        at = tl.load(bins + token, mask=token < V, other=BINS).to(tl.int32)
-        weight = tl.load(weights + token, mask=at < first, other=0.0)
-        weight = tl.where(weight >= least, weight, 0.0)
-        sums = tl.sum(tl.reshape(weight, [TILE // BLOCK, BLOCK]), 1).to(tl.int64)
-        tl.store(block_sums + start // BLOCK + tl.arange(0, TILE // BLOCK), sums)
-        is_open = (at >= first) & (at <= last)
-        score = tl.load(scores + token, mask=is_open, other=0.0).to(tl.float64)
-        low = tl.minimum(low, tl.min(tl.where(is_open, score, float("inf")), 0))
-        high = tl.maximum(high, tl.max(tl.where(is_open, score, float("-inf")), 0))
-        place = size + tl.cumsum(is_open.to(tl.int32), 0) - 1
-        tl.store(listed + place, token, mask=is_open)
-        size += tl.sum(is_open.to(tl.int32), 0)
-    tl.debug_barrier()  # the list is complete for all threads
-    # 3. The weights must sum to p times those of the first k tokens.
-    enough = p * before_k
-    if k_bin < BINS:
-        cut = _bisect(scores, weights, listed, size, low, high, count_before, k, True, LISTED)
+    sum_before = tl.sum(tl.where(bin < first, weight, 0.0), 0)
+    return first, last, count_before, sum_before, tl.where(k_bin < BINS, -1.0, before_k)
+
+
+@triton.jit
+def _find_cut(
+    scores, weights, histogram, block_sums, listed, size, p, last_rank, least,
+    BINS: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The lowest score that is kept, and the last token that is kept of those that have it.
+
+    Adds the listed tokens that are kept to `block_sums`. All arguments are those of one row.
+    """
+    _, _, count_before, sum_before, total = _bins_of_cut(histogram, p, last_rank, BINS)
+    # 1. The sum of the first k weights. Tokens with the score of the last one weigh the same.
+    if total < 0:
+        k = (last_rank + 1).to(tl.float64)
+        cut = _bisect(scores, weights, listed, size, 0.0, count_before, k, "count", LISTED)
         number, above, tie = _sum_above(scores, weights, listed, size, cut, LISTED)
-        enough = p * (sum_before + above + (k - count_before - number) * tie)
-    # 4. The cut of both. Tokens are kept as long as the sum before them is not enough.
-    cut = _bisect(scores, weights, listed, size, low, high, sum_before, enough, False, LISTED)
-    number, above, tie = _sum_above(scores, weights, listed, size, cut, LISTED)
-    # 5. Add the listed tokens that are kept. Of those at the cut, the first ones are.
-    ties, last_tie = 0, -1
+        total = sum_before + above + (k - count_before - number) * tie
+    # 2. Tokens are kept as long as the sum before them is not enough. Equal scores are in the order
+    #    of the vocabulary.
+    enough = p * total
+    cut = _bisect(scores, weights, listed, size, 0.0, sum_before, enough, "weight", LISTED)
+    _, above, _ = _sum_above(scores, weights, listed, size, cut, LISTED)
+    before = sum_before + above
+    tie = _bisect(scores, weights, listed, size, cut, before, enough, "tie", LISTED)
+    last_tie = -tie.to(tl.int32)
+    # 3. Add what is kept.
     for start in range(0, size, LISTED):
-        token, score, weight = _read(scores, weights, listed, start, size, LISTED)
-        is_tie = score == cut
-        rank = ties + tl.cumsum(is_tie.to(tl.int32), 0) - 1
-        kept_tie = is_tie & (sum_before + above + rank.to(tl.float64) * tie < enough)
-        kept = ((score > cut) | kept_tie) & (weight >= least)
+        token, score, weight = _read(scores, weights, listed, size, start, LISTED)
+        kept = _is_kept(token, score, weight, cut, last_tie, least)
         at = block_sums + token // BLOCK
         tl.atomic_add(at, weight.to(tl.int64), mask=kept, sem="relaxed")
-        ties += tl.sum(is_tie.to(tl.int32), 0)
-        last_tie = tl.maximum(last_tie, tl.max(tl.where(kept_tie, token, -1), 0))
     tl.debug_barrier()  # all threads have added theirs
     return cut, last_tie
 
 
 @triton.jit
 def _bisect(
-    scores, weights, listed, size, low, high, before, enough,
-    BY_COUNT: tl.constexpr, LISTED: tl.constexpr,
-):  # fmt: skip
+    scores, weights, listed, size, cut, before, enough, BY: tl.constexpr, LISTED: tl.constexpr
+):
     """The lowest listed score for which `before` and the weights above it are not yet `enough`.
 
-    With BY_COUNT each token weighs 1. `low` and `high` are the lowest and the highest score.
+    BY "count": each token weighs 1. BY "tie": only tokens with the score `cut` count, and the first
+    has the highest score, −token.
     """
+    low = tl.full((), float("inf"), tl.float64)
+    high = tl.full((), float("-inf"), tl.float64)
+    for start in range(0, size, LISTED):
+        score, weight = _read_by(scores, weights, listed, size, start, cut, BY, LISTED)
+        low = tl.minimum(low, tl.min(tl.where(score > float("-inf"), score, float("inf")), 0))
+        high = tl.maximum(high, tl.max(score, 0))
     while low < high:  # both are listed scores
         middle = low + (high - low) / 2
         middle = tl.where(middle < high, middle, low)
         above, lowest_above, highest_below = before, high, low
         for start in range(0, size, LISTED):
-            token, score, weight = _read(scores, weights, listed, start, size, LISTED)
+            score, weight = _read_by(scores, weights, listed, size, start, cut, BY, LISTED)
             is_above = score > middle
-            if BY_COUNT:
-                above += tl.sum(is_above.to(tl.float64), 0)
-            else:
-                above += tl.sum(tl.where(is_above, weight, 0.0), 0)
+            above += tl.sum(tl.where(is_above, weight, 0.0), 0)
             lowest_above = tl.minimum(lowest_above, tl.min(tl.where(is_above, score, high), 0))
             highest_below = tl.maximum(highest_below, tl.max(tl.where(is_above, low, score), 0))
         high = tl.where(above < enough, highest_below, high)
@@ -396,12 +425,24 @@ def _bisect(
 
 
 @triton.jit
+def _read_by(
+    scores, weights, listed, size, start, cut, BY: tl.constexpr, LISTED: tl.constexpr
+):
+    token, score, weight = _read(scores, weights, listed, size, start, LISTED)
+    if BY == "count":
+        weight = tl.full([LISTED], 1.0, tl.float64)
+    if BY == "tie":
+        score = tl.where(score == cut, -token.to(tl.float64), float("-inf"))
+    return score, weight
+
+
+@triton.jit
 def _sum_above(scores, weights, listed, size, cut, LISTED: tl.constexpr):
     """How many listed tokens score above the cut, their weights' sum, and the weight at the cut."""
     number = tl.full((), 0.0, tl.float64)
     above, tie = number, number
     for start in range(0, size, LISTED):
-        token, score, weight = _read(scores, weights, listed, start, size, LISTED)
+        token, score, weight = _read(scores, weights, listed, size, start, LISTED)
         number += tl.sum((score > cut).to(tl.float64), 0)
         above += tl.sum(tl.where(score > cut, weight, 0.0), 0)
         tie = tl.maximum(tie, tl.max(tl.where(score == cut, weight, 0.0), 0))
@@ -409,7 +450,7 @@ def _sum_above(scores, weights, listed, size, cut, LISTED: tl.constexpr):
 
 
 @triton.jit
-def _read(scores, weights, listed, start, size, LISTED: tl.constexpr):
+def _read(scores, weights, listed, size, start, LISTED: tl.constexpr):
     """Token, score and weight of LISTED listed tokens. After the end the score is −∞."""
     place = start + tl.arange(0, LISTED)
     token = tl.load(listed + place, mask=place < size, other=0)
