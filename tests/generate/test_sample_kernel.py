@@ -235,7 +235,7 @@ def test_logits_that_are_not_finite_end_one_row(temperature):
 
 def test_a_grammar_hides_what_it_does_not_allow():
     """Also a logit that is not a number. Where all that it allows is banned, bans have no say."""
-    banned = {token: -math.inf for token in range(5)}
+    banned = dict.fromkeys(range(5), -math.inf)
     rows = [SamplingParams(structured_outputs={"regex": "a"}, logit_bias=banned)] * 2
     got, want = pair(rows, 40)
     logits = make_logits("usual", 0, 2, 40)
@@ -343,8 +343,7 @@ def test_drafts_at_full_size(vocab):
             drafts = logits[:, :8].argmax(-1)
             unused = torch.zeros(len(batch), 8, mask_words(vocab), dtype=torch.int32, device="cuda")
             found, wanted = (
-                sampler.sample_drafts(logits, drafts, want.needs, unused)
-                for sampler in (got, want)
+                sampler.sample_drafts(logits, drafts, want.needs, unused) for sampler in (got, want)
             )
             assert found.tokens.tolist() == wanted.tokens.tolist()
             assert got.pending.tolist() == want.pending.tolist()

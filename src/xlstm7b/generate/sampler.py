@@ -74,18 +74,22 @@ class Sampler:
         # The weight of the most likely token: see `_weights`.
         self._scale = 2.0 ** (53 - vocab_size.bit_length())
         # Whether tokens are drawn by `kernels/sample.py`, or by PyTorch, which defines them.
-        self.uses_kernels = has_kernels(torch.device(device))
+        device = torch.device(device)
+        self.uses_kernels = device.type == "cuda" and has_kernels(device)
         # The sampled tokens, end of text included. −1: the row was finished before; `BAD_LOGITS`:
         # its logits were not finite, which finishes it.
         self.tokens = self._new(rows) - 1
         # One tensor per type, so that one copy writes all parameters of a row. 0 suits an idle row.
-        self._integers = self._new(6, rows)
+        # With an even number of rows all vectors start at 16 bytes, as those of `sample_rows` do.
+        # For other addresses the kernels would be compiled again.
+        even = rows + rows % 2
+        self._integers = self._new(6, even)[:, :rows]
         # The token that the model reads next. Below 0 there is none: the row is finished or idle.
         # In a new row it is 0 until the first call, which only marks the row as not finished.
         self.pending = self._integers[0].fill_(-1)
         self.index = self._integers[1]  # tokens sampled so far
         self._max_new, self._min_new, self._last_rank, self._key = self._integers[2:].unbind()
-        self._reals = self._new(len(_REALS), rows, 1, dtype=torch.float64)
+        self._reals = self._new(len(_REALS), even, 1, dtype=torch.float64)[:, :rows]
         self._temperature, self._top_p, self._min_p = self._reals[:3].unbind()
         self._repetition, self._presence, self._frequency = self._reals[3:].unbind()
         self._ends = self._new(*self._shape, dtype=torch.bool)

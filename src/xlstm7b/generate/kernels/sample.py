@@ -40,7 +40,7 @@ class Draws(NamedTuple):
     min_p: Tensor
     last_rank: Tensor
     key: Tensor
-    index: Tensor  # [B], or [B, T] with T positions a row
+    number: Tensor  # how many tokens come before: [B], or [B, T] with T positions a row
 
 
 class Edits(NamedTuple):
@@ -115,7 +115,7 @@ def sample(
     # A fused multiply-add would round the frequency penalty differently.
     options = {"enable_fp_fusion": False, "num_warps": 8}
     score_kernel[(blocks, rows)](
-        logits, scores, block_best, block_token, histogram, size, draws.index,
+        logits, scores, block_best, block_token, histogram, size, draws.number,
         *(edits or [None] * len(Edits._fields)),
         vocab_size, positions, shared_counts, shared_allowed,
         EDITS=edits is not None, SAMPLING=sampling, BINS=_BINS, **sizes, **options,
@@ -237,7 +237,7 @@ def list_kernel(
     SCALE: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Lists the tokens among TILE that the cut may be at, in any order, and sums those before it."""
+    """Lists those of TILE tokens that the cut may be at, in any order; sums those before them."""
     start, row = tl.program_id(0) * TILE, tl.program_id(1).to(tl.int64)
     owner = row // POSITIONS
     p, rank = tl.load(top_p + owner), tl.load(last_rank + owner)
@@ -276,32 +276,31 @@ def draw_kernel(
     is_best = used & (tl.load(block_best + row * BLOCKS + block, mask=used, other=0.0) == best)
     token = tl.min(tl.load(block_token + row * BLOCKS + block, mask=is_best, other=V), 0)
     # 2. A token that is drawn.
-    if SAMPLING:
-        if _is_drawn(tl.load(temperature + owner), best):
-            p, rank = tl.load(top_p + owner), tl.load(last_rank + owner)
-            least = tl.load(min_p + owner) * SCALE
-            fraction = _uniform(tl.load(key + owner), tl.load(index + row))
-            scores += row * V
-            weights += row * V
-            block_sums += row * BLOCKS
-            cut, last_tie = tl.full((), float("-inf"), tl.float64), -1
-            if _has_cut(p, rank, V):
-                cut, last_tie = _find_cut(
-                    scores, weights, histogram + row * 2 * BINS, block_sums, listed + row * V,
-                    tl.load(size + row), p, rank, least, BINS, LISTED, BLOCK,
-                )  # fmt: skip
-            sums = tl.load(block_sums + block, mask=used, other=0).to(tl.float64)
-            target = fraction * tl.sum(sums, 0)
-            at = tl.sum((tl.cumsum(sums, 0) <= target).to(tl.int32), 0)
-            before = tl.sum(tl.where(block < at, sums, 0.0), 0)
-            place = at * BLOCK + tl.arange(0, BLOCK)
-            score = tl.load(scores + place, mask=place < V, other=float("-inf")).to(tl.float64)
-            weight = tl.load(weights + place, mask=place < V, other=0.0)
-            weight = tl.where(_is_kept(place, score, weight, cut, last_tie, least), weight, 0.0)
-            sum_to = before + tl.cumsum(weight, 0)
-            token = at * BLOCK + tl.sum((sum_to <= target).to(tl.int32), 0)
-            # Only an idle row exceeds the end: `list_kernel` may not have run for its parameters.
-            token = tl.minimum(token, V - 1)
+    if SAMPLING and _is_drawn(tl.load(temperature + owner), best):
+        p, rank = tl.load(top_p + owner), tl.load(last_rank + owner)
+        least = tl.load(min_p + owner) * SCALE
+        fraction = _uniform(tl.load(key + owner), tl.load(index + row))
+        scores += row * V
+        weights += row * V
+        block_sums += row * BLOCKS
+        cut, last_tie = tl.full((), float("-inf"), tl.float64), -1
+        if _has_cut(p, rank, V):
+            cut, last_tie = _find_cut(
+                scores, weights, histogram + row * 2 * BINS, block_sums, listed + row * V,
+                tl.load(size + row), p, rank, least, BINS, LISTED, BLOCK,
+            )  # fmt: skip
+        sums = tl.load(block_sums + block, mask=used, other=0).to(tl.float64)
+        target = fraction * tl.sum(sums, 0)
+        at = tl.sum((tl.cumsum(sums, 0) <= target).to(tl.int32), 0)
+        before = tl.sum(tl.where(block < at, sums, 0.0), 0)
+        place = at * BLOCK + tl.arange(0, BLOCK)
+        score = tl.load(scores + place, mask=place < V, other=float("-inf")).to(tl.float64)
+        weight = tl.load(weights + place, mask=place < V, other=0.0)
+        weight = tl.where(_is_kept(place, score, weight, cut, last_tie, least), weight, 0.0)
+        sum_to = before + tl.cumsum(weight, 0)
+        token = at * BLOCK + tl.sum((sum_to <= target).to(tl.int32), 0)
+        # Only an idle row exceeds the end: `list_kernel` may not have run for its parameters.
+        token = tl.minimum(token, V - 1)
     tl.store(best_of + row, best)
     tl.store(token_of + row, token.to(tl.int64))
     # 3. The row goes on with it.
@@ -374,8 +373,8 @@ def _find_cut(
     if total < 0:
         k = (last_rank + 1).to(tl.float64)
         cut = _bisect(scores, weights, listed, size, 0.0, count_before, k, "count", LISTED)
-        number, above, tie = _sum_above(scores, weights, listed, size, cut, LISTED)
-        total = sum_before + above + (k - count_before - number) * tie
+        count, above, tie = _sum_above(scores, weights, listed, size, cut, LISTED)
+        total = sum_before + above + (k - count_before - count) * tie
     # 2. Tokens are kept as long as the sum before them is not enough. Equal scores are in the order
     #    of the vocabulary.
     enough = p * total
@@ -425,9 +424,7 @@ def _bisect(
 
 
 @triton.jit
-def _read_by(
-    scores, weights, listed, size, start, cut, BY: tl.constexpr, LISTED: tl.constexpr
-):
+def _read_by(scores, weights, listed, size, start, cut, BY: tl.constexpr, LISTED: tl.constexpr):
     token, score, weight = _read(scores, weights, listed, size, start, LISTED)
     if BY == "count":
         weight = tl.full([LISTED], 1.0, tl.float64)
@@ -442,7 +439,7 @@ def _sum_above(scores, weights, listed, size, cut, LISTED: tl.constexpr):
     number = tl.full((), 0.0, tl.float64)
     above, tie = number, number
     for start in range(0, size, LISTED):
-        token, score, weight = _read(scores, weights, listed, size, start, LISTED)
+        _, score, weight = _read(scores, weights, listed, size, start, LISTED)
         number += tl.sum((score > cut).to(tl.float64), 0)
         above += tl.sum(tl.where(score > cut, weight, 0.0), 0)
         tie = tl.maximum(tie, tl.max(tl.where(score == cut, weight, 0.0), 0))
