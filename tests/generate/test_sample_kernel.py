@@ -61,7 +61,8 @@ def assert_same(got: Sampler, want: Sampler, needs: Needs) -> None:
     if needs.penalties:
         assert torch.equal(got._counts[~bad], want._counts[~bad])
     if needs.logprobs is not None:
-        assert torch.equal(got.logprob[~bad], want.logprob[~bad])
+        exactly = {"rtol": 0, "atol": 0, "equal_nan": True}
+        torch.testing.assert_close(got.logprob[~bad], want.logprob[~bad], **exactly)
         assert torch.equal(got.top_tokens, want.top_tokens)
 
 
