@@ -291,7 +291,7 @@ def test_float64_logits():
 @pytest.mark.parametrize("kind", ["usual", "flat", "peaked", "ties", "equal", "few"])
 @pytest.mark.parametrize("temperature", [0.8, 100.0])
 def test_a_cuda_graph_at_full_size(vocab, kind, temperature):
-    """Tokens of PyTorch on the same GPU, by a graph that is replayed twice for each logits."""
+    """Two graphs with the same rows draw the tokens of PyTorch on the same GPU."""
     changes = [
         {},
         {"temperature": 0.0},
