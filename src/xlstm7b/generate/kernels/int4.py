@@ -285,9 +285,10 @@ def _split(q):
 @triton.jit
 def int4_kernel(
     W, scale, digits, starts, factors, residual, out, cap, B,
-    N: tl.constexpr, WIDTH: tl.constexpr, BYTES: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_CAP: tl.constexpr,
-    SWIGLU: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
-    AHEAD: tl.constexpr, PREFETCH: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
+    N: tl.constexpr, WIDTH: tl.constexpr, BYTES: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HAS_CAP: tl.constexpr, SWIGLU: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr,
+    SPLIT: tl.constexpr, AHEAD: tl.constexpr, PREFETCH: tl.constexpr, ASM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out [B, N] = x Wᵀ, for x as `digits_kernel` wrote it. One program per ROWS rows of W.
 
@@ -333,8 +334,8 @@ def int4_kernel(
 @triton.jit
 def _load_codes(
     W, scale, first,
-    N: tl.constexpr, WIDTH: tl.constexpr, BYTES: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr,
-    OUT: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
+    N: tl.constexpr, WIDTH: tl.constexpr, BYTES: tl.constexpr, BATCH: tl.constexpr,
+    ROWS: tl.constexpr, OUT: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """AHEAD times the codes of SPLIT blocks, from `first` on, and their scales.
 
@@ -362,7 +363,7 @@ def _load_codes(
             tile = w, tl.permute(tl.reshape(tl.load(at), [eights, SPLIT, 8, 4]), 1, 0, 2, 3)
         else:
             even, odd = tl.load(at), tl.load(at + N * (ROWS // OUT))
-            tile = w, _scales(even, ROWS, SPLIT), _scales(odd, ROWS, SPLIT)
+            tile = w, _scales(even, ROWS, SPLIT), _scales(odd, ROWS, SPLIT)  # type: ignore[assignment]
         tiles += (tile,)  # type: ignore[assignment]
     return tiles
 
