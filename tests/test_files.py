@@ -17,6 +17,7 @@ from torch import Tensor
 
 from xlstm7b import files
 from xlstm7b.checkpoint import open_checkpoint, save_checkpoint, verify
+from xlstm7b.cli.options import to_target
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -99,9 +100,22 @@ def test_a_checkpoint_can_be_saved_onto_itself(tmp_path: Path) -> None:
 
 def test_wrong_targets_are_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    for target, problem in (tmp_path, "no config.json"), (tmp_path / "notes.txt", "is a file"):
+    (tmp_path / "circle").symlink_to("back")
+    (tmp_path / "back").symlink_to("circle")
+    for name, problem in {
+        "": "no config.json",
+        "notes.txt": "is a file",
+        "notes.txt/x": "notes.txt is not a folder",
+        "circle": "links lead in a circle",
+        "circle/x/y": "circle is not a folder",
+        "\udcff": r"the path '.*\\udcff' is not UTF-8: give it another name",
+    }.items():
         with pytest.raises(ValueError, match=problem):
-            save_checkpoint(target, CONFIG, draw().items())
+            save_checkpoint(tmp_path / name, CONFIG, draw().items())
+    for write in (to_target, lambda path: files.locked_folder(path, "writing").__enter__()):
+        for name, problem in ("circle", "in a circle"), ("notes.txt/x", "is not a folder"):
+            with pytest.raises(ValueError, match=problem):
+                write(tmp_path / name)
     for name in ("config.json", "SHA256SUMS", "model-1.safetensors", INDEX, "a\nb"):
         with pytest.raises(
             ValueError,

@@ -55,14 +55,17 @@ class Checkpoint:
     _stored: tuple[Stored, ...]  # without the scales and shapes of quantised parameters
     _scales: Mapping[str, Stored]  # by the names of the parameters
 
-    def tensors(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and memory-mapped tensors, one file after the other. Quantised ones as floats.
+    def tensors(
+        self, prefix: str = "", dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and memory-mapped tensors, one file after the other.
 
-        Only those whose names start with `prefix`.
+        Quantised ones are floats of `dtype`, by default of that of the others. Only those whose
+        names start with `prefix`.
         """
         for name, tensor in self.weights(prefix):
             if isinstance(tensor, QuantizedWeight):
-                tensor = tensor.dequantize(self.dtype)
+                tensor = tensor.dequantize(dtype or self.dtype)
             yield name, tensor
 
     def weights(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
@@ -333,7 +336,7 @@ def save_checkpoint(
 
 def check_target(folder: str | Path) -> Path:
     """The folder to save to, with links resolved. `ValueError` if it holds something else."""
-    target = Path(folder).resolve()  # keeps a symbolic link and replaces the folder it points to
+    target = files.real_path(folder)  # keeps a symbolic link and replaces the folder it points to
     taken = target.exists()
     if taken and not target.is_dir():
         raise ValueError(f"{target} is a file; a checkpoint is a folder")

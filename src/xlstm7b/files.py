@@ -31,6 +31,30 @@ _LONGEST_HEADER = 100_000_000  # the limit of the safetensors library
 # Single files
 
 
+def real_path(path: str | Path) -> Path:
+    """An output path with links resolved. `ValueError` if it cannot exist, or be read later.
+
+    For links that lead in a circle, `Path.resolve` raises a `RuntimeError`, and from Python 3.13 on
+    nothing.
+    """
+    check_utf8(path)
+    found = Path(os.path.realpath(path))
+    if found.is_symlink():
+        raise ValueError(f"cannot write {path}: its links lead in a circle; choose another path")
+    above = next(parent for parent in found.parents if os.path.lexists(parent))
+    if not above.is_dir():
+        raise ValueError(f"cannot write {path}: {above} is not a folder")
+    return found
+
+
+def check_utf8(path: str | Path) -> None:
+    """`ValueError` if a path is not UTF-8: safetensors cannot open it, and JSON cannot hold it."""
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the path {str(path)!a} is not UTF-8: give it another name") from error
+
+
 @contextmanager
 def write_aside(path: Path) -> Iterator[Path]:
     """Yields a temporary path in the same folder. At the end that file is renamed to `path`.
@@ -53,12 +77,16 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def json_bytes(value: Any) -> bytes:
-    """The content of a JSON file. NumPy scalars become numbers, other types strings."""
+    """The content of a JSON file. NumPy scalars become numbers, other types strings.
+
+    A path that is not UTF-8 has halves of surrogate pairs, which are written as their escapes.
+    """
 
     def plain(value: Any) -> Any:
         return value.item() if hasattr(value, "item") else str(value)
 
-    return (json.dumps(value, indent=2, ensure_ascii=False, default=plain) + "\n").encode()
+    text = json.dumps(value, indent=2, ensure_ascii=False, default=plain) + "\n"
+    return text.encode(errors="backslashreplace")
 
 
 def write_hashed(path: Path, pieces: Iterable[bytes | memoryview], *, mode: int = 0o666) -> str:
@@ -67,16 +95,28 @@ def write_hashed(path: Path, pieces: Iterable[bytes | memoryview], *, mode: int 
     `mode` is the mode of the file, less the process's umask.
     """
     digest = hashlib.sha256()
-    with open(path, "xb", opener=functools.partial(os.open, mode=mode)) as file:
-        try:
-            for piece in pieces:
-                digest.update(piece)
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        except OSError as error:  # its message does not name the file
-            raise OSError(f"{path} could not be written ({error})") from error
+    opener = functools.partial(os.open, mode=mode)
+    with naming(path), open(path, "xb", opener=opener) as file:
+        for piece in pieces:
+            digest.update(piece)
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
     return digest.hexdigest()
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Names the file in an error of writing, which has only a number and "No space left …".
+
+    The file must be closed inside: closing tries to write again, and fails again.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:  # it names a file already
+            raise
+        raise OSError(f"{path} could not be written ({error})") from error
 
 
 def complete_lines(path: Path) -> Iterator[bytes]:
@@ -109,8 +149,11 @@ def lock_folder(folder: Path, action: str) -> Iterator[None]:
 @contextmanager
 def locked_folder(folder: Path, action: str) -> Iterator[None]:
     """Creates and locks a folder. At the end, what it created is removed if it is still empty."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    made = real_path(folder)
+    if made.is_file():
+        raise ValueError(f"{folder} is a file, not a folder: choose another folder")
+    missing = [path for path in (made, *made.parents) if not path.exists()]
+    made.mkdir(parents=True, exist_ok=True)
     with lock_folder(folder, action):
         try:
             yield
@@ -172,6 +215,7 @@ def opened_safetensors(path: Path) -> Iterator[Any]:
     """`safe_open` with errors that name the file. Its tensors are views of the mapped file."""
     if not path.is_file():
         raise ValueError(f"{path} is {'not a file' if path.exists() else 'missing'}")
+    check_utf8(path)
     path.open("rb").close()  # without permission, this OSError names the file
     try:
         with safe_open(path, framework="pt") as handle:

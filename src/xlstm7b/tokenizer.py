@@ -109,6 +109,8 @@ def model_tokenizer(
             f"{folder} was trained with the tokenizer {str(trained)[:12]}, but holds no "
             "tokenizer.json: give it with --tokenizer"
         )
+    if chosen is not None and Path(chosen).is_dir() and not any(Path(chosen).glob("config.*")):
+        tokenizer_file(chosen)  # only the folder of a byte-level model may lack a tokenizer.json
     tokenizer = load_tokenizer(chosen or folder, config.vocab_size)
     if not trained:
         return tokenizer

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import ANY
@@ -27,23 +28,20 @@ from xlstm7b.cli import app
 PLAN = Speed.of(device="cpu", peak_tflops=1.0, peak_tbs=0.1)
 
 
-@pytest.fixture(scope="module")
-def measured() -> dict[str, list[Result]]:
-    """The results of every model that transformers alone can build, and of ours.
+@cache
+def measured(name: str) -> list[Result]:
+    """The results of a model that transformers alone can build, or of ours.
 
     Without the check of its decoding, which has tests of its own and takes most of the time.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generation, "check", lambda *_: {"equal_tokens": 16})
-        return {
-            name: list(speed.measure_model(name, SPEED_PARTS, PLAN.to_dict()))
-            for name in speed.SMOKE_RUNS
-        }
+        return list(speed.measure_model(name, SPEED_PARTS, PLAN.to_dict()))
 
 
 @pytest.mark.parametrize("name", speed.SMOKE_RUNS)
-def test_every_figure_is_complete(name: str, measured: dict[str, list[Result]]) -> None:
-    results = measured[name]
+def test_every_figure_is_complete(name: str) -> None:
+    results = measured(name)
     assert [result.error for result in results if result.error] == []
     assert {result.name for result in results} == {name}
     begun = [(r.part, r.work) for r in results if r.part in ("began", "ended")]
@@ -68,15 +66,16 @@ def test_every_figure_is_complete(name: str, measured: dict[str, list[Result]]) 
         assert result.seconds is not None
         assert result.seconds > 0
         assert result.work  # the engine
+        assert ("slow path" in result.work) == ("mamba" in name)
     for result in (*rows["context"], *rows["full"]):
         assert result.tokens_per_second == pytest.approx(result.batch / result.seconds)
 
 
 def test_a_second_process_uses_the_choices_of_the_first(
-    measured: dict[str, list[Result]], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It neither times the ways to decode nor checks them again; on another machine it does."""
-    first = measured["llama3"]
+    first = measured("llama3")
     facts = next(r.figures for r in first if r.part == "machine")
     choices = [r.figures for r in first if r.part == "ended"][-1]
     assert choices == {"ways": (EAGER,), "attentions": ANY, "compiled_prompts": False}
@@ -111,12 +110,6 @@ def test_a_broken_gpu_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [next(found).length for _ in range(2)] == [8, 16]
     with pytest.raises(RuntimeError, match="illegal access"):
         next(found)
-
-
-def test_a_slow_path_is_named(measured: dict[str, list[Result]]) -> None:
-    for name in ("falcon-mamba", "codestral-mamba"):
-        rows = [r for r in measured[name] if r.part in SPEED_PARTS]
-        assert all("slow path" in row.work for row in rows)
 
 
 @torch.no_grad()
@@ -469,13 +462,11 @@ def test_a_caption_names_what_engines_share_once(engines: list[str], expected: s
     assert caption == f"Random weights. {speed.RUNS['ours']}: {expected}."
 
 
-def test_figures_from_results_with_failures(
-    tmp_path: Path, measured: dict[str, list[Result]]
-) -> None:
+def test_figures_from_results_with_failures(tmp_path: Path) -> None:
     runs: dict[str, Any] = {}
-    for name, results in measured.items():
+    for name in ("ours", "llama2"):
         figures = {
-            part: [r.to_dict() | {"engine": r.work} for r in results if r.part == part]
+            part: [r.to_dict() | {"engine": r.work} for r in measured(name) if r.part == part]
             for part in SPEED_PARTS
         }
         runs[name] = {"figures": figures, "machine": {"gpu": "a GPU"}}

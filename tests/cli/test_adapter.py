@@ -209,6 +209,7 @@ def test_an_adapter_that_does_not_fit_is_refused_before_the_weights_are_read(
         ("eval", "ppl", speller, tmp_path / "x.txt"),
     ):
         missing = refused(cli(*command, "--adapter", tmp_path / "none"))
+        assert missing.startswith("there is no adapter: '")
         assert missing.endswith("is neither a folder nor the id of a hub repository")
     assert "holds no adapter_config.json" in refused(
         cli("generate", speller, "x", "--adapter", speller)

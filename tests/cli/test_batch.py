@@ -266,6 +266,8 @@ def test_jsonl_mistakes(cli: Cli, speller: Path, source: Path, tmp_path: Path) -
     assert refused(cli(*lines, "--output", tmp_path / "no" / "out")) == want
     want = "cannot write /dev/null: it exists and is not a regular file"
     assert refused(cli(*lines, "--output", "/dev/null")) == want
+    want = f"--output {source} is the input of --jsonl: choose another file"
+    assert refused(cli(*lines, "--output", source)) == want
     partial = tmp_path / "out.partial"
     partial.write_text("precious")
     want = f"{partial} holds the results of another input, model or sampling options: repeat its "

@@ -1,5 +1,6 @@
 """`xlstm7b generate`: outputs, prompts, states, Ctrl-C, speeds, and one sentence per mistake."""
 
+import io
 import json
 import os
 import re
@@ -420,7 +421,7 @@ def test_a_draft_model_that_does_not_fit(
     backend.add_tokens(["sea"])
     backend.save(str(tmp_path / "words" / "tokenizer.json"))
     for name, message in {
-        "missing": "there is no draft model: .*missing' is neither a folder nor the id of a hub",
+        "missing": "there is no draft model: .*missing' is neither a folder nor .*lookup",
         "wide": "the draft model has a vocabulary of 384 tokens, the model one of 320",
         "words": "words has the tokenizer .{12}, the model has bytes",
     }.items():
@@ -471,6 +472,15 @@ def test_generate_into_a_pipe_that_closes(fox: Path) -> None:
         assert done.stdout == ('{"prompt' if options else "aé🦊\né🦊").encode()[:8]
 
 
+def test_what_stdout_cannot_encode_is_escaped(
+    cli: Cli, fox: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", shown)
+    assert cli("generate", fox, "a", "--max-new-tokens", 6) == Outcome(0, "", "")
+    assert shown.buffer.getvalue() == b"a\\xe9\\U0001f98a\n"
+
+
 # Mistakes
 
 
@@ -519,8 +529,9 @@ def test_generate_mistakes(cli: Cli, speller: Path, tmp_path: Path) -> None:
         "(only a vocabulary of 320, bytes, works without a file)"
     )
     missing = tmp_path / "tokenizer.json"
-    sentence = refused(cli("generate", speller, "x", "--tokenizer", missing))
-    assert sentence == f"there is no tokenizer at {missing}"
+    for given in missing, tmp_path:
+        sentence = refused(cli("generate", speller, "x", "--tokenizer", given))
+        assert sentence == f"there is no tokenizer at {missing}"
     missing.write_text("{")
     sentence = refused(cli("generate", speller, "x", "--tokenizer", missing))
     assert sentence.startswith(f"{missing} is not a readable tokenizer.json: ")

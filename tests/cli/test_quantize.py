@@ -8,6 +8,7 @@ import torch
 from checkpoint_files import names_in
 from commands import Cli, refused, succeeded
 from models import spelling_model
+from rounding import rounded_inputs
 
 from xlstm7b.checkpoint import open_checkpoint
 from xlstm7b.model import XLSTM
@@ -48,10 +49,13 @@ def test_a_quantised_folder_works_with_every_command(
     succeeded(cli("convert", folder, back, "--dtype", "float32"))
     assert not open_checkpoint(back).schemes
     tokens = torch.tensor([[0, 104, 101, 108]])
+    exact = XLSTM.from_pretrained(folder, dtype=torch.float64)
     with torch.no_grad():
-        want = XLSTM.from_pretrained(back)(tokens)[0]
+        floats = XLSTM.from_pretrained(back, dtype=torch.float64)(tokens)[0]
+        assert relative_error(floats, exact(tokens)[0]) < 1e-4
         got = XLSTM.from_pretrained(folder, dtype=torch.float32)(tokens)[0]
-    assert (got - want).norm() <= 5e-2 * want.norm()
+        with rounded_inputs(exact):
+            assert relative_error(got, exact(tokens)[0]) < 5e-2
 
     options = ("--temperature", 0, "--max-new-tokens", 8, "--device", "cpu")
     outcome = cli("generate", folder, "The sea", *options)
@@ -92,6 +96,8 @@ def test_quantize_mistakes(cli: Cli, speller: Path, text: Path, tmp_path: Path) 
     assert message("--bits", 8, "--head", 5) == "the head has 4, 8 or 16 bits, not '5'"
     assert message("--bits", 8, "--method", "gptq").endswith("needs --calibration with a text")
     assert message("--bits", 8, "--act-order") == "--act-order needs --method gptq"
+    assert message("--bits", 8, "--group-size", 32).startswith("--group-size needs --bits 4 or")
+    assert message("--bits", 8, "--tokenizer", "x").startswith("--tokenizer reads the text of")
     assert message("--bits", 8, "--method", "awq").startswith("unknown method 'awq'")
     missing = message("--bits", 8, "--method", "gptq", "--calibration", tmp_path / "no.txt")
     assert "no.txt" in missing
@@ -122,4 +128,16 @@ def test_compare_with_transformers(cli: Cli, speller: Path, tmp_path: Path) -> N
     outcome = cli("compare", tmp_path / "small", *options)
     assert outcome.code == 0, outcome.err
     prompts = json.loads(outcome.out)["prompts"]
-    assert max(prompt["relative_difference"] for prompt in prompts) < 0.1
+    exact = XLSTM.from_pretrained(tmp_path / "small", dtype=torch.float64)
+    for prompt in prompts:
+        tokens = torch.tensor([[0, *prompt["prompt"].encode()]])
+        with torch.no_grad():
+            want = exact(tokens)[0]
+            with rounded_inputs(exact):
+                cost = relative_error(exact(tokens)[0], want)
+        assert tokens.numel() == prompt["tokens"]
+        assert prompt["relative_difference"] < cost + 0.1
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).norm() / want.norm())

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -265,6 +266,10 @@ def test_files_are_found_in_order(tmp_path):
         found("b", "b/2.txt")
     with pytest.raises(ValueError, match=r"^there is no file or folder .*/c$"):
         found("c")
+    (tmp_path / "bytes").mkdir()
+    (tmp_path / "bytes" / os.fsdecode(b"\xff.txt")).touch()
+    with pytest.raises(ValueError, match=r"^the path '.*/\\udcff.txt' is not UTF-8: "):
+        found("bytes")
     with pytest.raises(
         ValueError, match=r"a/x.py is not .c, .txt, .md, .jsonl, .ndjson, .json \(also"
     ):
@@ -300,6 +305,7 @@ def test_what_a_folder_holds_is_read_or_listed(tmp_path):
     (folder / "again").symlink_to(tmp_path / "elsewhere")
     (folder / "sub" / "loop").symlink_to(folder)
     (folder / "nowhere.txt").symlink_to(tmp_path / "nothing")
+    (folder / os.fsdecode(b"\xff.csv")).touch()
 
     found = find_input_files([folder], output=folder / "out")
     assert [str(file.relative_to(folder)) for file in found.files] == [
@@ -312,14 +318,14 @@ def test_what_a_folder_holds_is_read_or_listed(tmp_path):
     assert listed == {
         "hidden": [".git/", ".hidden.txt", "sub/.y/"],
         "the output folder": ["out/"],
-        "of other types": ["d.html", "e.csv"],
+        "of other types": ["d.html", "e.csv", r"\udcff.csv"],
         "broken links, or not files": ["nowhere.txt"],
         "links to a folder that is read already": ["linked/", "sub/loop/"],
     }
     assert str(found).splitlines() == [
         "read: 2 .txt, 1 .json, 1 .JSON.GZ, 1 .md, 1 .ndjson.zst",
         f"left out, hidden: 3 ({folder}/.git/, {folder}/.hidden.txt, {folder}/sub/.y/)",
-        f"left out, of other types: 2 ({folder}/d.html, {folder}/e.csv)",
+        f"left out, of other types: 3 ({folder}/d.html, {folder}/e.csv, {folder}/\\udcff.csv)",
         "left out, links to a folder that is read already: "
         f"2 ({folder}/linked/, {folder}/sub/loop/)",
         f"left out, the output folder: 1 ({folder}/out/)",

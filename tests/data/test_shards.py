@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from train_processes import full_disk
 
 from xlstm7b.data.shards import (
     ShardFolder,
@@ -18,6 +19,7 @@ from xlstm7b.data.shards import (
     open_folder,
     write_manifest,
 )
+from xlstm7b.files import write_json
 
 DOCUMENTS = [[[5, 6, 7], [9]], [[8, 8], [], [319]]]
 
@@ -100,6 +102,13 @@ def test_a_failure_leaves_no_file_behind(tmp_path):
     with pytest.raises(ValueError, match=r"ids from -1 to 0, but the vocabulary ends at 8$"):
         with ShardWriter(tmp_path / "a.ds", vocab_size=9) as writer:
             writer.add([-1])
+    problem = r"/\.?a\.(ds|json).* could not be written \(.*File too large"
+    for tokens in 10, 100_000:  # written at the end, or at once
+        with full_disk(room=8), pytest.raises(OSError, match=problem):
+            with ShardWriter(tmp_path / "a.ds", vocab_size=9) as writer:
+                writer.add([1] * tokens)
+    with full_disk(room=8), pytest.raises(OSError, match=problem):
+        write_json(tmp_path / "a.json", ["a long text"])
     assert list(tmp_path.iterdir()) == []
 
 

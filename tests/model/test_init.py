@@ -1,6 +1,5 @@
 """First weights: each module sets its own, and the same seed gives the same weights as ever."""
 
-import hashlib
 from dataclasses import replace
 
 import pytest
@@ -14,36 +13,41 @@ from xlstm7b.model.init import drawn_parameters, reset_parameters
 from xlstm7b.registry import register
 
 
-def digest(parameters) -> str:
-    """A sha256 of all names and bytes."""
-    found = hashlib.sha256()
+def fingerprint(parameters) -> float:
+    """A sum that other names, values or another order would change, but not the last bits.
+
+    Kinds of CPUs draw normal numbers with other last bits.
+    """
+    total = 0.0
     for name, tensor in parameters:
-        found.update(name.encode())
-        found.update(tensor.detach().numpy().tobytes())
-    return found.hexdigest()
+        flat = tensor.detach().double().flatten()
+        waves = torch.arange(len(flat)).double().cos()
+        total += float(flat @ waves) * (1 + sum(name.encode()) % 97)
+    return total
 
 
 @pytest.mark.parametrize(
     ("config", "want"),
     [
-        (SMALL, "adebac3082f01f8ace453423df76cc0f9223cb1e905f46fea2b3bfc1aa9bbe56"),
-        (
-            ModelConfig(96, 3, 4, vocab_size=50, igate_bias_init_range=-3.0),
-            "ce1a99d117c3273838c57384a08d40809697d4c86558afc1d62378093a812d06",
-        ),
+        (SMALL, -2608.406),
+        (ModelConfig(96, 3, 4, vocab_size=50, igate_bias_init_range=-3.0), 296.512),
     ],
 )
 def test_a_seed_gives_the_weights_of_version_0_1(config, want):
     torch.manual_seed(7)
     model = XLSTM(config)
-    assert digest(model.named_parameters()) == want
+    assert fingerprint(model.named_parameters()) == pytest.approx(want, abs=1e-2)
+    other = XLSTM(config)
     torch.manual_seed(7)
-    reset_parameters(model)
-    assert digest(model.named_parameters()) == want
+    reset_parameters(other)
     with torch.device("meta"):
         empty = XLSTM(config)
     torch.manual_seed(7)
-    assert digest(drawn_parameters(empty, torch.device("cpu"))) == want
+    drawn = dict(drawn_parameters(empty, torch.device("cpu")))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(other.get_parameter(name), parameter)
+        assert torch.equal(drawn.pop(name), parameter)
+    assert not drawn
     assert all(parameter.is_meta for parameter in empty.parameters())
 
 

@@ -116,6 +116,18 @@ def test_a_state_belongs_to_its_adapter(adapted: LiveServer, texts: dict[str, st
     assert whole.startswith(texts["blue"])
 
 
+def test_an_uploaded_state_belongs_to_an_adapter_of_the_server(
+    adapted: LiveServer, generator: Generator, tmp_path: Path
+) -> None:
+    saved = adapted.post(STATES, prompt="a", model="red")["id"]
+    content = adapted.client.get(f"{STATES}/{saved}/content").content
+    assert adapted.client.put(STATES, content=content).json()["model"] == "tiny:red"
+    generator.read("a").save(tmp_path / "green", adapter="of another server")
+    answer = adapted.client.put(STATES, content=(tmp_path / "green").read_bytes())
+    assert answer.status_code == 400
+    assert "an adapter that this server does not have" in answer.text
+
+
 def test_an_adapter_has_its_own_chat_template(adapted: LiveServer) -> None:
     messages = [{"role": "user", "content": "hello"}]
     counts = {

@@ -3,6 +3,7 @@
 import os
 import select
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,6 +95,8 @@ def _options(
 
 def main() -> None:
     """Runs the command line. A user's mistake prints one sentence and exits with code 2."""
+    if isinstance(sys.stdout, TextIOWrapper):  # a path may not be UTF-8, and a terminal ASCII only
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except SystemExit as end:

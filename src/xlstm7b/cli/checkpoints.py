@@ -92,7 +92,7 @@ def convert(
         save_checkpoint(
             target,
             checkpoint.config,
-            checkpoint.tensors(),
+            checkpoint.tensors(dtype=wanted),
             dtype=wanted,
             max_shard_bytes=int(max_shard_size * 1e9),
             companions=checkpoint.companions(),

@@ -3,6 +3,7 @@
 The command is one long function, because it declares every option.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,7 +42,11 @@ _batch_option = partial(option, panel="Many prompts")
 def generate(
     model: options.Model,
     prompt: Annotated[
-        str | None, typer.Argument(help="Text to continue. Without it, or with -, stdin is read.")
+        str | None,
+        typer.Argument(
+            help="Text to continue. Without it, or with -, stdin is read; with --load-state only "
+            "with -."
+        ),
     ] = None,
     file: Annotated[
         Path | None,
@@ -125,6 +130,8 @@ def generate(
             if given:
                 raise ValueError(f"--jsonl cannot be combined with {name}")
         target = None if output == "-" else to_target(Path(output))
+        if target is not None and jsonl != "-" and target == Path(os.path.realpath(jsonl)):
+            raise ValueError(f"--output {output} is the input of --jsonl: choose another file")
         lines = read_lines(jsonl, params, options.listed(copy_fields))
         complete_lines(opening(), lines, target, token_ids=token_ids, verbose=verbose)
         return

@@ -183,7 +183,9 @@ def to_target(path: Path) -> Path:
 
     Links are resolved because the file is written under a temporary name, then renamed.
     """
-    path = path.resolve()
+    from xlstm7b.files import real_path
+
+    path = real_path(path)
     if path.exists() and not path.is_file():
         raise ValueError(f"cannot write {path}: it exists and is not a regular file")
     if not path.parent.is_dir():

@@ -29,8 +29,8 @@ def quantize(
     target: Target,
     bits: Annotated[str, option("Bits of the blocks' weights: 8, 4 or fp8.")],
     group_size: Annotated[
-        int, option("Weights that share a scale, with 4 bits: 32, 64 or 128.")
-    ] = 64,
+        int | None, option("Weights that share a scale, with 4 bits: 32, 64 or 128.", default="64")
+    ] = None,
     head: Annotated[str, option("Bits of the head: 4, 8 or 16 (as stored).")] = "8",
     method: Annotated[
         str, option("Rounding: rtn to nearest, gptq to keep outputs on a text close.")
@@ -64,12 +64,17 @@ def quantize(
         raise ValueError("--act-order needs --method gptq")
     if method == "gptq" and not calibration:
         raise ValueError("--method gptq needs --calibration with a text")
+    if group_size is not None and "4" not in (bits, head):
+        raise ValueError("--group-size needs --bits 4 or --head 4: others have one scale per row")
+    if tokenizer is not None and not calibration:
+        raise ValueError("--tokenizer reads the text of --calibration, which is not given")
     from xlstm7b.checkpoint import open_checkpoint
     from xlstm7b.model.lm import schemes_of
     from xlstm7b.model.quantizer import quantize_checkpoint
     from xlstm7b.quantize.config import Quantization
 
-    quantization = Quantization.named(_BITS[bits], group_size=group_size, head=head)
+    size = 64 if group_size is None else group_size
+    quantization = Quantization.named(_BITS[bits], group_size=size, head=head)
     checkpoint = open_checkpoint(source)
     count = len(schemes_of(checkpoint.config, quantization))
     tokens = []

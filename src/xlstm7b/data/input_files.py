@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from xlstm7b.chat_format import ChatTemplate
+from xlstm7b.files import check_utf8
 
 FORMATS = ("auto", "text", "chat", "sharegpt", "alpaca", "qa", "completion")
 _READABLE = ".txt, .md, .jsonl, .ndjson, .json (also .gz, .zst) or .parquet"
@@ -268,6 +269,7 @@ def find_input_files(
         if not any(_unpacked(file).endswith(ending.lower()) for file in search.found.files):
             raise ValueError(f"no file of the input ends in {ending!r}, which --as-text names")
     for file, times in Counter(search.found.files).items():
+        check_utf8(file)  # the manifest lists it
         if times > 1:
             raise ValueError(f"{file} is given twice")
     return search.found
@@ -365,7 +367,8 @@ class _Search:
         return bool(hits)
 
     def _leave_out(self, reason: str, path: Path, mark: str = "") -> None:
-        self.found.left_out.setdefault(reason, []).append(f"{path}{mark}")
+        shown = f"{path}{mark}".encode(errors="backslashreplace").decode()  # it may not be UTF-8
+        self.found.left_out.setdefault(reason, []).append(shown)
 
 
 def _raise(error: OSError) -> None:

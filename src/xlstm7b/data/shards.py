@@ -26,7 +26,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from xlstm7b.chat_format import PlainFormat
-from xlstm7b.files import Progress, check_sha256, file_sha256, write_aside, write_json
+from xlstm7b.files import Progress, check_sha256, file_sha256, naming, write_aside, write_json
 
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished.json"
@@ -380,7 +380,8 @@ class ShardWriter:
         name = f"{self.path.name}{ending}"
         for values in map(np.ascontiguousarray, parts):  # not copied: a document may be long
             self._sums[name].update(values.data)
-            self._files[name].write(values.data)
+            with naming(self.path):
+                self._files[name].write(values.data)
 
     def __enter__(self) -> Self:
         return self
@@ -392,9 +393,10 @@ class ShardWriter:
         trace: TracebackType | None,
     ) -> None:
         if kind is not None:
-            self._stack.__exit__(kind, error, trace)
+            with naming(self.path):
+                self._stack.__exit__(kind, error, trace)
             return
-        with self._stack:  # renames the files at its end
+        with naming(self.path), self._stack:  # the stack renames the files at its end
             self._write(".index", np.array(self._ends, dtype="<u8"))
             for file in self._files.values():
                 file.flush()

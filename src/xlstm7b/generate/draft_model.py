@@ -51,7 +51,9 @@ def open_speculation(
     try:
         folder = resolve(speculate)
     except ValueError as error:
-        raise ValueError(f"there is no draft model: {error}") from error
+        raise ValueError(
+            f'there is no draft model: {error} (to guess from the text so far, use "lookup")'
+        ) from error
     own = read_config(folder)
     _check_vocabulary(own, config)
     text = model_tokenizer(folder, own, None if (folder / "tokenizer.json").exists() else chosen)

@@ -81,7 +81,10 @@ class Adapter:
 
 def load_adapter(folder_or_hub_id: str | Path, config: ModelConfig) -> Adapter:
     """Reads an adapter for a model of this config. Anything that does not fit is a `ValueError`."""
-    folder = resolve(folder_or_hub_id, [CONFIG, WEIGHTS, *COMPANIONS])
+    try:
+        folder = resolve(folder_or_hub_id, [CONFIG, WEIGHTS, *COMPANIONS])
+    except ValueError as error:
+        raise ValueError(f"there is no adapter: {error}") from error
     settings = _read_settings(folder)
     path, shapes = folder / WEIGHTS, config.parameter_shapes()
     if not path.is_file() and (folder / "adapter_model.bin").exists():
@@ -120,7 +123,7 @@ def load_adapter(folder_or_hub_id: str | Path, config: ModelConfig) -> Adapter:
         if given != {"A": (rank, columns), "B": (rows, rank)} or not rank:
             raise ValueError(
                 f"{path}: A and B of {layer} have the shapes {given}, "
-                f"for a matrix of {rows} × {columns}"
+                f"for a matrix of {rows} × {columns}: give the model that was adapted"
             )
         if ranks[layer] != rank:
             raise ValueError(
@@ -224,7 +227,9 @@ def save_adapter(
     companion_files: Iterable[Path] = (),
 ) -> None:
     """Writes a folder that PEFT loads. It appears when it is complete."""
-    target = Path(folder).resolve()
+    target = files.real_path(folder)
+    if target.is_file():
+        raise ValueError(f"{target} is a file; an adapter is a folder")
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -68,6 +68,8 @@ def row_errors(weight: Tensor, values: Tensor, scale: Tensor, hessian: Tensor | 
 
 def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     """The upper Cholesky factor of H⁻¹. More damping if H is too close to singular."""
+    if not hessian.isfinite().all():  # a Cholesky decomposition of NaN succeeds on some CPUs
+        raise ValueError("the model's activations on the calibration text are not finite")
     mean = float(hessian.diagonal().mean()) or 1.0
     while True:
         damped = hessian.double()  # always a copy: H is float32
@@ -78,6 +80,4 @@ def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
             if not failed:
                 factor: Tensor = upper.to(hessian.dtype)
                 return factor
-        if not hessian.isfinite().all():
-            raise ValueError("the model's activations on the calibration text are not finite")
         damping *= 10

@@ -4,7 +4,7 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -59,8 +59,13 @@ class SavedStates:
         with _http_errors():
             return self._store.save(_new_id(), state, label, **notes)
 
-    def upload(self, content: bytes, label: StateLabel = NO_LABEL) -> StoredState:
-        """Saves a state file: of state tuning, of `xlstm7b generate` or of a conversation."""
+    def upload(
+        self, content: bytes, label: StateLabel = NO_LABEL, adapters: Collection[str] = ("",)
+    ) -> StoredState:
+        """Saves a state file: of state tuning, of `xlstm7b generate` or of a conversation.
+
+        `adapters` are the fingerprints of those that are served. A state of another is a 400.
+        """
         with _http_errors():
             self._store.check_room(len(content))
             # In the store's folder: it has room, and what a killed server leaves there is removed.
@@ -69,6 +74,8 @@ class SavedStates:
                 path.write_bytes(content)
                 state, notes = self._read_upload(path)
         self._check_weights(notes, 400)
+        if notes.get(ADAPTER_NOTE, "") not in adapters:
+            raise ApiError(400, "the state belongs to an adapter that this server does not have")
         kept = {name: note for name, note in notes.items() if name in _KEPT}
         with _http_errors():
             return self._store.save(_new_id(), state, label, **kept)

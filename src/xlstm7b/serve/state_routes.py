@@ -51,7 +51,8 @@ async def upload_file(query: Annotated[UploadQuery, Query()], http: HttpRequest)
     with states.in_memory.count():
         most = state_bytes(service.config) + _MAX_STATE_HEADER
         content = await _receive(http, most, "a state of this model")
-        stored = await asyncio.to_thread(states.upload, content, _label(query))
+        adapters = [model.fingerprint for model in service.models]
+        stored = await asyncio.to_thread(states.upload, content, _label(query), adapters)
         return JSONResponse(_describe(service, stored))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.rendezvous import rendezvous
 
-from xlstm7b.files import locked_folder
+from xlstm7b.files import locked_folder, real_path
 from xlstm7b.train.orphans import end_with_torchrun
 
 _CONNECT = timedelta(minutes=5)  # for all processes to find each other
@@ -67,7 +67,7 @@ def run_folder(folder: Path) -> Iterator[None]:
 
     Inside another `run_folder` of the same folder it does nothing.
     """
-    path = folder.resolve()
+    path = real_path(folder)
     if path in _locked:
         yield
         return

@@ -60,6 +60,7 @@ from xlstm7b.files import (
     json_bytes,
     manifest_bytes,
     read_manifest,
+    real_path,
     write_hashed,
     write_manifest,
 )
@@ -409,6 +410,7 @@ def _export_state(
         raise ValueError(f"{target} exists already: choose another file")
     if not target.parent.is_dir():
         raise ValueError(f"cannot write {target}: there is no folder {target.parent}")
+    target = real_path(target)
     verify_checkpoint(checkpoint)
     base = open_checkpoint(recipe.init_from)
     if base.fingerprint() != frozen:
