@@ -61,7 +61,7 @@ def main() -> None:
         mock.patch("xlstm7b.model.head.has_kernels", return_value=True).start()
         for module in (
             "generate.kernels.quantized",
-            "generate.kernels.one_row_int4",
+            "generate.kernels.int4",
             "quantize.kernels",
         ):
             mock.patch(f"xlstm7b.{module}.has_asm", return_value=True).start()
@@ -93,7 +93,7 @@ def launch_all(heads: Sequence[tuple[int, int, torch.dtype]]) -> None:
     for rows in (1, 3, 20):
         run_steps(BFLOAT16, rows)
     for scheme in SCHEMES[: 3 if ONLY_COMPILE else None]:
-        run_quantized(scheme, [1, 3] if ONLY_COMPILE else [1, 3, 20])
+        run_quantized(scheme, [1, 3, 12] if ONLY_COMPILE else [1, 3, 8, 12, 20])
     run_prompts(BFLOAT16 if ONLY_COMPILE else FLOAT32, rows=3)
     run_sampling(331)
     if not ONLY_COMPILE:

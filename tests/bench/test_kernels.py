@@ -10,6 +10,8 @@ from xlstm7b.bench import kernels, tune
 from xlstm7b.bench.cases import Result
 from xlstm7b.bench.plans import CELL_KERNELS, Kernels
 from xlstm7b.config import ModelConfig
+from xlstm7b.generate.kernels.int4 import Int4Tile
+from xlstm7b.generate.kernels.quantized import CodesTile
 from xlstm7b.mlstm.triton import launch_params, sequence
 from xlstm7b.quantize.config import Scheme
 
@@ -92,4 +94,7 @@ def test_products_hold_all_large_weights() -> None:
         assert list(tune.product_tiles(batch))
         assert list(tune.codes_tiles(batch))
     for each in block:
-        assert list(tune.int4_tiles(each.columns, Scheme("int4", 64)))
+        for batch in (1, 2, 4, 8):
+            kinds = {type(tile) for tile in tune.tiles_of(each, batch, Scheme("int4", 64))}
+            # For 2 to 8 rows both kernels are timed, to see which is faster.
+            assert kinds == ({Int4Tile} if batch == 1 else {Int4Tile, CodesTile})

@@ -33,7 +33,7 @@ from xlstm7b.tokenizer import ByteTokenizer
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from xlstm7b.generate.kernels import few_rows, fp8, gpu, one_row, pointwise, quantized
-from xlstm7b.generate.kernels.one_row_int4 import Int4Tile, multiply_row_int4
+from xlstm7b.generate.kernels.int4 import Int4Tile, multiply_int4
 from xlstm7b.quantize import kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -244,46 +244,67 @@ INT4 = [Scheme("int4", size) for size in GROUP_SIZES]
 
 @pytest.mark.usefixtures("_poison")
 @pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("batch", range(1, 9))
 @pytest.mark.parametrize("scheme", INT4, ids=str)
-def test_one_row_int4(scheme, option):
+def test_int4(scheme, batch, option):
     """A width that does not fill its last block; fewer blocks than parts of a program."""
-    k, tile = 9 * scheme.group_size, Int4Tile(16, 2, 2)
-    product = multiply_both(multiply_row_int4, 1, k, 34, option, DTYPES[1], scheme, tile=tile)
+    k, tile = 9 * scheme.group_size, Int4Tile(16, 2, 2, prefetch=64)
+    product = multiply_both(multiply_int4, batch, k, 34, option, DTYPES[1], scheme, tile=tile)
     assert_close(*product, LARGEST[DTYPES[1]])
 
 
 @pytest.mark.usefixtures("_poison")
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(st.data())
-def test_one_row_int4_of_any_size_and_tile(data):
+def test_int4_of_any_size_and_tile(data):
     scheme, option = data.draw(st.sampled_from(INT4)), data.draw(st.sampled_from(OPTIONS))
+    batch = data.draw(st.integers(1, 8))
     k = scheme.group_size * data.draw(st.integers(1, 20))
     n = 2 * data.draw(st.integers(1, 40))
-    tile = Int4Tile(*(data.draw(st.sampled_from(c)) for c in ((16, 32), (2, 4, 8), (1, 2, 3))))
-    product = multiply_both(multiply_row_int4, 1, k, n, option, DTYPES[1], scheme, tile=tile)
+    choices = (16, 32), (2, 4, 8), (1, 2, 3), (None,), (0, 512)
+    tile = Int4Tile(*(data.draw(st.sampled_from(each)) for each in choices))
+    product = multiply_both(multiply_int4, batch, k, n, option, DTYPES[1], scheme, tile=tile)
     assert_close(*product, LARGEST[DTYPES[1]])
 
 
+@pytest.mark.parametrize("batch", [1, 2, 8])
 @pytest.mark.parametrize("scheme", INT4, ids=str)
-def test_one_row_int4_loses_less_than_rounding_to_bfloat16(scheme):
+def test_int4_loses_less_than_rounding_to_bfloat16(scheme, batch):
     """Also where a few columns of x are a hundred times larger than the others."""
-    x, W = torch.randn(1, 1024, device=DEVICE), weights(64, 1024, torch.float32)
+    x, W = torch.randn(batch, 1024, device=DEVICE), weights(64, 1024, torch.float32)
     x[:, ::100] *= 100
     weight = QuantizedWeight.quantize(W, scheme)
     wide_W = weight.dequantize(torch.float64)
     x = x.to(DTYPES[1])
-    got = multiply_row_int4(x, prepare(weight), out_dtype=torch.float32, tile=Int4Tile(16, 4))[0]
+    got = multiply_int4(x, prepare(weight), out_dtype=torch.float32, tile=Int4Tile(16, 4))[0]
     want = x.double() @ wide_W.mT
     assert error(got, want) < 0.2 * error(want.bfloat16(), want)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_one_row_int4_keeps_what_is_not_a_number(bad):
+def test_int4_keeps_what_is_not_a_number(bad, batch):
+    """In its own row: the others have nothing of it."""
     W = prepare(QuantizedWeight.quantize(weights(32, 512, DTYPES[1]), INT4[1]))
-    x = torch.zeros(1, 512, dtype=DTYPES[1], device=DEVICE)
-    assert not multiply_row_int4(x, W)[0].any()
+    x = torch.zeros(batch, 512, dtype=DTYPES[1], device=DEVICE)
+    assert not multiply_int4(x, W)[0].any()
     x[0, 300] = bad
-    assert not multiply_row_int4(x, W)[0].isfinite().any()
+    got = multiply_int4(x, W)[0]
+    assert not got[0].isfinite().any()
+    assert not got[1:].any()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("batch", [1, 8, 9, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_integers_are_multiplied_for_up_to_8_rows(monkeypatch, dtype, batch, scheme):
+    called = []
+    for name in ("multiply_int4", "multiply_codes"):
+        monkeypatch.setattr(gpu, name, lambda *_, name=name: (called.append(name), None))
+    W = prepare(QuantizedWeight.quantize(weights(32, 256, dtype), scheme))
+    gpu.multiply(draw(batch, 256, dtype=dtype), W)
+    integers = scheme.name == "int4" and batch <= 8 and dtype != torch.float32
+    assert called == ["multiply_int4" if integers else "multiply_codes"]
 
 
 @on_gpu
@@ -295,23 +316,26 @@ def test_one_row_int4_keeps_what_is_not_a_number(bad):
         (4096, 21888, "swiglu"),
         (10944, 4096, "residual"),
         (256, 50304, "cap"),
+        (4096, 4090, "norm"),
     ],
 )
+@pytest.mark.parametrize("batch", range(1, 9))
 @pytest.mark.parametrize("scheme", INT4, ids=str)
-def test_one_row_int4_at_the_sizes_of_real_models(scheme, k, n, option):
+def test_int4_at_the_sizes_of_real_models(scheme, batch, k, n, option):
     if k % 128 and scheme.group_size == 128:
         pytest.skip("10,944 is no multiple of 128")
-    product = multiply_both(multiply_row_int4, 1, k, n, option, torch.bfloat16, scheme)
+    product = multiply_both(multiply_int4, batch, k, n, option, torch.bfloat16, scheme)
     assert_close(*product, 4e-3)
 
 
 @on_gpu
-def test_one_row_int4_is_the_same_in_every_run():
-    x = draw(1, 4096, dtype=torch.bfloat16)
+@pytest.mark.parametrize("batch", [1, 8])
+def test_int4_is_the_same_in_every_run(batch):
+    x = draw(batch, 4096, dtype=torch.bfloat16)
     W = prepare(QuantizedWeight.quantize(weights(4096, 4096, torch.bfloat16), INT4[1]))
-    first = multiply_row_int4(x, W)[0]
+    first = multiply_int4(x, W)[0]
     for _ in range(20):
-        assert torch.equal(multiply_row_int4(x, W)[0], first)
+        assert torch.equal(multiply_int4(x, W)[0], first)
 
 
 @pytest.mark.usefixtures("_poison")

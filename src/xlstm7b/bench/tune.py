@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product
+from itertools import chain, product
 from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
@@ -28,8 +28,8 @@ from xlstm7b.bench.measure import capture, find_peaks, measure
 from xlstm7b.bench.plans import CELL_KERNELS, Tune
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate.kernels.few_rows import RowsTile, multiply_rows
+from xlstm7b.generate.kernels.int4 import MAX_BATCH, Int4Tile, int4_kernel, multiply_int4
 from xlstm7b.generate.kernels.one_row import RowTile, multiply_row
-from xlstm7b.generate.kernels.one_row_int4 import Int4Tile, multiply_row_int4, row_int4_kernel
 from xlstm7b.generate.kernels.quantized import CodesTile, codes_kernel, multiply_codes
 from xlstm7b.mlstm.triton import launch_params, sequence, step
 from xlstm7b.quantize.config import Quantization, Scheme
@@ -236,8 +236,10 @@ def tiles_of(
     """All tiles that are worth compiling."""
     if scheme is None:
         return product_tiles(batch)
-    if batch == 1 and scheme.name == "int4":
+    if scheme.name == "int4" and batch == 1:
         return int4_tiles(each.columns, scheme)
+    if scheme.name == "int4" and batch <= MAX_BATCH:
+        return chain(int4_rows_tiles(), codes_tiles(batch))
     return codes_tiles(batch)
 
 
@@ -299,6 +301,24 @@ def int4_tiles(columns: int, scheme: Scheme) -> Iterator[Int4Tile]:
             yield tile
 
 
+def int4_rows_tiles() -> Iterator[Int4Tile]:
+    """Tiles for 2 to 8 rows and int4 weights: each with and without loading codes into L2 first."""
+    for (rows, split, registers), prefetch in product(
+        (
+            (16, 4, 80),
+            (16, 4, 96),
+            (16, 4, 128),
+            (16, 8, 80),
+            (16, 8, 128),
+            (32, 4, 128),
+            (32, 4, 168),
+            (32, 8, 128),
+        ),
+        (0, 2048),
+    ):
+        yield Int4Tile(rows, split, 1, registers, prefetch)
+
+
 def product_error(job: ProductJob) -> float:
     """The relative error against PyTorch in float32, ∞ if it does not run or spills registers."""
     each = job.product
@@ -313,7 +333,7 @@ def product_error(job: ProductJob) -> float:
             gate, up = want.chunk(2, -1)
             want = F.silu(gate) * up
         residual = torch.zeros_like(want, dtype=x.dtype) if each.residual else None
-        kernels = codes_kernel, row_int4_kernel
+        kernels = codes_kernel, int4_kernel
         for kernel in kernels:
             kernel.device_caches.clear()
         got = _multiply(job, x, norm, residual, weight)
@@ -344,7 +364,7 @@ def _weight(W: Tensor, scheme: Scheme | None) -> Tensor | QuantizedWeight:
 def _multiply(job: ProductJob, x: Tensor, norm: Tensor, residual: Tensor | None, W: Any) -> Tensor:
     multiply: Any = multiply_rows
     if isinstance(job.tile, Int4Tile):
-        multiply = multiply_row_int4
+        multiply = multiply_int4
     elif isinstance(job.tile, CodesTile):
         multiply = multiply_codes
     elif isinstance(job.tile, RowTile):

@@ -191,11 +191,11 @@ def codes_kernel(
         y, is_last = _sum_programs(y, sums, arrived, share, ROWS, BATCH, PROGRAMS)
         if is_last:
             capped: tl.constexpr = HAS_CAP and not HAS_GATES
-            _store(y, row, residual, out, cap, B, N, HAS_RESIDUAL, capped, SWIGLU, BATCH)
+            store_products(y, row, residual, out, cap, B, N, HAS_RESIDUAL, capped, SWIGLU, BATCH)
 
 
 @triton.jit
-def _store(
+def store_products(
     y, row, residual, out, cap, B, N,
     HAS_RESIDUAL: tl.constexpr, HAS_CAP: tl.constexpr, SWIGLU: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
