@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -11,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+# All tests are imported first. Hardly anything of that is garbage.
+gc.disable()
 
 if not torch.cuda.is_available():
     # Must be set before a kernel is imported: Triton's interpreter then runs it on the CPU.
@@ -117,6 +121,19 @@ def _seed() -> None:
 def _freeze_what_stays() -> Iterator[None]:
     """The garbage collector does not visit what earlier files left, such as imported modules."""
     yield
+    _freeze()
+
+
+@pytest.fixture(autouse=True)
+def _freeze_imports() -> Iterator[None]:
+    """Nor what a test imports late."""
+    before = len(sys.modules)
+    yield
+    if len(sys.modules) > before + 100:
+        _freeze()
+
+
+def _freeze() -> None:
     gc.collect()
     gc.freeze()
 
@@ -132,6 +149,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     # Most objects are those of imported modules. The garbage collector need not visit them.
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:
