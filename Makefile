@@ -16,21 +16,26 @@ export PYTHONDONTWRITEBYTECODE :=
 
 setup: $(TOOLS)
 
-# Makes .venv and installs the package with an extra. Modules are compiled when they are first
-# imported. Most of them never are.
-define install
+# Modules are compiled when they are first imported. Most of them never are.
+INSTALL := $(BIN)/pip install --quiet --no-compile
+
+define venv
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "xlstm7b needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile --editable '.[$(1)]'
 endef
 
 $(PACKAGE): pyproject.toml constraints.txt
-	$(call install,train)
+	$(venv)
+	$(INSTALL) --editable '.[train]'
 	touch $@
 
-# With the extra `dev`, which has all of `train`: a second call of pip would take as long as this.
+# The extra `dev` has all of `train`, and with it nearly all of constraints.txt. To find one version
+# pip reads a long list of files, so two calls at a time find them. The last call installs what is
+# missing, such as everything if a version does not exist for this system.
 $(TOOLS): pyproject.toml constraints.txt
-	$(call install,dev)
+	$(venv)
+	-sed '/^# For ray/,$$d; /^#/d' constraints.txt | xargs -n 40 -P 2 $(INSTALL) --no-deps
+	$(INSTALL) --editable '.[dev]'
 	touch $(PACKAGE) $@
 
 lint: $(TOOLS)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -11,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+# All tests are imported first. Hardly anything of that is garbage.
+gc.disable()
 
 if not torch.cuda.is_available():
     # Must be set before a kernel is imported: Triton's interpreter then runs it on the CPU.
@@ -27,8 +31,11 @@ def speed_up_interpreter() -> None:
       because its option `debug` is off. Here it computes no answer.
     - It makes a table of NumPy's types each time that it needs one of them, and checks a shape for
       each tensor that has it. Here it does so once for each type and shape.
+    - It writes a name for each type of a block, which is read in messages only, makes such a type
+      again where it has one, and compares shapes as if they could have any content.
     """
     try:
+        from triton.language import core
         from triton.language.core import block_type, int32, tensor, uint64
         from triton.runtime import interpreter
     except ImportError:  # no Triton on this system: the tests of kernels are skipped
@@ -54,28 +61,46 @@ def speed_up_interpreter() -> None:
     )
 
     init_block_type, init_tensor = block_type.__init__, tensor.__init__
+    to_ir, equals = block_type.to_ir, core.tuple.__eq__
 
     @cache
-    def checked(shape: tuple[Any, ...]) -> tuple[Any, int, Any, Any]:
-        """A block type's `shape` and `numel`, and a tensor's."""
+    def checked(shape: tuple[Any, ...]) -> tuple[Any, int, tuple[Any, Any]]:
+        """A block type's `shape` and `numel`, and those of its tensors."""
         block, example = object.__new__(block_type), object.__new__(tensor)
         init_block_type(block, int32, list(shape))
+        block.of_tensor = None
         init_tensor(example, None, block)
-        return block.shape, block.numel, example.shape, example.numel
+        return block.shape, block.numel, (example.shape, example.numel)
 
     def new_block_type(self: Any, element_ty: Any, shape: Any) -> None:
         self.element_ty = element_ty
-        self.shape, self.numel, *_ = checked(tuple(shape))
-        self.name = f"<{self.shape}, {element_ty}>"
+        self.shape, self.numel, self.of_tensor = checked(tuple(shape))
+
+    def with_element_ty(self: Any, scalar_ty: Any) -> Any:
+        other = object.__new__(block_type)
+        other.element_ty = scalar_ty
+        other.shape, other.numel, other.of_tensor = self.shape, self.numel, self.of_tensor
+        return other
+
+    scalar = tensor(None, int32)
 
     def new_tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002
-        if type.is_block():
-            self.handle, self.type, self.dtype = handle, type, type.scalar
-            *_, self.shape, self.numel = checked(tuple(type.shape))
-        else:
-            init_tensor(self, handle, type)
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = getattr(type, "of_tensor", (scalar.shape, scalar.numel))
 
     block_type.__init__, tensor.__init__ = new_block_type, new_tensor
+    block_type.with_element_ty = with_element_ty
+    block_type.name = property(
+        lambda self: f"<{self.shape}, {self.element_ty}>", lambda self, name: None
+    )
+    block_type.to_ir = lambda self, builder: (
+        to_ir(self, builder) if self.element_ty.is_ptr() else self
+    )
+    core.tuple.__eq__ = lambda self, other: (
+        core.constexpr(self.values == other)
+        if type(other) is list and other and type(other[0]) is int
+        else equals(self, other)
+    )
 
 
 if not torch.cuda.is_available():
@@ -96,11 +121,26 @@ def _seed() -> None:
 def _freeze_what_stays() -> Iterator[None]:
     """The garbage collector does not visit what earlier files left, such as imported modules."""
     yield
+    _freeze()
+
+
+@pytest.fixture(autouse=True)
+def _freeze_imports() -> Iterator[None]:
+    """Nor what a test imports late."""
+    before = len(sys.modules)
+    yield
+    if len(sys.modules) > before + 100:
+        _freeze()
+
+
+def _freeze() -> None:
     gc.collect()
     gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The longest test starts first. If it started last, the other processes would wait for it.
+    items.sort(key=lambda item: item.path.name != "test_every_kernel.py")
     if torch.cuda.is_available():
         return
     for item in items:
@@ -111,6 +151,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     # Most objects are those of imported modules. The garbage collector need not visit them.
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

@@ -21,7 +21,9 @@ PLAN = ModelPlan.of(device="cpu", size="tiny")
 
 
 @pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
+def _quickly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ten tokens are compared: with a prompt of 248 they cross the border between two pieces."""
+    monkeypatch.setattr(peer_models, "_CHECKED", 10)
     with torch.no_grad():
         yield
 
@@ -41,7 +43,7 @@ def test_cached_decoding_agrees_with_the_whole_pass(
     for attention in peer.attentions:
         decoder = Decoder(peer, EAGER, peer.new_cache(1, 300), attention=attention)
         found = check(partial(_of_two_layers, name), peer, decoder)
-        assert found["equal_tokens"] == 16
+        assert found["equal_tokens"] == 10
         assert found["cached_error"] < (1e-5 if dtype == "float32" else 0.1)
 
 
@@ -85,7 +87,8 @@ class Unstable(peer_models.Mamba):
         return logits if self.dtype == torch.float32 else logits.roll(1, -1)
 
 
-def test_a_model_that_cannot_be_checked_is_not_timed() -> None:
+def test_a_model_that_cannot_be_checked_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_models, "_PROMPT", 24)
     unstable = partial(Unstable, "codestral-mamba")
     peer = unstable(replace(PLAN, dtype="bfloat16"), 2)
     with pytest.raises(ValueError, match="the random model is too unstable to check"):

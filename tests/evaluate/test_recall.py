@@ -249,7 +249,7 @@ def test_a_small_model_learns_to_recall(tmp_path: Path) -> None:
             "context_lengths": [32],
             "shortest": 32,
             "pairs": 3,
-            "tokens": 1 << 18,
+            "tokens": 200 * 24 * 32,  # as many as are read
             "validation_tokens": 1024,
         },
     )

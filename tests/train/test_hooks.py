@@ -347,17 +347,15 @@ def test_only_one_trainer_trains_in_a_folder(data, tmp_path):
 
 
 def test_the_script_of_the_docs(data, files, tmp_path):
-    """With the data and the steps of this test."""
+    """With the data, the steps and the batches of this test."""
     (tmp_path / "runs").mkdir()
     for name in ("train", "valid"):
         (tmp_path / "runs" / "quickstart-data").mkdir(exist_ok=True)
         (tmp_path / "runs" / "quickstart-data" / name).symlink_to(data)
-    script = (
-        (files / "train_mine.py")
-        .read_text()
-        .replace("run.steps=100", 'run.steps=4", "schedule.warmup=1", "schedule.cooldown=1')
-    )
-    (tmp_path / "train_mine.py").write_text(script)
+    given = ["run.steps=4", "schedule.warmup=1", "schedule.cooldown=1", "batch.sequences=4"]
+    given += ["batch.micro_batch=4", "data.validation_sequences=4"]
+    script = (files / "train_mine.py").read_text()
+    (tmp_path / "train_mine.py").write_text(script.replace("run.steps=100", '", "'.join(given)))
     done = subprocess.run(
         [sys.executable, "train_mine.py"],
         cwd=tmp_path,
