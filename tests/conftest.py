@@ -13,6 +13,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the processes would have more threads than there are cores
+
 # All tests are imported first. Hardly anything of that is garbage.
 gc.disable()
 
