@@ -186,6 +186,8 @@ def test_jsonl_verbose(cli: Cli, speller: Path, source: Path) -> None:
         (b'{"prompt": "\xff"}', "'utf-8' codec can't decode"),
         (b'{"prompt": "\\ud800"}', "'utf-8' codec can't encode"),
         (b'{"prompt": "x", "id": "\\ud800"}', "'utf-8' codec can't encode"),
+        (b'{"prompt": "x", "id": 1e400}', "'id' has a number that is NaN or too large for a float"),
+        (b'{"prompt": "x", "id": [{"a": NaN}]}', "'id' has a number that is NaN or too large"),
         (b'{"prompt": 3}', "the prompt must be a string or a list of ids"),
         (b'{"prompt": [true]}', "the prompt must be a string or a list of ids"),
         (b'{"prompt": [3, 320]}', "token 320 is outside the vocabulary of 320"),

@@ -144,6 +144,14 @@ def _to_request(
         own.setdefault("temperature", 0.0)
     params = SamplingParams.from_options(**(vars(defaults) | own))
     params.check()
+    for name, value in fields.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            raise ValueError(
+                f"{name!r} has a number that is NaN or too large for a float, which cannot be "
+                "written to the output"
+            ) from None
     return Request(prompt, params)
 
 
