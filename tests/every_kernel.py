@@ -25,7 +25,6 @@ from xlstm7b.generate.fused import FusedModel, Slots
 from xlstm7b.generate.kernels import fp8, gpu
 from xlstm7b.generate.kernels.few_rows import MAX_ROWS
 from xlstm7b.generate.replay import Rings
-from xlstm7b.generate.sampler import Sampler, mask_words
 from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
 from xlstm7b.mlstm.replay import Pass
 from xlstm7b.model import ModelState
@@ -95,9 +94,6 @@ def launch_all(heads: Sequence[tuple[int, int, torch.dtype]]) -> None:
     for scheme in SCHEMES[: 3 if ONLY_COMPILE else None]:
         run_quantized(scheme, [1, 3, 12] if ONLY_COMPILE else [1, 3, 8, 12, 20])
     run_prompts(BFLOAT16 if ONLY_COMPILE else FLOAT32, rows=3)
-    run_sampling(331)
-    if not ONLY_COMPILE:
-        run_sampling(20_001)
 
 
 class NoGPU:
@@ -241,27 +237,6 @@ def run_prompts(dtype: torch.dtype, rows: int) -> None:
     tokens = torch.randint(331, (rows, 70), device=DEVICE)
     lengths = torch.randint(71, (rows,), device=DEVICE)
     fused.logits(fused.read(tokens, state, lengths, Slots(order, order.flip(0))))
-
-
-def run_sampling(vocab_size: int) -> None:
-    """Greedy, sampled with and without a cut, and with all that changes scores; then with drafts.
-
-    Equal scores fill the list of tokens that are searched.
-    """
-    plain = [{"temperature": 0}], [{}, {"top_p": 0.9}, {"top_k": 7, "min_p": 0.1}]
-    edited = {"repetition_penalty": 1.2, "structured_outputs": {"regex": "a"}, "min_new_tokens": 1}
-    for rows in (*plain, [{"top_k": 9, "top_p": 0.8, "logit_bias": {3: 2.0}, **edited}]):
-        sampler = Sampler(len(rows), vocab_size, DEVICE)
-        sampler.uses_kernels = True
-        for row, options in enumerate(rows):
-            sampler.set_row(row, SamplingParams(**options), seed=row, prompt=[1, 2])
-        logits = draw(len(rows), 3, vocab_size)
-        sampler(logits[:, 0], sampler.needs)
-        for scores in () if ONLY_COMPILE else (logits, logits.round()):
-            drafts = torch.full((len(rows), 2), 5, device=DEVICE)
-            words = torch.zeros(len(rows), 2, mask_words(vocab_size), dtype=torch.int32)
-            after = sampler._after(drafts, sampler.needs, words.to(DEVICE))
-            after._launch(scores, sampler.needs, advance=False)
 
 
 def run_engine() -> None:

@@ -15,8 +15,10 @@ from harness_tasks import add_answered, add_choices, add_last_words, machine_inf
 from naive_scoring import save_byte_model
 
 from xlstm7b.cli import main
+from xlstm7b.config import ModelConfig
 from xlstm7b.evaluate.scoring import Scorer
 from xlstm7b.files import lock_folder
+from xlstm7b.model import XLSTM
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +236,26 @@ def test_perplexity_is_printed_written_and_drawn(
     assert [row[2] for row in rows] == [f"{bucket['loss']:.4f}" for bucket in measured["buckets"]]
     assert read["results"]["a.txt, b.jsonl"]["loss,none"] == measured["loss"]
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_quantised_model_is_compared_with_its_source(
+    cli: Cli, byte_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("so much depends upon a red wheel barrow " * 10)
+    succeeded(cli("quantize", byte_model, tmp_path / "int8", "--bits", "8", "--device", "cpu"))
+    command = ["eval", "ppl", tmp_path / "int8", tmp_path / "a.txt", "--device", "cpu"]
+    written = ["--output", tmp_path / "out.json"]
+    out = succeeded(cli(*command, "--reference", byte_model, *written))
+    measured = json.loads((tmp_path / "out.json").read_text())["perplexity"]
+    assert 0 < measured["kl"] < 0.01
+    assert 0.9 < measured["top1_agreement"] <= 1
+    assert f"beside the reference: KL {measured['kl']:.5f} nats per token" in out
+    message = refused(cli(*command, "--reference", byte_model, "--load-state", "state"))
+    assert message == "--reference cannot be combined with --peer or --load-state"
+    small = tmp_path / "small"
+    XLSTM(ModelConfig(32, 1, 2, vocab_size=384)).save_pretrained(small)
+    message = refused(cli(*command, "--reference", small))
+    assert message == (f"--reference {small} has a vocabulary of 384 tokens, the model has 320")
 
 
 @pytest.mark.usefixtures("no_weights")

@@ -56,6 +56,40 @@ def test_documents_score_as_if_alone(
         assert bucket.perplexity == pytest.approx(math.exp(bucket.loss))
 
 
+def test_predictions_are_compared_with_those_of_a_reference(
+    model: XLSTM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xlstm7b.evaluate.scoring.MAX_CHUNK_LOGITS", 320 * 2 * 30)
+    torch.manual_seed(1)
+    reference = open_gates(XLSTM(ModelConfig(24, 1, 2, vocab_size=320)).double())
+    found = perplexity(Scorer(model, batch_size=2), ByteTokenizer(), DOCUMENTS, reference=reference)
+    plain = perplexity(Scorer(model, batch_size=2), ByteTokenizer(), DOCUMENTS)
+    assert (found.loss, found.tokens) == (plain.loss, plain.tokens)
+    assert (plain.kl, plain.top1_agreement) == (None, None)
+    kl = agreements = 0.0
+    for document in filter(None, DOCUMENTS):
+        ids = torch.tensor([[0, *ByteTokenizer().encode(document)]])[:, :-1]
+        with torch.no_grad():
+            p, q = (each(ids)[0].log_softmax(-1) for each in (reference, model))
+        kl += float((p.exp() * (p - q)).sum())
+        agreements += int((p.argmax(-1) == q.argmax(-1)).sum())
+    assert found.kl == pytest.approx(kl / found.tokens, rel=1e-9)
+    assert found.top1_agreement == agreements / found.tokens
+    own = perplexity(Scorer(model), ByteTokenizer(), DOCUMENTS, reference=model)
+    assert own.kl == pytest.approx(0, abs=1e-12)
+    assert own.top1_agreement == 1
+    assert "same most likely token in 100.00%" in str(own)
+    results = own.to_results("books")
+    assert results["results"]["books"]["top1_agreement,none"] == 1
+    assert results["higher_is_better"]["books"]["top1_agreement"]
+
+
+def test_a_reference_must_have_the_same_vocabulary(model: XLSTM) -> None:
+    other = XLSTM(ModelConfig(32, 2, 2, vocab_size=384)).double()
+    with pytest.raises(ValueError, match="the reference has a vocabulary of 384, the model one of"):
+        perplexity(Scorer(model), ByteTokenizer(), DOCUMENTS, reference=other)
+
+
 def test_results_are_in_the_harness_layout(model: XLSTM) -> None:
     found = perplexity(Scorer(model), ByteTokenizer(), DOCUMENTS)
     results = found.to_results("text")

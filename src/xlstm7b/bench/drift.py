@@ -5,7 +5,6 @@ loss with float32 states is the reference.
 """
 
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xlstm7b.bench.cases import Result
+from xlstm7b.bench.measure import capture
 from xlstm7b.bench.plans import Generation
 from xlstm7b.devices import to_dtype
 from xlstm7b.generate.fused import FusedModel
@@ -54,8 +54,21 @@ def decoded_loss(model: FusedModel, tokens: Tensor, dtype: torch.dtype, *, repla
     rings = Rings.zeros(model.config, batch, dtype=model.dtype, device=device) if replay else None
     live = torch.ones(batch, dtype=torch.bool, device=device)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    columns = tokens.unbind(1)
-    for token, target in pairwise(columns):
+    at = torch.zeros(1, dtype=torch.long, device=device)
+
+    def step() -> None:
+        token, target = (tokens.index_select(1, at + shift)[:, 0] for shift in (0, 1))
         logits = model.step(token, state, live, rings=rings)
-        total += F.cross_entropy(logits, target, reduction="sum")
-    return float(total) / (batch * (len(columns) - 1))
+        total.add_(F.cross_entropy(logits, target, reduction="sum"))
+        at.add_(live[:1])
+
+    run = step
+    if device.type == "cuda":
+        live.fill_(False)  # capturing must not change the state
+        run = capture(step)
+        live.fill_(True)
+        total.zero_()
+    count = tokens.shape[1] - 1
+    for _ in range(count):
+        run()
+    return float(total) / (batch * count)

@@ -193,6 +193,14 @@ def ppl(
     load_state: Annotated[
         Path | None, option("State file that every document continues.", panel="Model")
     ] = None,
+    reference: Annotated[
+        str | None,
+        option(
+            "Another checkpoint of the model, such as the one before quantising: also print how "
+            "far the predictions are from its own.",
+            panel="Model",
+        ),
+    ] = None,
     batch_size: _BatchSize = "auto",
     adapter: options.Adapter = None,
     tokenizer: options.TokenizerPath = None,
@@ -212,6 +220,8 @@ def ppl(
     _check_peer(peer, tokenizer, adapter)
     if peer is not None and load_state is not None:
         raise ValueError("--load-state is for our model, not for a peer")
+    if reference is not None and (peer is not None or load_state is not None):
+        raise ValueError("--reference cannot be combined with --peer or --load-state")
     target = None if output is None else to_target(output)
     picture = None if plot is None else to_target(plot)
     from xlstm7b.data.input_files import Columns, check_input_file, find_input_files
@@ -235,9 +245,11 @@ def ppl(
         print(found, file=sys.stderr)
     opened: Any
     scorer: Any
-    state = None
+    state = other = None
     if peer is None:
         opened = open_model(model, tokenizer, dtype, device, adapter=adapter)
+        if reference is not None:
+            other = _open_reference(reference, opened, tokenizer, dtype, device)
         if load_state is not None:
             from xlstm7b.model.saved_state import SavedState
 
@@ -251,8 +263,14 @@ def ppl(
         info = run_info(opened.fingerprint, tokenizer=opened.tokenizer_fingerprint)
         scorer = encoder = opened.load()
     with count_progress("reading", None, shown=True) as progress:
-        documents = read_documents(texts, column)
-        measured = perplexity(scorer, encoder, documents, progress, state=state)
+        measured = perplexity(
+            scorer,
+            encoder,
+            read_documents(texts, column),
+            progress,
+            state=state,
+            reference=None if other is None else other.load_model(),
+        )
     name = ", ".join(path.resolve().name for path in texts)
     with _printing(str(measured)):
         if target is not None:
@@ -469,6 +487,28 @@ def _described(opened: OpenedModel, state: Path | None = None) -> dict[str, Any]
         add("adapter", opened.adapter.folder, opened.adapter.fingerprint)
     if state is not None:
         add("state", state, file_sha256(state))
+    return found
+
+
+def _open_reference(
+    name: str,
+    opened: OpenedModel,
+    tokenizer: Path | None,
+    dtype: str | None,
+    device: str | None,
+) -> OpenedModel:
+    """The model that another one is compared with; both must read the same tokens."""
+    from xlstm7b.checkpoint import read_config, resolve
+
+    size = read_config(resolve(name)).vocab_size
+    if size != opened.config.vocab_size:
+        raise ValueError(
+            f"--reference {name} has a vocabulary of {size} tokens, the model has "
+            f"{opened.config.vocab_size}"
+        )
+    found = open_model(name, tokenizer, dtype, device)
+    if found.tokenizer.fingerprint != opened.tokenizer.fingerprint:
+        raise ValueError(f"--reference {name} has another tokenizer than the model")
     return found
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from xlstm7b.data.input_files import Columns, find_input_files, read_batches
 from xlstm7b.evaluate.peer import Peer
 from xlstm7b.evaluate.scoring import Progress, Scorer
+from xlstm7b.model import XLSTM
 from xlstm7b.model.saved_state import SavedState
 from xlstm7b.report import figure, table
 from xlstm7b.tokenizer import Tokenizer
@@ -45,11 +46,15 @@ class Perplexity:
     bits_per_byte: float
     buckets: list[Bucket]
     text_sha256: str  # of all documents
+    kl: float | None = None  # nats per token, of the predictions from those of a reference model
+    top1_agreement: float | None = None  # share of tokens with the reference's most likely token
 
     def to_results(self, task: str) -> dict[str, Any]:
         """The harness's layout: one task, and one more for each bucket."""
         metrics = {"loss": self.loss, "perplexity": self.perplexity}
         metrics["bits_per_byte"] = self.bits_per_byte
+        if self.kl is not None and self.top1_agreement is not None:
+            metrics |= {"kl": self.kl, "top1_agreement": self.top1_agreement}
         results = {task: {"alias": task, **{f"{name},none": x for name, x in metrics.items()}}}
         for bucket in self.buckets:
             positions = f"{bucket.first}–{bucket.last}"
@@ -62,7 +67,7 @@ class Perplexity:
             "versions": {task: 1},
             "n-shot": {task: 0},
             "n-samples": {task: {"original": self.documents, "effective": self.documents}},
-            "higher_is_better": {task: dict.fromkeys(metrics, False)},
+            "higher_is_better": {task: {name: name == "top1_agreement" for name in metrics}},
             "perplexity": asdict(self),
         }
 
@@ -71,10 +76,16 @@ class Perplexity:
             (f"{b.first:,}–{b.last:,}", f"{b.tokens:,}", f"{b.loss:.4f}", f"{b.perplexity:.3f}")
             for b in self.buckets
         ]
+        compared = ""
+        if self.kl is not None and self.top1_agreement is not None:
+            compared = (
+                f"beside the reference: KL {self.kl:.5f} nats per token, "
+                f"same most likely token in {self.top1_agreement:.2%}\n"
+            )
         return (
             f"{self.documents:,} documents, {self.tokens:,} tokens, {self.bytes:,} bytes\n"
             f"loss {self.loss:.4f} nats per token, perplexity {self.perplexity:.3f}, "
-            f"{self.bits_per_byte:.4f} bits per byte\n"
+            f"{self.bits_per_byte:.4f} bits per byte\n{compared}"
         ) + table(("position", "tokens", "loss", "perplexity"), rows)
 
 
@@ -94,12 +105,17 @@ def perplexity(
     progress: Progress | None = None,
     *,
     state: SavedState | None = None,
+    reference: XLSTM | None = None,
 ) -> Perplexity:
     """Scores every document from its beginning to its end, each from a new state or from `state`.
 
+    With a `reference`, the documents are read a second time by both models, and the distributions
+    of the next token are compared. This is for our models, without a `state`.
     For a model without a first token, the first token of a document that continues no state is
     given: it has no loss, and its bytes do not count.
     """
+    if reference is not None and (isinstance(scorer, Peer) or state is not None):
+        raise ValueError("a reference is for our models, without a state")
     options: dict[str, Any] = {}
     if isinstance(scorer, Peer):
         first_is_given = not scorer.has_first_token
@@ -112,8 +128,12 @@ def perplexity(
     sums = torch.zeros(64, dtype=torch.float64)
     counts = torch.zeros(64, dtype=torch.long)
     waiting: list[list[int]] = []
+    differences: list[float] = [0, 0, 0]
 
     def score_waiting() -> None:
+        if reference is not None and isinstance(scorer, Scorer):
+            found = scorer.divergence(reference, waiting, progress)
+            differences[:] = [a + b for a, b in zip(differences, found, strict=True)]
         for logprobs in scorer.logprobs(waiting, progress, **options):
             buckets = _bucket_of_positions(len(logprobs))
             sums.index_add_(0, buckets, -logprobs.double())
@@ -143,8 +163,19 @@ def perplexity(
         buckets.append(Bucket(first, last, int(counts[index]), loss, math.exp(loss)))
     loss = total / tokens
     bits = total / math.log(2)
+    compared: dict[str, float] = {}
+    if reference is not None:
+        compared = {"kl": differences[1] / tokens, "top1_agreement": differences[2] / tokens}
     return Perplexity(
-        count, tokens, size, loss, math.exp(loss), bits / size, buckets, text.hexdigest()
+        count,
+        tokens,
+        size,
+        loss,
+        math.exp(loss),
+        bits / size,
+        buckets,
+        text.hexdigest(),
+        **compared,
     )
 
 

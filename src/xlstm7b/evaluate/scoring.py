@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xlstm7b.config import ModelConfig
 from xlstm7b.evaluate.prefix_tree import Node, PrefixTree
 from xlstm7b.model import XLSTM, ModelState
 from xlstm7b.model.saved_state import SavedState
@@ -46,6 +47,14 @@ class Continuation(NamedTuple):
 class Score(NamedTuple):
     logprob: float
     is_greedy: bool  # every token is the most likely one at its position
+
+
+class Divergence(NamedTuple):
+    """Sums over tokens: how far the predictions of two models are from each other."""
+
+    tokens: int
+    kl: float  # Σ p log(p / q) over the vocabulary, in nats; p is the reference's
+    agreements: int  # tokens at which both models find the same next token most likely
 
 
 class _Contexts(NamedTuple):
@@ -190,6 +199,55 @@ class Scorer:
                 progress(sum(chunk.sizes))
         return results
 
+    @torch.inference_mode()
+    def divergence(
+        self,
+        reference: XLSTM,
+        documents: Sequence[Sequence[int]],
+        progress: Progress | None = None,
+    ) -> Divergence:
+        """Compares the next-token distributions with those of a reference model.
+
+        Counts the tokens that `logprobs` scores. Both models must have the same vocabulary.
+        """
+        if reference.config.vocab_size != self.config.vocab_size:
+            raise ValueError(
+                f"the reference has a vocabulary of {reference.config.vocab_size}, "
+                f"the model one of {self.config.vocab_size}"
+            )
+        for document in documents:
+            check_tokens(self.config, document)
+        texts = [with_first_token(self.config, document) for document in documents if document]
+        packed = _pack([len(text) - 1 for text in texts], self.batch_size)
+        inputs = [[token for n in row for token in texts[n][:-1]] for row in packed]
+        starts = [[at == 1 for n in row for at in range(1, len(texts[n]))] for row in packed]
+        models = (reference, self.model)
+        states = [self._new_state(len(packed), model.config) for model in models]
+        tokens = agreements = 0
+        kl = 0.0
+        max_tokens = MAX_CHUNK_LOGITS // 2 // self.config.vocab_size
+        for chunk in self._chunks(max_tokens, inputs, starts):
+            found = []
+            for model, state in zip(models, states, strict=True):
+                rows = state.rows(0, chunk.rows)
+                logits, after = model(
+                    chunk.tensors[0],
+                    rows,
+                    resets=chunk.tensors[1].bool(),
+                    lengths=chunk.lengths,
+                )
+                rows.copy_(after)
+                found.append(logits.log_softmax(-1))
+            p, q = found
+            positions = torch.arange(p.shape[1], device=self.device)
+            counted = positions < chunk.lengths[:, None]
+            kl += float((p.exp() * (p - q)).sum(-1)[counted].double().sum())
+            agreements += int((p.argmax(-1) == q.argmax(-1))[counted].sum())
+            tokens += sum(chunk.sizes)
+            if progress is not None:
+                progress(sum(chunk.sizes))
+        return Divergence(tokens, kl, agreements)
+
     def _read_separately(self, contexts: Sequence[Sequence[int]]) -> Iterator[_Contexts]:
         """Reads each context in a row of its own."""
         order = sorted(range(len(contexts)), key=lambda n: -len(contexts[n]))
@@ -298,8 +356,8 @@ class Scorer:
             row[: len(values)] = values
         return torch.from_numpy(padded).to(self.device)
 
-    def _new_state(self, rows: int) -> ModelState:
-        return ModelState.zeros(self.config, rows, dtype=self.dtype, device=self.device)
+    def _new_state(self, rows: int, config: ModelConfig | None = None) -> ModelState:
+        return ModelState.zeros(config or self.config, rows, dtype=self.dtype, device=self.device)
 
 
 def default_batch_size(model: XLSTM) -> int:

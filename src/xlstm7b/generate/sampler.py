@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from xlstm7b.generate.params import MAX_LOGPROBS, SamplingParams
 from xlstm7b.generate.request import BAD_LOGITS
-from xlstm7b.mlstm import has_kernels
 
 _REALS = (
     "temperature",
@@ -71,25 +70,17 @@ class Sampler:
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device | str) -> None:
         self._shape, self._device = (rows, vocab_size), device
-        # The weight of the most likely token: see `_weights`.
-        self._scale = 2.0 ** (53 - vocab_size.bit_length())
-        # Whether tokens are drawn by `kernels/sample.py`, or by PyTorch, which defines them.
-        device = torch.device(device)
-        self.uses_kernels = device.type == "cuda" and has_kernels(device)
         # The sampled tokens, end of text included. −1: the row was finished before; `BAD_LOGITS`:
         # its logits were not finite, which finishes it.
         self.tokens = self._new(rows) - 1
         # One tensor per type, so that one copy writes all parameters of a row. 0 suits an idle row.
-        # With an even number of rows all vectors start at 16 bytes, as those of `sample_rows` do.
-        # For other addresses the kernels would be compiled again.
-        even = rows + rows % 2
-        self._integers = self._new(6, even)[:, :rows]
+        self._integers = self._new(6, rows)
         # The token that the model reads next. Below 0 there is none: the row is finished or idle.
         # In a new row it is 0 until the first call, which only marks the row as not finished.
         self.pending = self._integers[0].fill_(-1)
         self.index = self._integers[1]  # tokens sampled so far
         self._max_new, self._min_new, self._last_rank, self._key = self._integers[2:].unbind()
-        self._reals = self._new(len(_REALS), even, 1, dtype=torch.float64)[:, :rows]
+        self._reals = self._new(len(_REALS), rows, 1, dtype=torch.float64)
         self._temperature, self._top_p, self._min_p = self._reals[:3].unbind()
         self._repetition, self._presence, self._frequency = self._reals[3:].unbind()
         self._ends = self._new(*self._shape, dtype=torch.bool)
@@ -200,7 +191,8 @@ class Sampler:
 
     def first(self, rows: int) -> Self:
         """The first rows as a sampler over the same memory. Only to call: set rows in this one."""
-        self._allocate()  # now, so that both share it
+        # Allocated now, so that both share them.
+        _ = self._bias, self._in_prompt, self._counts, self._allowed
         view = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Tensor) and name not in ("_integers", "_reals"):
@@ -214,8 +206,6 @@ class Sampler:
             self(logits[: len(rows)], self.needs)
             return self
         index = on_device(rows, self._device)
-        if self.uses_kernels:
-            self._allocate()
         part = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Tensor) and name not in ("_integers", "_reals"):
@@ -234,16 +224,13 @@ class Sampler:
         A row in which every token is banned gets token 0. In a row with a grammar, the tokens that
         it allows are never all banned: if bias or `min_new_tokens` ban them all, they have no say.
         """
-        if self.uses_kernels:
-            _, token = self._launch(logits, needs, advance=True)
-        else:
-            best, token = self._sample(logits, needs)
-            alive, continues, sampled = self._outcome(best, token)
-            self.tokens.copy_(torch.where(alive, sampled, -1))
-            self.pending.copy_(torch.where(continues, sampled, -1))
-            self.index += alive
-            if needs.penalties:
-                self._counts.scatter_add_(-1, token, alive[:, None].int())
+        best, token = self._sample(logits, needs)
+        alive, continues, sampled = self._outcome(best, token)
+        self.tokens.copy_(torch.where(alive, sampled, -1))
+        self.pending.copy_(torch.where(continues, sampled, -1))
+        self.index += alive
+        if needs.penalties:
+            self._counts.scatter_add_(-1, token, alive[:, None].int())
         if needs.logprobs is not None:
             logprob, top_logprobs, top_tokens = _logprobs(logits, token, needs.logprobs)
             self.logprob.copy_(logprob)
@@ -262,8 +249,7 @@ class Sampler:
         [B, T − 1, words] are the grammars' masks after the drafts, as in `set_masks`.
         """
         at = self._after(drafts, needs, allowed)
-        sample = partial(at._launch, advance=False) if self.uses_kernels else at._sample
-        best, token = sample(logits, needs)
+        best, token = at._sample(logits, needs)
         alive, continues, sampled = at._outcome(best, token)
         accepted = (continues[:, :-1] & (drafts == sampled[:, :-1])).long().cumprod(1)
         alive[:, 1:] &= accepted.bool()
@@ -280,8 +266,8 @@ class Sampler:
 
     def _after(self, drafts: Tensor, needs: Needs, allowed: Tensor) -> Self:
         """This sampler with an axis of positions after that of the rows. Only to sample."""
-        if _edits(needs):
-            self._allocate()  # a copy cannot do it
+        if needs.bias or needs.penalties or needs.grammar:  # allocated now: a copy cannot do it
+            _ = self._bias, self._in_prompt, self._counts, self._allowed
         view = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Tensor) and name not in ("_integers", "_reals"):
@@ -298,38 +284,6 @@ class Sampler:
         return view
 
     # These take logits [B, V], or [B, T, V] in a sampler with positions.
-
-    def _launch(self, logits: Tensor, needs: Needs, *, advance: bool) -> tuple[Tensor, Tensor]:
-        """As `_sample`, with GPU kernels. With `advance` the rows go on with their tokens."""
-        from xlstm7b.generate.kernels.sample import Draws, Edits, Progress, sample
-
-        edits = None
-        if _edits(needs):
-            self._allocate()
-            edits = Edits(
-                self._bias,
-                self._in_prompt,
-                self._ends,
-                self._counts,
-                self._allowed,
-                self._has_grammar,
-                self._repetition,
-                self._presence,
-                self._frequency,
-                self._min_new,
-            )
-        draws = self._temperature, self._top_p, self._min_p, self._last_rank, self._key, self.index
-        progress = Progress(self.pending, self.tokens, self._max_new, self._ends)
-        return sample(
-            logits,
-            self._scale,
-            Draws(*draws),
-            edits,
-            progress if advance else None,
-            sampling=needs.sampling,
-            filters=needs.filters,
-            bad_logits=BAD_LOGITS,
-        )
 
     def _sample(self, logits: Tensor, needs: Needs) -> tuple[Tensor, Tensor]:
         """The best score of each row, and the token sampled, both [..., 1]."""
@@ -358,7 +312,7 @@ class Sampler:
             bits = torch.arange(32, dtype=torch.int32, device=scores.device)
             allowed = (self._allowed[..., None] >> bits) & 1
             allowed = allowed.flatten(-2)[..., : self._shape[1]].bool()
-            possible = scores.clamp(min=torch.finfo(torch.float32).min)
+            possible = scores.clamp(min=torch.finfo(scores.dtype).min)
             masked = possible.masked_fill(~allowed, -torch.inf)
             scores = torch.where(self._has_grammar, masked, scores)
         return scores
@@ -370,9 +324,10 @@ class Sampler:
         them. So a draw depends on no rounding, and on no other row. At 50304 tokens a weight is
         exact to 2^-38 of the most likely token's.
         """
+        scale = 2.0 ** (53 - self._shape[1].bit_length())
         # At temperature 0 the best token is taken anyway. The clamp only avoids NaN.
         exponents = (scores.double() - best) / self._temperature.clamp(min=1e-300)
-        weights = (exponents.exp() * self._scale).round()
+        weights = (exponents.exp() * scale).round()
         if needs.filters:
             order = scores.argsort(stable=True, dim=-1, descending=True)
             ordered = weights.gather(-1, order)
@@ -381,7 +336,7 @@ class Sampler:
             enough = self._top_p * total.take_along_dim(self._last_rank[..., None], -1)
             ordered = ordered.where(total - ordered < enough, 0)
             weights = weights.scatter(-1, order, ordered)
-            weights = weights.where(weights >= self._min_p * self._scale, 0)
+            weights = weights.where(weights >= self._min_p * scale, 0)
         return weights
 
     def _outcome(self, best: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -390,17 +345,8 @@ class Sampler:
         continues = alive & ~self._ends.take_along_dim(token, -1)[..., 0]
         return alive, continues, torch.where(best < torch.inf, token, BAD_LOGITS)[..., 0]
 
-    def _allocate(self) -> None:
-        """Allocates what is only allocated when a row needs it."""
-        _ = self._bias, self._in_prompt, self._counts, self._allowed
-
     def _new(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self._device)
-
-
-def _edits(needs: Needs) -> bool:
-    """True if scores are not the logits."""
-    return needs.bias or needs.penalties or needs.minimum or needs.grammar
 
 
 def _logprobs(logits: Tensor, token: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
