@@ -76,6 +76,11 @@ class HeldOut(NamedTuple):
             if mask.any() and len(found.documents) < limit:
                 found.documents.append(targets[:size].tolist())
                 found.masks.append(mask[:size])
+        if not found.documents:
+            raise ValueError(
+                "the held-out text has no token that counts in the loss, or --held-out-documents "
+                "is 0: nothing can be compared"
+            )
         return found
 
     def loss(self, model: XLSTM, state: SavedState | None = None) -> float:

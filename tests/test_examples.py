@@ -220,6 +220,13 @@ def test_adapt_compares_all_ways(tmp_path, capsys):
     assert [result["parameters"] for result in results][2:4] == [2112, 2112]
     with pytest.raises(SystemExit, match=r"^adapt: .*adapt exists already: choose another"):
         adapt.main(["--smoke", "--output", str(output)])
+    XLSTM(ModelConfig(64, 2, 2, vocab_size=320)).save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("one\n" * 20)
+    given = [str(tmp_path / "model"), str(tmp_path / "text.txt")]
+    with pytest.raises(SystemExit, match=r"^adapt: the held-out text has no token that counts"):
+        adapt.main([*given, "--held-out-documents", "0"])
+    with pytest.raises(SystemExit, match=r"^adapt: run\.steps must be greater than or equal to 1"):
+        adapt.main([*given, "--steps", "0"])
     with pytest.raises(SystemExit, match=r"^adapt: give a model and a text, or --smoke"):
         adapt.main([])
 

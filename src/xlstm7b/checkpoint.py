@@ -21,7 +21,7 @@ import yaml
 from xlstm7b import files, hub
 from xlstm7b.config import ModelConfig, warn_of_unknown
 from xlstm7b.files import Progress, Stored
-from xlstm7b.quantize.config import GROUP_SIZES, Quantization, Scheme
+from xlstm7b.quantize.config import GROUP_SIZES, Quantization, Scheme, schemes_in
 from xlstm7b.quantize.weight import QuantizedWeight, unpack_int8
 
 # Layers that some files hold as one matrix, with their rows in this order.
@@ -197,8 +197,8 @@ def open_checkpoint(folder_or_hub_id: str | Path) -> Checkpoint:
     """Reads the config and the headers of the weights, and checks that they match."""
     folder = resolve(folder_or_hub_id)
     config = read_config(folder)
-    quantized = read_quantization(folder) is not None
-    dtypes = files.float_dtypes() | (files.quantized_dtypes() if quantized else {})
+    quantization = read_quantization(folder)
+    dtypes = files.float_dtypes() | (files.quantized_dtypes() if quantization else {})
     everything = _read_headers(folder, dtypes)
     nbytes = sum(torch.Size(part.shape).numel() * part.dtype.itemsize for part in everything)
     stored = [part for part in everything if not part.key.endswith(_BESIDE)]
@@ -236,6 +236,13 @@ def open_checkpoint(folder_or_hub_id: str | Path) -> Checkpoint:
             )
     for part in beside.values():
         raise ValueError(f"{part.file}: {part.key!r} belongs to no quantised weight")
+    named = schemes_in(quantization)
+    for name, scheme in schemes.items():
+        if scheme not in named:
+            raise ValueError(
+                f"{seen[name].file}: {seen[name].key} is {scheme}, but config.json says "
+                f"{' and '.join(sorted(map(str, named)))}: one of the two files is of another model"
+            )
     several = stored[0].file != stored[-1].file
     _refuse_missing(shapes.keys() - seen.keys(), folder if several else stored[0].file)
     floats = [part.dtype for part in stored if part.dtype in files.float_dtypes().values()]

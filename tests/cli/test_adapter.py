@@ -241,6 +241,8 @@ def test_adapters_of_a_server(cli: Cli, speller: Path, adapter: Path, tmp_path: 
         ([adapter, f"adapter={other}"], "two adapters are called 'adapter': use NAME=FOLDER"),
         ([adapter, f"again={adapter}"], f"{adapter} is the same as {adapter}"),
         ([f"a:b={adapter}"], "a colon or a character that is not printable: use NAME=FOLDER"),
+        ([f"={adapter}"], f"'={adapter}' has no name or no folder: use NAME=FOLDER"),
+        (["second="], "'second=' has no name or no folder: use NAME=FOLDER"),
         ([speller], "holds no adapter_config.json: not an adapter"),
         (
             [f"{speller.name}={adapter}"],

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from checkpoint_files import names_in
 from commands import Cli, Outcome, refused
+from train_processes import full_disk
 
 from xlstm7b.generate import Completion, Generator, Request, SamplingParams
 from xlstm7b.generate.request import OutputText
@@ -186,6 +187,8 @@ def test_jsonl_verbose(cli: Cli, speller: Path, source: Path) -> None:
         (b'{"prompt": "\xff"}', "'utf-8' codec can't decode"),
         (b'{"prompt": "\\ud800"}', "'utf-8' codec can't encode"),
         (b'{"prompt": "x", "id": "\\ud800"}', "'utf-8' codec can't encode"),
+        (b'{"prompt": "x", "id": 1e400}', "'id' has a number that is NaN or too large for a float"),
+        (b'{"prompt": "x", "id": [{"a": NaN}]}', "'id' has a number that is NaN or too large"),
         (b'{"prompt": 3}', "the prompt must be a string or a list of ids"),
         (b'{"prompt": [true]}', "the prompt must be a string or a list of ids"),
         (b'{"prompt": [3, 320]}', "token 320 is outside the vocabulary of 320"),
@@ -354,3 +357,22 @@ def test_jsonl_keeps_what_was_finished(
         outcome = cli(*run)
     assert outcome == Outcome(130, outcome.out, "")
     assert from_lines(outcome.out) == [everything[n] for n in (0, 1, 3)]
+
+
+def test_a_full_disk_names_the_file_and_keeps_what_was_finished(
+    cli: Cli, speller: Path, tmp_path: Path
+) -> None:
+    source, target, partial = (tmp_path / name for name in ("in", "out", "out.partial"))
+    source.write_text(as_lines([{"prompt": "x" * 500, "id": n} for n in range(4)]))
+    run = ("generate", speller, "--jsonl", source, "--output", target, "--max-new-tokens", 1)
+    run = (*run, "--batch-size", 1, "--seed", 0)
+    with full_disk(1500):
+        outcome = cli(*run)
+    kept, error = outcome.err.splitlines()
+    assert (outcome.code, outcome.out) == (2, "")
+    assert kept.startswith(f"xlstm7b: {partial} holds the 2 of 4 lines that were finished")
+    assert re.fullmatch(rf"xlstm7b: {partial} could not be written \(.*File too large\)", error)
+    assert names_in(tmp_path) == {"in", "out.partial"}
+    assert cli(*run).code == 0
+    assert [line["id"] for line in from_lines(target.read_text())] == [0, 1, 2, 3]
+    assert names_in(tmp_path) == {"in", "out"}

@@ -91,6 +91,7 @@ def test_chat_commands(cli: Cli, greeter: Path, tmp_path: Path) -> None:
         ("/load ", "/load needs a path: /load PATH"),
         ("/save x", "there is nothing to save: the conversation is empty"),
         ("/save no/x", "cannot write {here}/no/x: there is no folder {here}/no"),
+        ("/save text", "{here}/text exists and is no saved state: choose another file"),
         ("/load no", "no is missing"),
         ('/load "no way"', "no way is missing"),
         ("/load 'no way'", "no way is missing"),

@@ -348,6 +348,12 @@ def test_texts_are_checked_before_the_model_is_loaded(
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
     ppl = ("eval", "ppl", "a/hub-id", tmp_path / "a.jsonl")
     assert refused(cli(*ppl)) == "there is no text to measure"
+    (tmp_path / "b.txt").write_text("a text")
+    (tmp_path / "link").symlink_to(tmp_path / "b.txt")
+    for output in ("b.txt", "link"):
+        message = refused(cli("eval", "ppl", "a/hub-id", tmp_path, "--output", tmp_path / output))
+        said = f"--output {tmp_path / output} is one of the texts to measure: choose another file"
+        assert (message, (tmp_path / "b.txt").read_text()) == (said, "a text")
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     message = refused(cli(*ppl, "--plot", tmp_path / "a.xyz"))
     assert message == f"cannot draw {tmp_path / 'a.xyz'}: a figure is a .png, .pdf or .svg file"

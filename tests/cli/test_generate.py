@@ -246,6 +246,7 @@ def test_generate_an_empty_prompt_without_a_first_token(cli: Cli, tmp_path: Path
 
 def test_generate_continues_from_a_saved_state(cli: Cli, speller: Path, tmp_path: Path) -> None:
     path = tmp_path / "a state"
+    path.touch()  # as `mktemp` does: an empty file is replaced
     want = greedy_text(speller, "Once upon", 30)
 
     def continue_text(*arguments: object, tokens: int) -> str:
@@ -320,17 +321,21 @@ def test_states_are_checked_before_weights_are_loaded(
     sentence = refused(cli("generate", speller, "--load-state", path))
     assert sentence == "a request continues one state, not 2"
     before = path.read_bytes()
+    text, weights = tmp_path / "text", speller / "model.safetensors"
+    text.write_text("hello")
     for target, reason in {
         tmp_path: f"cannot write {tmp_path}: it exists and is not a regular file",
         tmp_path
         / "a"
         / "b": f"cannot write {tmp_path / 'a/b'}: there is no folder {tmp_path / 'a'}",
         Path("/dev/null"): "cannot write /dev/null: it exists and is not a regular file",
+        text: f"{text} exists and is no saved state: choose another file",
+        weights: f"{weights} exists and is no saved state: choose another file",
     }.items():
         assert refused(cli("generate", speller, "x", "--save-state", target)) == reason
     sentence = refused(cli("generate", speller, "x", "--save-state", path, "-n", 2))
     assert sentence == "--save-state saves one state: it cannot be combined with -n"
-    assert path.read_bytes() == before
+    assert (path.read_bytes(), text.read_text()) == (before, "hello")
 
 
 def after_tokens(monkeypatch: pytest.MonkeyPatch, count: int, act: Callable[[], None]) -> None:
@@ -500,6 +505,7 @@ def test_what_stdout_cannot_encode_is_escaped(
         (["--frequency-penalty", -101], "frequency_penalty must be between -100 and 100, not "),
         (["--stop", ""], "a stop string must not be empty"),
         (["-n", 0], "num_return_sequences must be at least 1, not 0"),
+        (["-n", 10**8], "num_return_sequences must be at most 1,000,000, not 100,000,000: "),
         (["--batch-size", 0], "batch_size must be at least 1, not 0"),
         (["--peak-tbs", 0], "peak_tbs must be a positive number of TB/s, not 0.0"),
         (["--state-dtype", "float16"], "unknown dtype 'float16'; choose from float32, bfl"),

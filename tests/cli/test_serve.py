@@ -25,6 +25,15 @@ def test_serve_mistakes(
     assert error("--max-body-mb", 0) == "--max-body-mb must be above 0 and at most 1024, not 0.0"
     assert error("--max-messages", 0) == "--max-messages must be at least 1, not 0"
     assert error("--max-messages", 10**6) == "--max-messages must be at most 65536, not 1000000"
+    assert error("--states-gb", 5) == "--states-gb needs --states-folder, which is not given"
+    wrong = error("--cache-folder-gb", 20)
+    assert wrong == "--cache-folder-gb needs --cache-folder, which is not given"
+    wrong = error("--states-folder", tmp_path / "states", "--states-gb", -1)
+    assert wrong == "--states-gb must be at least 0, not -1.0"
+    assert not (tmp_path / "states").exists()
+    for name in ("", " ", "a\nb"):
+        wrong = error("--name", name)
+        assert wrong == f"--name must be printable and not empty, not {name!r}"
     wrong = error("--mute-paths", "/metrics,health")
     assert wrong == "--mute-paths: a path starts with /, as /health does, not 'health'"
     file = tmp_path / "file"

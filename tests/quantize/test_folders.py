@@ -268,6 +268,7 @@ DAMAGE = {
     "extra scale": "belongs to no quantised weight",
     "gone": "backbone.blocks.0.ffn.proj_down.weight is missing",
     "no config": "is stored as I",
+    "other config": "but config.json says",
     "half a file": "is damaged, it ends within",
 }
 
@@ -301,6 +302,11 @@ def test_damaged_folders_are_named(damage: str, bits: str, source: Path, tmp_pat
         case "no config":
             values = json.loads((folder / "config.json").read_text())
             del values["quantization_config"]
+            (folder / "config.json").write_text(json.dumps(values))
+        case "other config":
+            values = json.loads((folder / "config.json").read_text())
+            other = QUANTIZATIONS["fp8"] if bits == "int8" else QUANTIZATIONS["int4-g32-head4"]
+            values["quantization_config"] = other.to_dict()
             (folder / "config.json").write_text(json.dumps(values))
     save_file(tensors, file)
     if damage == "half a file":
@@ -356,6 +362,7 @@ def test_an_interrupted_call_goes_on(method: str, source: Path, tmp_path: Path) 
     now = {path.name: path.stat().st_mtime_ns for path in hidden.iterdir()}
     assert {name: now[name] for name in kept} == kept
     assert len(now) == 12
+    os.truncate(max(hidden.glob("*.safetensors")), 100)  # a damaged one is made again
     quantize(source, target, **options)
     assert not hidden.exists()
     for name in ("model.safetensors", "config.json"):

@@ -457,6 +457,10 @@ def test_instances_check_themselves(tmp_path: Path) -> None:
     recipe = small(tmp_path)
     with pytest.raises(ValueError, match=r"run\.steps must be greater than or equal to 1, not 0"):
         replace(recipe.run, steps=0)
+    with pytest.raises(ValueError, match=r"run\.steps must be greater than or equal to 1, not 0"):
+        Run(0)
+    with pytest.raises(ValueError, match=r"optimizer\.betas\[1\] must be less than 1, not 2\.0"):
+        Optimizer(1e-3, (0.9, 2.0))
     with pytest.raises(ValueError, match=r"start_step \(200\) is not before"):
         replace(recipe, start_step=200)
     with pytest.raises(ValueError, match="run must be a table, not 5"):

@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xlstm7b.cli.options import count_progress, read_input
 from xlstm7b.generate.params import SamplingParams
@@ -144,6 +145,14 @@ def _to_request(
         own.setdefault("temperature", 0.0)
     params = SamplingParams.from_options(**(vars(defaults) | own))
     params.check()
+    for name, value in fields.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            raise ValueError(
+                f"{name!r} has a number that is NaN or too large for a float, which cannot be "
+                "written to the output"
+            ) from None
     return Request(prompt, params)
 
 
@@ -226,11 +235,12 @@ def _to_file(
     Its first line is a hash of everything that the results depend on. The others are an index and a
     result: `[3, {"prompt": …}]`.
     """
-    from xlstm7b.files import write_aside
+    from xlstm7b.files import write_aside, write_hashed
 
     partial = target.with_name(f"{target.name}.partial")
     run = _hash_run(lines, opened, token_ids)
-    with partial.open("a+b") as file:
+    # Without a buffer: closing the file would try to write what did not fit on the disk again.
+    with partial.open("a+b", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -244,15 +254,15 @@ def _to_file(
             )
 
         def write(index: int, fields: dict[str, Any]) -> None:
+            _append(file, partial, [index, fields])
             results[index] = fields
-            file.write(_to_json([index, fields]).encode())
-            file.flush()
 
         try:
             yield frozenset(results), write
             with write_aside(target) as aside:
-                content = "".join(_to_json(fields) for _, fields in sorted(results.items()))
-                aside.write_text(content, encoding="utf-8")
+                write_hashed(
+                    aside, (_to_json(line).encode() for _, line in sorted(results.items()))
+                )
         except BaseException:
             if results:
                 kept = f"holds the {len(results)} of {len(lines)} lines that were finished"
@@ -263,13 +273,22 @@ def _to_file(
         partial.unlink()
 
 
-def _read_partial(file: BinaryIO, path: Path, run: str, count: int) -> dict[int, dict[str, Any]]:
+def _append(file: FileIO, path: Path, value: Any) -> None:
+    """Appends a line of JSON. An error names the file."""
+    from xlstm7b.files import naming
+
+    rest = memoryview(_to_json(value).encode())
+    with naming(path):
+        while rest:  # a raw file may write a part
+            rest = rest[file.write(rest) :]
+
+
+def _read_partial(file: FileIO, path: Path, run: str, count: int) -> dict[int, dict[str, Any]]:
     """The results in a partial file, by index. An unfinished last line is cut off."""
     file.seek(0)
     content = file.read()
     if not content:
-        file.write(_to_json(run).encode())
-        file.flush()
+        _append(file, path, run)
         return {}
     whole = content[: content.rfind(b"\n") + 1]
     try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from xlstm7b.cli import options
 from xlstm7b.cli.loading import OpenedModel, name_of, open_model
-from xlstm7b.cli.options import option, sampling_options, stop_on_interrupt, to_target
+from xlstm7b.cli.options import option, sampling_options, stop_on_interrupt, to_state_target
 from xlstm7b.generate.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def _run_command(conversation: "Chat", line: str, opened: OpenedModel) -> None:
         raise ValueError(f"/{name} needs a path: /{name} PATH")
     match name:
         case "save":
-            conversation.save(to_target(path), **opened.state_notes())
+            conversation.save(to_state_target(path), **opened.state_notes())
             _notify(f"Saved the conversation to {path}.")
         case "load":
             opened.check_state(path)

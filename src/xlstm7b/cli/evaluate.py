@@ -232,6 +232,8 @@ def ppl(
     if picture is not None:
         check_figure(picture)
     found = find_input_files(texts)
+    if target in [path.resolve() for path in found.files]:
+        raise ValueError(f"--output {output} is one of the texts to measure: choose another file")
     for source in found.files:
         check_input_file(source, Columns(text=column))
     if not any(read_documents(texts, column)):

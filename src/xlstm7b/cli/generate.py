@@ -22,6 +22,7 @@ from xlstm7b.cli.options import (
     read_input,
     sampling_options,
     stop_on_interrupt,
+    to_state_target,
     to_target,
     to_text,
 )
@@ -30,6 +31,7 @@ from xlstm7b.generate.params import SamplingParams
 if TYPE_CHECKING:
     from xlstm7b.generate import Completion, Generator
 
+_MAX_OUTPUTS = 1_000_000  # of -n: about 3 GB of host memory
 _LONG_PROMPT = 4096  # tokens; reading more than this shows a progress bar
 _INTERRUPTED = 130  # exit code of a program that Ctrl-C ended
 _H200_BANDWIDTH = 4.27e12  # bytes per second, measured
@@ -115,6 +117,11 @@ def generate(
     )
     if num_return_sequences < 1:
         raise ValueError(f"num_return_sequences must be at least 1, not {num_return_sequences}")
+    if num_return_sequences > _MAX_OUTPUTS:
+        raise ValueError(
+            f"num_return_sequences must be at most {_MAX_OUTPUTS:,}, not {num_return_sequences:,}: "
+            "all outputs are kept in memory until the last is there"
+        )
     if peak_tbs is not None and not 0 < peak_tbs < float("inf"):
         raise ValueError(f"peak_tbs must be a positive number of TB/s, not {peak_tbs}")
     if jsonl is not None:
@@ -140,7 +147,7 @@ def generate(
     if save_state is not None:
         if num_return_sequences > 1:
             raise ValueError("--save-state saves one state: it cannot be combined with -n")
-        save_state = to_target(save_state)
+        save_state = to_state_target(save_state)
     text = _read_prompt(prompt, file, optional=load_state is not None)
     opened = opening()
     if params.eos_token_id is None:

@@ -195,6 +195,19 @@ def to_target(path: Path) -> Path:
     return path
 
 
+def to_state_target(path: Path) -> Path:
+    """As `to_target`, for a saved state. It replaces an older state, but no other file."""
+    path = to_target(path)
+    if path.exists() and path.stat().st_size:  # `mktemp` makes an empty file
+        from xlstm7b.model.saved_state import SavedState
+
+        try:
+            SavedState.read_notes(path)
+        except ValueError:
+            raise ValueError(f"{path} exists and is no saved state: choose another file") from None
+    return path
+
+
 def check_new(target: Path, overwrite: bool) -> None:
     """Raises a `ValueError` if the folder holds something and `--overwrite` is not given."""
     if target.is_dir() and not overwrite and any(target.iterdir()):

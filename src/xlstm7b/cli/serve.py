@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from xlstm7b.model.adapter import Adapter
 
 _KEY_VARIABLE = "XLSTM7B_API_KEY"
+_FOLDER_GB = 20.0  # of --states-gb and --cache-folder-gb
 _server = functools.partial(options.option, panel="Server")
 _engine = functools.partial(options.option, panel="Engine")
 
@@ -79,7 +80,10 @@ def serve(
             default="no saved states",
         ),
     ] = None,
-    states_gb: Annotated[float, _server("Disk limit for saved states, in GB.")] = 20.0,
+    states_gb: Annotated[
+        float | None,
+        _server("Disk limit for saved states, in GB. Needs --states-folder.", default="20"),
+    ] = None,
     max_prompt_tokens: Annotated[int, _server("Maximum prompt tokens of a request.")] = 1_048_576,
     max_new_tokens: Annotated[int, _server("Maximum output tokens of a choice.")] = 65_536,
     max_body_mb: Annotated[
@@ -109,8 +113,11 @@ def serve(
         ),
     ] = None,
     cache_folder_gb: Annotated[
-        float, _engine("Disk limit for the on-disk prefix cache, in GB.")
-    ] = 20,
+        float | None,
+        _engine(
+            "Disk limit for the on-disk prefix cache, in GB. Needs --cache-folder.", default="20"
+        ),
+    ] = None,
     adapter: Annotated[
         list[str] | None,
         options.option(
@@ -151,6 +158,12 @@ def serve(
         max_messages=max_messages,
         slots=1 if slots is None else slots,
     )
+    if states_gb is not None and states_folder is None:
+        raise ValueError("--states-gb needs --states-folder, which is not given")
+    if cache_folder_gb is not None and cache_folder is None:
+        raise ValueError("--cache-folder-gb needs --cache-folder, which is not given")
+    states_gb = _FOLDER_GB if states_gb is None else states_gb
+    cache_folder_gb = _FOLDER_GB if cache_folder_gb is None else cache_folder_gb
     _check_at_least(
         0,
         states_gb=states_gb,
@@ -159,6 +172,8 @@ def serve(
         cache_folder_gb=cache_folder_gb,
         drain_seconds=drain_seconds,
     )
+    if name is not None and (not name.strip() or not name.isprintable()):
+        raise ValueError(f"--name must be printable and not empty, not {name!r}")
     if not 0 < max_body_mb <= 1024:
         raise ValueError(f"--max-body-mb must be above 0 and at most 1024, not {max_body_mb}")
     if max_messages > MAX_MESSAGES:
@@ -172,7 +187,7 @@ def serve(
         speculate=speculate,
     )
     chat_format = opened.chat_format()
-    shown = name or name_of(model)
+    shown = name_of(model) if name is None else name
     adapters = read_adapters(adapter or (), opened)
     if shown in adapters:
         raise ValueError(
@@ -273,11 +288,13 @@ def read_adapters(
     found: dict[str, tuple[Adapter, ChatFormat]] = {}
     folders: dict[str, str] = {}
     for text in given:
-        name, folder = "", text
-        if "=" in text and not Path(text).is_dir():
-            name, _, folder = text.partition("=")  # a folder may be called lr=0.001
+        name, is_named, folder = text.partition("=")
+        if not is_named or Path(text).is_dir():  # a folder may be called lr=0.001
+            folder = text
+            name = name_of(folder).rpartition("/")[2]
+        elif not name.strip() or not folder:
+            raise ValueError(f"--adapter: {text!r} has no name or no folder: use NAME=FOLDER")
         loaded = open_adapter(folder, base.folder, base.tokenizer)
-        name = name or name_of(folder).rpartition("/")[2]
         if ":" in name or not name.isprintable():
             raise ValueError(
                 f"--adapter: {name!r} cannot be the name of an adapter, because it has a colon or "

@@ -131,8 +131,13 @@ class _Pieces:
         for name in schemes:
             path = self._path(name)
             if path.is_file():
-                with files.opened_safetensors(path) as handle:
-                    self._report(name, float(handle.metadata()["error"]))
+                try:
+                    with files.opened_safetensors(path) as handle:
+                        error = float(handle.metadata()["error"])
+                except ValueError:  # damaged, perhaps when the machine crashed: it is made again
+                    path.unlink()
+                else:
+                    self._report(name, error)
 
     def has(self, name: str) -> bool:
         return name in self.reports

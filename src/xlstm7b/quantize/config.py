@@ -149,6 +149,12 @@ def described(values: Mapping[str, Any] | None) -> dict[str, str]:
     }
 
 
+def schemes_in(values: Mapping[str, Any] | None) -> set[Scheme]:
+    """All schemes in a supported `quantization_config`; none without one."""
+    groups = {} if values is None else values["config_groups"]
+    return {Scheme.from_dict(group["weights"]) for group in groups.values()}
+
+
 def named_schemes(values: Mapping[str, Any], layers: Sequence[str]) -> list[Scheme | None]:
     """The schemes of layers by a supported `quantization_config`; None if one stays in floats."""
     schemes: list[Scheme | None] = [None]
@@ -174,7 +180,8 @@ def check_supported(values: Any) -> None:
     """`ValueError` that names the first thing in a `quantization_config` that is not supported.
 
     Which matrix has which scheme is read from the files' headers, which cannot disagree with the
-    weights. Activations are never rounded here, so dynamic schemes for them are ignored.
+    weights; `open_checkpoint` compares them with the schemes here. Activations are never rounded
+    here, so dynamic schemes for them are ignored.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"quantization_config is {values!r}, not an object")

@@ -526,6 +526,9 @@ def _sentence(error: ValidationError, cls: Any) -> str:
     """One sentence for the first of pydantic's errors. Unknown settings come before all others."""
     first = min(error.errors(), key=lambda found: found["type"] != "unexpected_keyword_argument")
     location = first["loc"]
+    match location:
+        case int(position), *inside if position < len(fields(cls)):  # a positional argument
+            location = fields(cls)[position].name, *inside
     name = "" if cls is Recipe else f".{section_name(cls)}"
     name += "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
     name = name.removeprefix(".")
