@@ -244,7 +244,7 @@ INT4 = [Scheme("int4", size) for size in GROUP_SIZES]
 
 @pytest.mark.usefixtures("_poison")
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("batch", range(1, 9))
+@pytest.mark.parametrize("batch", [1, 2, 5, 8])
 @pytest.mark.parametrize("scheme", INT4, ids=str)
 def test_int4(scheme, batch, option):
     """A width that does not fill its last block; fewer blocks than parts of a program."""
