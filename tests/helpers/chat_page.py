@@ -103,28 +103,12 @@ class Page:
         wait_for(lambda: not self.is_answering())
 
     def press(self, name: str, number: int = 0, within: str = "") -> None:
-        """Presses the visible button with this text, with a click as a mouse makes it.
-
-        If the page is drawn again at this moment, the click has no effect. Then it is repeated.
-        """
-        watch = (
-            "const button = arguments[0]; button.scrollIntoView({block: 'nearest'});"
-            "window.wasPressed = false;"
-            "button.addEventListener('click', () => { window.wasPressed = true }, {once: true})"
-        )
-
-        def press_once() -> bool:
-            found = self.driver.find_elements(By.CSS_SELECTOR, f"{within} button".strip())
-            try:
-                named = [one for one in found if one.get_property("textContent") == name]
-                shown = [one for one in named if one.is_displayed()]
-                self.run(watch, shown[number])
-                shown[number].click()
-            except StaleElementReferenceException:
-                return False
-            return bool(self.run("return window.wasPressed !== false"))
-
-        wait_for(press_once)
+        """Presses the visible button with this text, with a click as a mouse makes it."""
+        found = self.driver.find_elements(By.CSS_SELECTOR, f"{within} button".strip())
+        named = [one for one in found if one.get_property("textContent") == name]
+        shown = [one for one in named if one.is_displayed()]
+        self.run("arguments[0].scrollIntoView({block: 'nearest'})", shown[number])
+        shown[number].click()
 
     def conversations(self) -> list[str]:
         """Their titles, the one that changed last first."""

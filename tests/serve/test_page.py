@@ -269,25 +269,43 @@ def test_conversations(page: Page, downloads: Path, tmp_path: Path) -> None:
     wait_for(lambda: page.texts() == [("user", "Hi")])
 
 
+# Chats are answered with a text. Other requests fail.
+CHATS_ONLY = """
+const text = arguments[0];
+window.kept ??= window.fetch;
+window.fetch = async (url) => {
+  if (!url.pathname.endsWith('/v1/chat/completions')) throw new TypeError();
+  return new Response(text);
+};
+"""
+
+
+def reconnect(page: Page) -> None:
+    """Ends CHATS_ONLY after a lost connection, and waits until the page has seen it."""
+    page.run("document.querySelector('#announcer').textContent = ''; window.fetch = window.kept")
+    wait_for(lambda: page.text("#announcer") == "The server answers again.")
+
+
 def test_a_failed_answer_locks_nothing(page: Page, live: LiveServer) -> None:
     """The server's chat template refuses two messages of the user in a row."""
-    page.run("window.kept = window.fetch; window.fetch = async () => new Response('data: {')")
+    page.run(CHATS_ONLY, "data: {")
     page.say("Hello")
     wait_for(lambda: page.error() == "The connection was lost.")
     page.wait()
     assert page.texts() == [("user", "Hello")]
-    page.run("window.fetch = window.kept")
+    reconnect(page)
+    assert not page.is_shown("#error")
     # It can be sent again, with the keyboard only …
     page.element("article:last-child [data-action='Try again']").send_keys(Keys.ENTER)
     wait_for(lambda: len(page.texts()) == 2)
     page.wait()
     assert not page.is_shown("#error")
     # … or another message takes its place.
-    page.run("window.fetch = async () => new Response('data: {')")
+    page.run(CHATS_ONLY, "data: {")
     page.say("Lost")
     wait_for(lambda: page.error() == "The connection was lost.")
     page.wait()
-    page.run("window.fetch = window.kept")
+    reconnect(page)
     page.say("Instead")
     page.wait()
     assert page.error() == ""
@@ -295,7 +313,7 @@ def test_a_failed_answer_locks_nothing(page: Page, live: LiveServer) -> None:
     assert (page.texts()[2], branch(page, 2)) == (("user", "Instead"), "‹2/2›")
     # If a new answer fails, the old one stays.
     before = page.texts()
-    page.run("window.fetch = async () => new Response('data: [DONE]\\n\\n')")
+    page.run(CHATS_ONLY, "data: [DONE]\n\n")
     page.press("Regenerate", 1)
     wait_for(lambda: page.error() == "The answer was empty.")
     page.wait()
@@ -303,6 +321,17 @@ def test_a_failed_answer_locks_nothing(page: Page, live: LiveServer) -> None:
     page.run("window.fetch = window.kept")
     with live.client.stream("GET", "/health"):  # the server is well
         pass
+
+
+def test_an_error_of_an_answer_stays_when_the_connection_is_back(page: Page) -> None:
+    page.run(CHATS_ONLY, "data: {")
+    page.say("Hello")
+    wait_for(lambda: page.error() == "The connection was lost.")
+    page.run(CHATS_ONLY, "data: [DONE]\n\n")
+    page.press("Try again")
+    wait_for(lambda: page.error() == "The answer was empty.")
+    reconnect(page)
+    assert page.error() == "The answer was empty."
 
 
 def test_failures_of_the_server_are_explained(page: Page) -> None:

@@ -248,17 +248,21 @@ find("save-memory").addEventListener("click", async () => {
   }
 });
 
-function showError(message) {
+let isAboutConnection = false; // the error in view
+
+function showError(message, status = null) {
   find("error-text").textContent = message;
   find("error").hidden = false;
+  isAboutConnection = status === 0;
 }
 
 function hideError() {
   find("error").hidden = true;
+  isAboutConnection = false;
 }
 
 async function showFailure(error) {
-  showError(error.message);
+  showError(error.message, error.status);
   if (error.status === 0) waitForServer();
   if (error.status !== 401) return;
   const key = await ask({
@@ -268,6 +272,7 @@ async function showFailure(error) {
   if (!key) return;
   useKey(key);
   saveForTab("key", key);
+  hideError();
   await showModel();
 }
 
@@ -296,7 +301,7 @@ async function showModel() {
       element("option", one.id, { value: one.id, selected: one === model })));
     picker.disabled = models.length === 1;
     showModelNote();
-    hideError();
+    if (isAboutConnection) hideError(); // others stay
     show();
   } catch (error) {
     showFailure(error);
