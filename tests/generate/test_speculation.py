@@ -390,11 +390,13 @@ def test_a_request_is_ended_by_the_caller(make_engine, oracle, monkeypatch):
     want = alone(request).token_ids
     driver = Driver(make_engine(MODEL, slots=2, speculate="lookup"))
     driver.add(request)
-    driver.step(5)
+    driver.step(4)
+    returned = len(driver.token_ids(request))
+    driver.engine.finish(request)
     driver.engine.finish(request)
     driver.finish()
     got = driver.completion(request)
-    assert 0 < len(got.token_ids) < 60
+    assert 0 < returned <= len(got.token_ids) < 60
     assert got.token_ids == want[: len(got.token_ids)]
     assert got.state.tokens_seen == [len(request.prompt_token_ids) + len(got.token_ids)]
 
@@ -420,7 +422,7 @@ def test_lookup_copies_what_the_text_had_before(make_engine, temperature):
 
 
 def test_steps_run_ahead_while_drafts_do_not_pay(oracle, monkeypatch):
-    """On a GPU the host processes a step while the next one runs, except when it drafts."""
+    """On a GPU the host then does not wait for the last token."""
     monkeypatch.setattr(oracle, "draw", types.SimpleNamespace(random=lambda: 1, choice=max))
     request = greedy([5, 6], 20, eos_token_id=())
     want = alone(request)
@@ -430,6 +432,51 @@ def test_steps_run_ahead_while_drafts_do_not_pay(oracle, monkeypatch):
     assert len(driver.engine._in_flight) == 1
     driver.finish()
     assert_same(driver.completion(request), want)
+
+
+def test_outputs_of_a_pass_are_processed_while_the_next_one_runs(oracle, monkeypatch):
+    """Unless the text must be known first: see `Engine._needs_text_first`."""
+    monkeypatch.setattr(oracle, "accuracy", 1.0)
+    monkeypatch.setattr(oracle, "draw", types.SimpleNamespace(random=lambda: 0.0, choice=max))
+    stop = {"stop_strings": ("never",)}
+    for options, keep_state, in_flight in (({}, True, 1), (stop, False, 1), (stop, True, 0)):
+        request = copy_of(greedy([5, 6], 60, eos_token_id=(), **options), keep_state=keep_state)
+        want = alone(request)
+        driver = Driver(gpu_like_engine(MODEL, slots=1, speculate="lookup"))
+        driver.add(request)
+        for _ in range(4):
+            driver.step()
+            assert len(driver.engine._in_flight) == in_flight
+        assert request.drafted_tokens == (3 if in_flight else 4) * MAX_DRAFT
+        driver.finish()
+        assert_same(driver.completion(request), want)
+        assert is_idle(driver.engine)
+
+
+@both_engines
+def test_stop_strings_without_a_final_state(make_engine, oracle, monkeypatch):
+    """On a GPU the next pass runs already when the stop string is found."""
+    monkeypatch.setattr(oracle, "accuracy", 1.0)
+    letters = dict.fromkeys(range(99, 125), 30.0)  # a to z
+    requests, wanted = [], []
+    for number in range(8):
+        params = SamplingParams(
+            max_new_tokens=40, seed=number, temperature=8.0, logit_bias=letters, eos_token_id=()
+        )
+        longer = run_alone(MODEL, Request([9, number], params))
+        stop = longer.text[5 + 3 * number : 7 + 3 * number]
+        params = SamplingParams(**{**vars(params), "stop_strings": (stop,)})
+        requests.append(Request([9, number], params))
+        wanted.append(alone(requests[-1], longer.token_ids))
+    driver = Driver(make_engine(MODEL, slots=3, speculate="lookup"))
+    driver.add_all(requests)
+    driver.finish()
+    assert is_idle(driver.engine)
+    for request, want in zip(requests, wanted, strict=True):
+        got = driver.completion(request)
+        assert_same(got, want)
+        assert got.finish_reason == "stop"
+        assert got.accepted_tokens < len(got.token_ids)
 
 
 def test_large_batches_have_fewer_drafts_on_a_gpu(oracle, monkeypatch):

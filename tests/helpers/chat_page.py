@@ -16,16 +16,16 @@ from selenium.webdriver.remote.webelement import WebElement
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 
-# Answers chats with a fixed text, in the place of the server.
+# Answers chats with a fixed text, in the place of the server. While `window.isHeld`, the last piece
+# does not come.
 _RECITE = """
-const [text, perSecond, size, finish] = arguments;
+const [text, perFrame, size, finish] = arguments;
 window.realFetch ??= window.fetch;
 window.fetch = async (url, options) => {
   if (!url.pathname.endsWith('/v1/chat/completions')) return window.realFetch(url, options);
   window.lastBody = JSON.parse(options.body);
   const pieces = text.match(new RegExp(`[^]{1,${size}}`, 'gu')) ?? [];
-  const began = performance.now();
-  let next = 0;
+  let next = 0, due = 0;
   const toEvent = (content, reason = null, usage = null) => `data: ${JSON.stringify({
     choices: usage ? [] : [{ delta: { content }, finish_reason: reason }], usage })}\\n\\n`;
   const body = new ReadableStream({
@@ -33,10 +33,11 @@ window.fetch = async (url, options) => {
       options.signal.onabort = () => controller.error(new DOMException('', 'AbortError'));
     },
     async pull(controller) {
-      await new Promise((resolve) => setTimeout(resolve, perSecond === null ? 0 : 3));
-      const due = perSecond === null ? 1e9 : (performance.now() - began) / 1000 * perSecond;
+      await new Promise(perFrame === null ? setTimeout : requestAnimationFrame);
+      due += perFrame ?? pieces.length;
+      const end = pieces.length - Boolean(window.isHeld);
       let events = '';
-      while (next < pieces.length && next < due) events += toEvent(pieces[next++]);
+      while (next < end && next < due) events += toEvent(pieces[next++]);
       if (next >= pieces.length) {
         const usage = { completion_tokens: pieces.length, prompt_tokens: 9,
           prompt_tokens_details: { cached_tokens: 0 } };
@@ -142,10 +143,20 @@ class Page:
         return self.element("#error-text").text if self.is_shown("#error") else ""
 
     def recite(
-        self, text: str, per_second: float | None = None, size: int = 4, finish: str = "stop"
+        self, text: str, per_frame: int | None = None, size: int = 4, finish: str = "stop"
     ) -> None:
-        """From now on answers are this text, in pieces of `size` characters."""
-        self.run(_RECITE, text, per_second, size, finish)
+        """From now on answers are this text, in pieces of `size` characters.
+
+        `per_frame` pieces come in each frame that the browser draws; by default all come at once.
+        """
+        self.run(_RECITE, text, per_frame, size, finish)
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Answers by `recite` do not end within this context."""
+        self.run("window.isHeld = true")
+        yield
+        self.run("window.isHeld = false")
 
     def emulate(self, *, phone: bool = False, scheme: str = "light") -> None:
         """A phone's screen and finger, or a desktop's; light or dark."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -86,6 +86,22 @@ class EngineStats:
     request_seconds: float  # how long a request holds a slot: a moving average
     drafted_tokens: int = 0  # by speculation
     accepted_tokens: int = 0  # of the drafted ones, those that became output
+
+
+@dataclass(eq=False)
+class _Step:
+    """A launched step, or a pass with drafts, that draws tokens in rows."""
+
+    results: Results
+    rows: Sequence[tuple[int, Request]]
+    drafts: Mapping[int, Sequence[int]] | None = None
+    values: list[list[Any]] | None = None  # None until the host has received them
+
+    def drawn(self, row: int) -> list[tuple[Any, ...]]:
+        """The tokens of a row, each with its log-probabilities. A pass may draw several."""
+        assert self.values is not None
+        own = [part[row] if self.drafts else [part[row]] for part in self.values]
+        return [found for found in zip(*own, strict=True) if found[0] != -1]
 
 
 class Engine:
@@ -188,6 +204,7 @@ class Engine:
         # On a GPU the results of a step are processed while the next step runs.
         self._run_ahead = self.device.type == "cuda"
         self._in_flight: deque[Callable[[], None]] = deque()  # process results, oldest first
+        self._launched: list[_Step] = []  # those of them that draw tokens
         self._outputs: list[RequestOutput] = []
         self._requests: set[Request] = set()  # added and not finished
         self._finishing: dict[Request, RequestOutput] = {}  # the state lacks their last token
@@ -225,8 +242,12 @@ class Engine:
         """
         is_running = request in self._requests and request.status is RequestStatus.RUNNING
         if is_running and request not in self._finishing:
-            assert request.output is not None
-            self._end(request, RequestOutput(request, request.output.finish("stop")))
+            if self._drafter is not None:
+                # A pass may have read drafts that the output lacks. They become output.
+                self._process_results(0)
+            if not request.finished and request not in self._finishing:
+                assert request.output is not None
+                self._end(request, RequestOutput(request, request.output.finish("stop")))
 
     @property
     def has_requests(self) -> bool:
@@ -264,7 +285,7 @@ class Engine:
         # 4. Process results; on a GPU those of the new decode step wait for the next call.
         self._process_results(keep)
         if not self._scheduler.active:
-            self._in_flight.clear()  # all of finished requests
+            self._drop_results()  # all of finished requests
         outputs, self._outputs = self._outputs, []
         self._steps += 1
         self._seconds += time.perf_counter() - started
@@ -391,8 +412,7 @@ class Engine:
                 self._drafter.start(request, [*before, *prompt])
         self._set_masks(ready)
         sample = partial(self._runner.sample, [request.slot for request in ready])
-        rows = list(enumerate(ready))
-        self._in_flight.append(partial(self._process_tokens, self._in_model(sample), rows))
+        self._launch(_Step(self._in_model(sample), list(enumerate(ready))))
 
     # Decode
 
@@ -400,8 +420,16 @@ class Engine:
         """Launches a decode step if one is needed; returns how many results may stay in flight."""
         scheduler = self._scheduler
         requests = scheduler.to_decode()
-        if self._wants_to_draft(requests):
-            self._process_results(0)  # a draft continues the last token
+        # The next step would read one token more of requests that wait for their final state.
+        runs_ahead = self._run_ahead and not self._finishing
+        if self._wants_to_draft(requests):  # a draft continues the last token
+            if any(map(self._needs_text_first, requests)):
+                runs_ahead = False
+            if runs_ahead:
+                for step in self._launched:
+                    self._receive(step)
+            else:
+                self._process_results(0)
             requests = scheduler.to_decode()
         if not requests:
             return 0
@@ -420,11 +448,9 @@ class Engine:
         for request in requests:
             request.reads += 1
         if drafts:
-            # The results are processed in the same step. So all tokens in the states are known
-            # when a pass starts. A pass may fold only these.
             results = self._in_model(partial(self._runner.verify, highest, drafts, masks))
-            self._in_flight.append(partial(self._process_tokens, results, rows, drafts))
-            return 0
+            self._launch(_Step(results, rows, drafts))
+            return 1 if runs_ahead else 0
         if any(request.matcher is not None for request in requests):
             # A mask depends on the last token. The device computes the next logits while the host
             # processes that token and computes the masks. Only the draw waits for them.
@@ -434,9 +460,22 @@ class Engine:
             results = self._in_model(partial(self._runner.draw, highest))
         else:
             results = self._in_model(partial(self._runner.decode, highest))
-        self._in_flight.append(partial(self._process_tokens, results, rows))
-        # The next step would read one token more of requests that wait for their final state.
+        self._launch(_Step(results, rows))
         return 1 if self._run_ahead and not self._finishing else 0
+
+    def _launch(self, step: _Step) -> None:
+        """Notes a step that the device has been given. Its results are processed later."""
+        self._launched.append(step)
+        self._in_flight.append(partial(self._process_tokens, step))
+
+    def _needs_text_first(self, request: Request) -> bool:
+        """True if the text of its last tokens must be known before a pass with drafts.
+
+        An output may end at a stop string. The next pass may fold the tokens after it into the
+        state, so that the final state would be lost. A grammar must have read all tokens.
+        """
+        stops = request.params.stop_strings and self._scheduler.wants_final_state(request)
+        return request.matcher is not None or bool(stops)
 
     def _wants_to_draft(self, requests: Sequence[Request]) -> bool:
         """True if drafts may be found for a request, once its last token is known."""
@@ -454,19 +493,20 @@ class Engine:
     ) -> tuple[dict[int, list[int]], dict[int, Tensor]]:
         """The drafts of a pass, and the masks after each draft of requests with a grammar, by slot.
 
-        There are none while a result is in flight.
+        There are none before the host has received the last tokens.
         """
         drafts: dict[int, list[int]] = {}
         masks: dict[int, Tensor] = {}
         most = self._runner.most_drafts(highest)
-        if self._drafter is None or self._in_flight or not most:
+        is_known = all(step.values is not None for step in self._launched)
+        if self._drafter is None or not most or not is_known:
             return drafts, masks
         lengths: dict[Request, int] = {}
         for request in requests:
             if request.speculate and request not in self._finishing:
-                assert request.output is not None
-                # The last token of the output is not drafted: every position draws a token.
-                left = request.params.max_new_tokens - len(request.output.token_ids)
+                # The last token of the output is not drafted: every position draws a token. The
+                # first token was drawn after the prompt, each other one after a read.
+                left = request.params.max_new_tokens - 1 - request.reads
                 lengths[request] = min(most, left - 1)
         found = self._in_model(partial(self._drafter.propose, lengths))
         for request, draft in found.items():
@@ -506,16 +546,35 @@ class Engine:
         while len(self._in_flight) > keep:
             self._in_flight.popleft()()
 
-    def _process_tokens(
-        self,
-        results: Results,
-        rows: Sequence[tuple[int, Request]],
-        drafts: Mapping[int, Sequence[int]] | None = None,
-    ) -> None:
-        """Adds the tokens of a step to their requests. With `drafts`, there may be several each."""
-        values = self._in_model(results.lists)
+    def _drop_results(self) -> None:
+        self._in_flight.clear()
+        self._launched.clear()
+
+    def _receive(self, step: _Step) -> None:
+        """Waits for the tokens of a step, and counts them, so that drafts can continue them."""
+        if step.values is not None:
+            return
+        step.values = self._in_model(step.results.lists)
+        if self._drafter is None:
+            return
+        for row, request in step.rows:
+            if not request.speculate or request.finished or request in self._finishing:
+                continue
+            tokens = [token for token, *_ in step.drawn(row)]
+            drafted, accepted = len((step.drafts or {}).get(row, ())), max(0, len(tokens) - 1)
+            if tokens and (tokens[-1] < 0 or tokens[-1] in request.params.eos_token_ids):
+                tokens.pop()
+            request.reads += accepted
+            request.drafted_tokens += drafted
+            self._drafted_tokens += drafted
+            self._drafter.record(request, tokens, drafted, accepted)
+
+    def _process_tokens(self, step: _Step) -> None:
+        """Adds the tokens of a step to their requests. After a pass there may be several each."""
+        self._receive(step)
+        self._launched.remove(step)
         now = time.monotonic()
-        for row, request in rows:
+        for row, request in step.rows:
             if request.finished:
                 continue
             if request in self._finishing:
@@ -525,8 +584,7 @@ class Engine:
             assert text is not None
             request.first_token = request.first_token or now
             before = len(text.token_ids)
-            own = [part[row] if drafts else [part[row]] for part in values]
-            drawn = [found for found in zip(*own, strict=True) if found[0] != -1]
+            drawn = step.drawn(row)
             unused = len(drawn)
             new_text = ""
             try:
@@ -542,15 +600,9 @@ class Engine:
                 self._fail(request, error)
                 continue
             self._generated_tokens += len(text.token_ids) - before
-            if self._drafter is not None and request.speculate:
-                drafted = len(drafts.get(row, ())) if drafts else 0
-                accepted = len(drawn) - 1
-                request.reads += accepted
-                self._drafter.record(request, text.token_ids[before:], drafted, accepted)
-                request.drafted_tokens += drafted
-                request.accepted_tokens += accepted - unused
-                self._drafted_tokens += drafted
-                self._accepted_tokens += accepted - unused
+            accepted = max(0, len(drawn) - 1) - unused
+            request.accepted_tokens += accepted
+            self._accepted_tokens += accepted
             wanted = request.params.logprobs
             output = RequestOutput(
                 request,
@@ -640,7 +692,7 @@ class Engine:
         self._requests.discard(request)
         self._finishing.pop(request, None)
         if not self._scheduler.active:
-            self._in_flight.clear()  # results of finished requests only
+            self._drop_results()  # of finished requests only
         request.status, request.state, request.waits_for = status, None, None
         request.matcher = None
 
