@@ -288,11 +288,11 @@ def test_requests_are_aborted_in_the_middle_of_a_verification(make_engine, oracl
             assert got == want.token_ids[: len(got)]
 
 
-@both_engines
-@pytest.mark.parametrize("accuracy", [0.9, 1.0])
-def test_stop_strings_end_an_output_within_a_pass(make_engine, accuracy, oracle, monkeypatch):
-    """The state is that after the stop string, although later tokens were read too."""
-    monkeypatch.setattr(oracle, "accuracy", accuracy)
+def requests_with_stops(*, keep_states: bool) -> tuple[list[Request], list[Completion]]:
+    """Requests that end at a stop string, and their outputs. The oracle drafts beyond the end.
+
+    With `keep_states`, every second request wants its final state.
+    """
     letters = dict.fromkeys(range(99, 125), 30.0)  # a to z
     requests, wanted = [], []
     for number in range(6):
@@ -302,8 +302,18 @@ def test_stop_strings_end_an_output_within_a_pass(make_engine, accuracy, oracle,
         longer = run_alone(MODEL, Request([9, number], params))
         stop = longer.text[5 + 4 * number : 7 + 4 * number]
         params = SamplingParams(**{**vars(params), "stop_strings": (stop,)})
-        requests.append(Request([9, number], params, keep_state=number % 2 == 0))
+        keep_state = keep_states and number % 2 == 0
+        requests.append(Request([9, number], params, keep_state=keep_state))
         wanted.append(alone(requests[-1], longer.token_ids))
+    return requests, wanted
+
+
+@both_engines
+@pytest.mark.parametrize("accuracy", [0.9, 1.0])
+def test_stop_strings_end_an_output_within_a_pass(make_engine, accuracy, oracle, monkeypatch):
+    """The state is that after the stop string, although later tokens were read too."""
+    monkeypatch.setattr(oracle, "accuracy", accuracy)
+    requests, wanted = requests_with_stops(keep_states=True)
     engine = make_engine(MODEL, slots=3, speculate="lookup", cache_bytes=1 << 22)
     driver, saved, moved_back = Driver(engine), engine._runner.saved, []
 
@@ -457,17 +467,7 @@ def test_outputs_of_a_pass_are_processed_while_the_next_one_runs(oracle, monkeyp
 def test_stop_strings_without_a_final_state(make_engine, oracle, monkeypatch):
     """On a GPU the next pass runs already when the stop string is found."""
     monkeypatch.setattr(oracle, "accuracy", 1.0)
-    letters = dict.fromkeys(range(99, 125), 30.0)  # a to z
-    requests, wanted = [], []
-    for number in range(8):
-        params = SamplingParams(
-            max_new_tokens=40, seed=number, temperature=8.0, logit_bias=letters, eos_token_id=()
-        )
-        longer = run_alone(MODEL, Request([9, number], params))
-        stop = longer.text[5 + 3 * number : 7 + 3 * number]
-        params = SamplingParams(**{**vars(params), "stop_strings": (stop,)})
-        requests.append(Request([9, number], params))
-        wanted.append(alone(requests[-1], longer.token_ids))
+    requests, wanted = requests_with_stops(keep_states=False)
     driver = Driver(make_engine(MODEL, slots=3, speculate="lookup"))
     driver.add_all(requests)
     driver.finish()
