@@ -72,7 +72,10 @@ class Checkpoint:
         """As `tensors`, but quantised parameters as they are stored, copied to memory."""
         shapes = self.config.parameter_shapes()
         chosen = (part for part in self._stored if _our_names(part.key)[0].startswith(prefix))
-        for file, parts in groupby(chosen, key=lambda part: part.file):
+        # What has been read of a mapped file counts as memory of the process. A quantised folder is
+        # loaded where memory is short, so its file is mapped again for each tensor.
+        by_mapping = groupby(chosen, lambda part: (part.file, part.key if self.schemes else None))
+        for (file, _), parts in by_mapping:
             with files.opened_safetensors(file) as handle:
                 for part in parts:
                     names = _our_names(part.key)
