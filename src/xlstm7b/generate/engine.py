@@ -238,6 +238,8 @@ class Engine:
     def finish(self, request: Request) -> None:
         """Ends a running request after its latest token. `step` returns its completion.
 
+        With speculation, the latest token may be one that `step` has not returned yet.
+
         Nothing happens to a request that does not run yet, is finished, or is another engine's.
         """
         is_running = request in self._requests and request.status is RequestStatus.RUNNING
