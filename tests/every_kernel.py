@@ -61,7 +61,7 @@ def main() -> None:
         mock.patch("xlstm7b.model.head.has_kernels", return_value=True).start()
         for module in (
             "generate.kernels.quantized",
-            "generate.kernels.int4",
+            "generate.kernels.integers",
             "quantize.kernels",
         ):
             mock.patch(f"xlstm7b.{module}.has_asm", return_value=True).start()

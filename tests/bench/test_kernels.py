@@ -10,7 +10,7 @@ from xlstm7b.bench import kernels, tune
 from xlstm7b.bench.cases import Result
 from xlstm7b.bench.plans import CELL_KERNELS, Kernels
 from xlstm7b.config import ModelConfig
-from xlstm7b.generate.kernels.int4 import Int4Tile
+from xlstm7b.generate.kernels.integers import IntegersTile
 from xlstm7b.generate.kernels.quantized import CodesTile
 from xlstm7b.mlstm.triton import launch_params, sequence
 from xlstm7b.quantize.config import Scheme
@@ -97,4 +97,6 @@ def test_products_hold_all_large_weights() -> None:
         for batch in (1, 2, 4, 8):
             kinds = {type(tile) for tile in tune.tiles_of(each, batch, Scheme("int4", 64))}
             # For 2 to 8 rows both kernels are timed, to see which is faster.
-            assert kinds == ({Int4Tile} if batch == 1 else {Int4Tile, CodesTile})
+            assert kinds == ({IntegersTile} if batch == 1 else {IntegersTile, CodesTile})
+        for batch, kind in ((1, IntegersTile), (8, CodesTile)):
+            assert {type(tile) for tile in tune.tiles_of(each, batch, Scheme("int8"))} == {kind}

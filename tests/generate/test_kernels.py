@@ -33,7 +33,7 @@ from xlstm7b.tokenizer import ByteTokenizer
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from xlstm7b.generate.kernels import few_rows, fp8, gpu, one_row, pointwise, quantized
-from xlstm7b.generate.kernels.int4 import Int4Tile, multiply_int4
+from xlstm7b.generate.kernels.integers import IntegersTile, multiply_integers
 from xlstm7b.quantize import kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -240,71 +240,76 @@ def test_quantised_rows_are_the_same_in_every_run(scheme, batch):
 
 
 INT4 = [Scheme("int4", size) for size in GROUP_SIZES]
+INTEGERS = [*((scheme, batch) for scheme in INT4 for batch in (1, 2, 5, 8)), (Scheme("int8"), 1)]
 
 
 @pytest.mark.usefixtures("_poison")
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("batch", [1, 2, 5, 8])
-@pytest.mark.parametrize("scheme", INT4, ids=str)
-def test_int4(scheme, batch, option):
+@pytest.mark.parametrize(("scheme", "batch"), INTEGERS, ids=str)
+def test_integers(scheme, batch, option):
     """A width that does not fill its last block; fewer blocks than parts of a program."""
-    k, tile = 9 * scheme.group_size, Int4Tile(16, 2, 2, prefetch=64)
-    product = multiply_both(multiply_int4, batch, k, 34, option, DTYPES[1], scheme, tile=tile)
+    k, tile = 9 * (scheme.group_size or 31), IntegersTile(16, 2, 2, prefetch=64)
+    product = multiply_both(multiply_integers, batch, k, 34, option, DTYPES[1], scheme, tile=tile)
     assert_close(*product, LARGEST[DTYPES[1]])
 
 
 @pytest.mark.usefixtures("_poison")
 @settings(max_examples=40)
 @given(st.data())
-def test_int4_of_any_size_and_tile(data):
-    scheme, option = data.draw(st.sampled_from(INT4)), data.draw(st.sampled_from(OPTIONS))
-    batch = data.draw(st.integers(1, 8))
-    k = scheme.group_size * data.draw(st.integers(1, 20))
+def test_integers_of_any_size_and_tile(data):
+    scheme = data.draw(st.sampled_from([*INT4, Scheme("int8")]))
+    option = data.draw(st.sampled_from(OPTIONS))
+    batch = data.draw(st.integers(1, 8)) if scheme.group_size else 1
+    k = data.draw(st.integers(1, 20)) * (scheme.group_size or 1)
+    if not scheme.group_size:
+        k = data.draw(st.integers(1, 2000))
     n = 2 * data.draw(st.integers(1, 40))
     choices = (16, 32), (2, 4, 8), (1, 2, 3), (None,), (0, 512)
-    tile = Int4Tile(*(data.draw(st.sampled_from(each)) for each in choices))
-    product = multiply_both(multiply_int4, batch, k, n, option, DTYPES[1], scheme, tile=tile)
+    tile = IntegersTile(*(data.draw(st.sampled_from(each)) for each in choices))
+    product = multiply_both(multiply_integers, batch, k, n, option, DTYPES[1], scheme, tile=tile)
     assert_close(*product, LARGEST[DTYPES[1]])
 
 
-@pytest.mark.parametrize("batch", [1, 2, 8])
-@pytest.mark.parametrize("scheme", INT4, ids=str)
-def test_int4_loses_less_than_rounding_to_bfloat16(scheme, batch):
+@pytest.mark.parametrize(("scheme", "batch"), INTEGERS, ids=str)
+def test_integers_lose_less_than_rounding_to_bfloat16(scheme, batch):
     """Also where a few columns of x are a hundred times larger than the others."""
     x, W = torch.randn(batch, 1024, device=DEVICE), weights(64, 1024, torch.float32)
     x[:, ::100] *= 100
     weight = QuantizedWeight.quantize(W, scheme)
     wide_W = weight.dequantize(torch.float64)
     x = x.to(DTYPES[1])
-    got = multiply_int4(x, prepare(weight), out_dtype=torch.float32, tile=Int4Tile(16, 4))[0]
+    tile = IntegersTile(16, 4)
+    got = multiply_integers(x, prepare(weight), out_dtype=torch.float32, tile=tile)[0]
     want = x.double() @ wide_W.mT
     assert error(got, want) < 0.2 * error(want.bfloat16(), want)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    ("scheme", "batch"), [(INT4[1], 1), (INT4[1], 3), (Scheme("int8"), 1)], ids=str
+)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_int4_keeps_what_is_not_a_number(bad, batch):
+def test_integers_keep_what_is_not_a_number(bad, scheme, batch):
     """In its own row: the others have nothing of it."""
-    W = prepare(QuantizedWeight.quantize(weights(32, 512, DTYPES[1]), INT4[1]))
+    W = prepare(QuantizedWeight.quantize(weights(32, 512, DTYPES[1]), scheme))
     x = torch.zeros(batch, 512, dtype=DTYPES[1], device=DEVICE)
-    assert not multiply_int4(x, W)[0].any()
+    assert not multiply_integers(x, W)[0].any()
     x[0, 300] = bad
-    got = multiply_int4(x, W)[0]
+    got = multiply_integers(x, W)[0]
     assert not got[0].isfinite().any()
     assert not got[1:].any()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-@pytest.mark.parametrize("batch", [1, 8, 9, 64])
+@pytest.mark.parametrize("batch", [1, 2, 8, 9, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_integers_are_multiplied_for_up_to_8_rows(monkeypatch, dtype, batch, scheme):
+def test_integers_are_multiplied_for_few_rows(monkeypatch, dtype, batch, scheme):
     called = []
-    for name in ("multiply_int4", "multiply_codes"):
+    for name in ("multiply_integers", "multiply_codes"):
         monkeypatch.setattr(gpu, name, lambda *_, name=name: (called.append(name), None))
     W = prepare(QuantizedWeight.quantize(weights(32, 256, dtype), scheme))
     gpu.multiply(draw(batch, 256, dtype=dtype), W)
-    integers = scheme.name == "int4" and batch <= 8 and dtype != torch.float32
-    assert called == ["multiply_int4" if integers else "multiply_codes"]
+    integers = dtype != torch.float32 and batch <= {"int4": 8, "int8": 1, "fp8": 0}[scheme.name]
+    assert called == ["multiply_integers" if integers else "multiply_codes"]
 
 
 @on_gpu
@@ -319,23 +324,26 @@ def test_integers_are_multiplied_for_up_to_8_rows(monkeypatch, dtype, batch, sch
         (4096, 4090, "norm"),
     ],
 )
-@pytest.mark.parametrize("scheme", INT4, ids=str)
-def test_int4_at_the_sizes_of_real_models(scheme, k, n, option):
+@pytest.mark.parametrize("scheme", [*INT4, Scheme("int8")], ids=str)
+def test_integers_at_the_sizes_of_real_models(scheme, k, n, option):
     if k % 128 and scheme.group_size == 128:
         pytest.skip("10,944 is no multiple of 128")
-    for batch in range(1, 9):  # in one process: the same kernel is compiled once
-        product = multiply_both(multiply_int4, batch, k, n, option, torch.bfloat16, scheme)
+    # In one process: the same kernel is compiled once.
+    for batch in range(1, 9 if scheme.group_size else 2):
+        product = multiply_both(multiply_integers, batch, k, n, option, torch.bfloat16, scheme)
         assert_close(*product, 4e-3)
 
 
 @on_gpu
-@pytest.mark.parametrize("batch", [1, 8])
-def test_int4_is_the_same_in_every_run(batch):
+@pytest.mark.parametrize(
+    ("scheme", "batch"), [(INT4[1], 1), (INT4[1], 8), (Scheme("int8"), 1)], ids=str
+)
+def test_integers_are_the_same_in_every_run(scheme, batch):
     x = draw(batch, 4096, dtype=torch.bfloat16)
-    W = prepare(QuantizedWeight.quantize(weights(4096, 4096, torch.bfloat16), INT4[1]))
-    first = multiply_int4(x, W)[0]
+    W = prepare(QuantizedWeight.quantize(weights(4096, 4096, torch.bfloat16), scheme))
+    first = multiply_integers(x, W)[0]
     for _ in range(20):
-        assert torch.equal(multiply_int4(x, W)[0], first)
+        assert torch.equal(multiply_integers(x, W)[0], first)
 
 
 @pytest.mark.usefixtures("_poison")

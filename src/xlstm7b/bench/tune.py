@@ -28,7 +28,12 @@ from xlstm7b.bench.measure import capture, find_peaks, measure
 from xlstm7b.bench.plans import CELL_KERNELS, Tune
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate.kernels.few_rows import RowsTile, multiply_rows
-from xlstm7b.generate.kernels.int4 import MAX_BATCH, Int4Tile, int4_kernel, multiply_int4
+from xlstm7b.generate.kernels.integers import (
+    MAX_BATCH,
+    IntegersTile,
+    integers_kernel,
+    multiply_integers,
+)
 from xlstm7b.generate.kernels.one_row import RowTile, multiply_row
 from xlstm7b.generate.kernels.quantized import CodesTile, codes_kernel, multiply_codes
 from xlstm7b.mlstm.triton import launch_params, sequence, step
@@ -186,7 +191,7 @@ class Product(NamedTuple):
 class ProductJob(NamedTuple):
     product: Product
     batch: int
-    tile: RowTile | RowsTile | CodesTile | Int4Tile
+    tile: RowTile | RowsTile | CodesTile | IntegersTile
     scheme: Scheme | None = None  # of the weights
 
 
@@ -232,12 +237,14 @@ def _tune_products(plan: Tune, batch: int) -> Iterator[Result]:
 
 def tiles_of(
     each: Product, batch: int, scheme: Scheme | None
-) -> Iterator[RowTile | RowsTile | CodesTile | Int4Tile]:
+) -> Iterator[RowTile | RowsTile | CodesTile | IntegersTile]:
     """All tiles that are worth compiling."""
     if scheme is None:
         return product_tiles(batch)
     if scheme.name == "int4" and batch == 1:
         return int4_tiles(each.columns, scheme)
+    if scheme.name == "int8" and batch == 1:
+        return int8_tiles()
     if scheme.name == "int4" and batch <= MAX_BATCH:
         return chain(int4_rows_tiles(), codes_tiles(batch))
     return codes_tiles(batch)
@@ -281,27 +288,49 @@ def codes_tiles(batch: int) -> Iterator[CodesTile]:
         yield CodesTile(rows, split, 3, 512, split, registers)
 
 
-def int4_tiles(columns: int, scheme: Scheme) -> Iterator[Int4Tile]:
+def int4_tiles(columns: int, scheme: Scheme) -> Iterator[IntegersTile]:
     """Tiles for one row and int4 weights, with as many registers as let some programs more run."""
     blocks = -(-columns // (codes_in_word(scheme) * words_in_block(scheme)))
     for tile in (
-        Int4Tile(16, 4, 1, 80),
-        Int4Tile(16, 4, 2, 80),
-        Int4Tile(16, 4, 4, 128),
-        Int4Tile(16, 8, 1, 64),
-        Int4Tile(16, 8, 2, 80),
-        Int4Tile(16, 8, 2, 128),
-        Int4Tile(16, 8, 3, 128),
-        Int4Tile(16, 16, 1, 64),
-        Int4Tile(32, 4, 1, 128),
-        Int4Tile(32, 8, 1, 128),
-        Int4Tile(32, 8, 2, 128),
+        IntegersTile(16, 4, 1, 80),
+        IntegersTile(16, 4, 2, 80),
+        IntegersTile(16, 4, 4, 128),
+        IntegersTile(16, 8, 1, 64),
+        IntegersTile(16, 8, 2, 80),
+        IntegersTile(16, 8, 2, 128),
+        IntegersTile(16, 8, 3, 128),
+        IntegersTile(16, 16, 1, 64),
+        IntegersTile(32, 4, 1, 128),
+        IntegersTile(32, 8, 1, 128),
+        IntegersTile(32, 8, 2, 128),
     ):
         if tile.split * (tile.ahead - 1) < blocks:
             yield tile
 
 
-def int4_rows_tiles() -> Iterator[Int4Tile]:
+def int8_tiles() -> Iterator[IntegersTile]:
+    """Tiles for one row and int8 weights."""
+    for rows, split, ahead, registers, prefetch in (
+        (16, 4, 1, 80, 0),
+        (16, 4, 1, 96, 0),
+        (16, 4, 2, 128, 0),
+        (16, 4, 2, 128, 4096),
+        (16, 4, 4, 128, 0),
+        (16, 8, 1, 80, 0),
+        (16, 8, 2, 80, 0),
+        (16, 8, 2, 80, 4096),
+        (16, 8, 2, 128, 0),
+        (16, 8, 4, 128, 0),
+        (16, 16, 1, 80, 0),
+        (16, 16, 2, 80, 0),
+        (32, 4, 1, 96, 0),
+        (32, 4, 2, 128, 0),
+        (32, 8, 1, 128, 0),
+    ):
+        yield IntegersTile(rows, split, ahead, registers, prefetch)
+
+
+def int4_rows_tiles() -> Iterator[IntegersTile]:
     """Tiles for 2 to 8 rows and int4 weights: each with and without loading codes into L2 first."""
     for (rows, split, registers), prefetch in product(
         (
@@ -316,7 +345,7 @@ def int4_rows_tiles() -> Iterator[Int4Tile]:
         ),
         (0, 2048),
     ):
-        yield Int4Tile(rows, split, 1, registers, prefetch)
+        yield IntegersTile(rows, split, 1, registers, prefetch)
 
 
 def product_error(job: ProductJob) -> float:
@@ -333,7 +362,7 @@ def product_error(job: ProductJob) -> float:
             gate, up = want.chunk(2, -1)
             want = F.silu(gate) * up
         residual = torch.zeros_like(want, dtype=x.dtype) if each.residual else None
-        kernels = codes_kernel, int4_kernel
+        kernels = codes_kernel, integers_kernel
         for kernel in kernels:
             kernel.device_caches.clear()
         got = _multiply(job, x, norm, residual, weight)
@@ -363,8 +392,8 @@ def _weight(W: Tensor, scheme: Scheme | None) -> Tensor | QuantizedWeight:
 
 def _multiply(job: ProductJob, x: Tensor, norm: Tensor, residual: Tensor | None, W: Any) -> Tensor:
     multiply: Any = multiply_rows
-    if isinstance(job.tile, Int4Tile):
-        multiply = multiply_int4
+    if isinstance(job.tile, IntegersTile):
+        multiply = multiply_integers
     elif isinstance(job.tile, CodesTile):
         multiply = multiply_codes
     elif isinstance(job.tile, RowTile):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xlstm7b.generate.kernels import fp8, pointwise
 from xlstm7b.generate.kernels.few_rows import MAX_ROWS, multiply_rows
-from xlstm7b.generate.kernels.int4 import multiply_int4, takes_int4
+from xlstm7b.generate.kernels.integers import multiply_integers, takes_integers
 from xlstm7b.generate.kernels.one_row import multiply_row
 from xlstm7b.generate.kernels.overlap import overlap_options
 from xlstm7b.generate.kernels.pointwise import rms_norm, silu_and_multiply
@@ -218,7 +218,7 @@ def head(
 def _multiply(x: Tensor, W: Tensor | QuantizedWeight, **options: Any) -> tuple[Tensor, Tensor]:
     """One of the functions `multiply_…`, with its options."""
     if isinstance(W, QuantizedWeight):
-        return (multiply_int4 if takes_int4(x, W) else multiply_codes)(x, W, **options)
+        return (multiply_integers if takes_integers(x, W) else multiply_codes)(x, W, **options)
     return multiply_row(x, W, **options) if len(x) == 1 else multiply_rows(x, W, **options)
 
 

@@ -10,7 +10,7 @@ its own wait. So when a kernel starts, everything but the previous launch has en
 what was written two or more launches ago, and weights. It must wait before it reads what the
 previous launch writes, and before it writes anything.
 
-The one exception is `int4.digits_kernel`. It allows the next launch to start at once, which
+The one exception is `integers.digits_kernel`. It allows the next launch to start at once, which
 only reads weights before it waits, and allows its own next launch to start after that.
 """
 

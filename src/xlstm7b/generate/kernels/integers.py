@@ -1,9 +1,10 @@
-"""1 to 8 rows times an int4 weight matrix, on integer tensor cores: Yᵀ = W Xᵀ, X [B, K], W [N, K].
+"""1 to 8 rows times an int4 matrix, or 1 times an int8 one, on integer tensor cores: Yᵀ = W Xᵀ.
 
-Turning codes into floats takes more instructions than the memory leaves time for, so they stay
-integers. A byte w has two codes, each 8 more than its number. `w & 15` is the low one, and
-`(w & 240) ^ 128` is 16 times the number of the high one, as signed bytes: one instruction for four
-codes. The 8 that the low codes have too much is in the value that the sums start from.
+X is [B, K], W [N, K]. Turning codes into floats takes more instructions than the memory leaves time
+for, so they stay integers. An int8 code is its number. A byte w of int4 has two codes, each 8 more
+than its number: `w & 15` is the low one, and `(w & 240) ^ 128` is 16 times the number of the high
+one, as signed bytes: one instruction for four codes. The 8 that the low codes have too much is in
+the value that the sums start from.
 
 x becomes integers too. In each group of columns a row is rounded to 16 bits relative to the largest
 magnitude, which changes it by 2⁻¹⁶ of that at most, and q = 256 d₁ + d₀ gives two signed bytes.
@@ -11,17 +12,17 @@ Sums over a group are exact. So the result is closer to float64 than a product i
 `digits_kernel` does this, with RMSNorm, and also computes the gates, whose few weights are not
 quantised.
 
-The tensor cores multiply rows of codes by 8 columns. A block of codes has four groups, and every
-word of two bytes has one code of each.
+The tensor cores multiply rows of codes by 8 columns. A block of codes has four groups (int4) or two
+(int8), and every word of two bytes has one code of each.
 
-- One row: the columns are the two digits of the four groups. Column 2 j + d has digit d of group j,
-  and zeros in the rows of the other groups. So one matrix [rows, 8] has the sums of four groups,
-  and a thread has both digits of a group side by side.
+- One row: the columns are the two digits of the groups. Column 2 j + d has digit d of group j, and
+  zeros in the rows of the other groups. So one matrix [rows, 8] has the sums of all groups, and a
+  thread has both digits of a group side by side. With two groups, the last four columns are zeros.
 - 2 to 8 rows: the columns are the rows of x. The bytes of a thread's words are sorted first, so
   that each operand has the codes of one group. Its product with the high digits, times 256, is what
   its product with the low digits starts from. Missing rows are zeros.
 
-Each warp has another part of K (`Int4Tile.split`). The codes go from memory to the registers in
+Each warp has another part of K (`IntegersTile.split`). The codes go from memory to the registers in
 which the tensor cores want them, without shared memory: warps wait for each other only at the end.
 For that, the elements of the tensors that are loaded have the order in which Triton gives them to
 threads (`_shares`). With another order the results would be the same, but Triton would move the
@@ -39,7 +40,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from xlstm7b.generate.kernels.few_rows import store_gates
 from xlstm7b.generate.kernels.overlap import overlap_options, prefetch_rows
 from xlstm7b.generate.kernels.quantized import store_products
-from xlstm7b.quantize.gpu import words_in_block
+from xlstm7b.quantize.gpu import codes_in_word, words_in_block
 from xlstm7b.quantize.kernels import has_asm
 from xlstm7b.quantize.weight import QuantizedWeight
 
@@ -48,8 +49,8 @@ LARGEST: tl.constexpr = tl.constexpr(32512)  # magnitude of a q, so that 256 d�
 
 
 @dataclass(frozen=True, order=True)
-class Int4Tile:
-    """Launch parameters of `multiply_int4`."""
+class IntegersTile:
+    """Launch parameters of `multiply_integers`."""
 
     rows: int  # of W in one tile, 16 or more; for SwiGLU half of them are of W_up
     split: int  # parts of K, one for each warp
@@ -58,12 +59,13 @@ class Int4Tile:
     prefetch: int = 0  # bytes of each row to load into L2, after those that are loaded at once
 
 
-def takes_int4(x: Tensor, W: QuantizedWeight) -> bool:
-    """Whether `multiply_int4` computes x Wᵀ. For a float32 x it would not be exact enough."""
-    return len(x) <= MAX_BATCH and x.dtype != torch.float32 and W.scheme.name == "int4"
+def takes_integers(x: Tensor, W: QuantizedWeight) -> bool:
+    """Whether `multiply_integers` computes x Wᵀ. For a float32 x it would not be exact enough."""
+    rows = {"int4": MAX_BATCH, "int8": 1}.get(W.scheme.name, 0)
+    return len(x) <= rows and x.dtype != torch.float32
 
 
-def multiply_int4(
+def multiply_integers(
     x: Tensor,
     W: QuantizedWeight,
     *,
@@ -75,24 +77,28 @@ def multiply_int4(
     live: Tensor | None = None,
     cap: float | None = None,
     out_dtype: torch.dtype | None = None,
-    tile: Int4Tile | None = None,
+    tile: IntegersTile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x Wᵀ [B, N] for x [B, K], B ≤ 8, and the gates [B, 2 NH].
+    """x Wᵀ [B, N] for x [B, K], and the gates [B, 2 NH]. B is at most 8 for int4, and 1 for int8.
 
     The options are those of `one_row.multiply_row`, with B rows.
     """
-    (batch, columns), group = x.shape, words_in_block(W.scheme)
-    assert takes_int4(x, W)
+    (batch, columns), group, groups = x.shape, words_in_block(W.scheme), codes_in_word(W.scheme)
+    assert takes_integers(x, W)
     assert W.layout == "gpu"
     assert x.is_contiguous()
     rows = len(W) // 2 if swiglu else len(W)
     tile = tile or tile_for(batch, W)
-    codes = W.data.view(torch.uint8)
+    codes = W.data.view(torch.uint8 if W.scheme.name == "int4" else torch.int8)
     blocks = codes.shape[1] // (2 * group)
     padded_batch = 1 if batch == 1 else MAX_BATCH
-    digits = torch.empty(blocks, 16 if batch == 1 else 64, group, dtype=torch.int8, device=x.device)
-    starts = torch.empty(blocks, 8 if batch == 1 else 16, dtype=torch.int32, device=x.device)
-    factors = torch.empty(blocks, 4, padded_batch, dtype=torch.float32, device=x.device)
+    digits = torch.empty(
+        blocks, 4 * groups if batch == 1 else 64, group, dtype=torch.int8, device=x.device
+    )
+    starts = torch.empty(
+        blocks, 2 * groups if batch == 1 else 16, dtype=torch.int32, device=x.device
+    )
+    factors = torch.empty(blocks, groups, padded_batch, dtype=torch.float32, device=x.device)
     W_gates, bias = (x, x) if gates is None else gates
     gate_rows = 0 if gates is None else len(W_gates)
     out_gates = torch.empty(batch, gate_rows, dtype=torch.float32, device=x.device)
@@ -100,7 +106,7 @@ def multiply_int4(
         x, x if norm is None else norm, W_gates, bias, x if live is None else live,
         digits.view(torch.int16) if batch == 1 else digits, starts, factors, out_gates,
         eps, cap or 1.0, batch, gate_rows,
-        K=columns, GROUP=group, BLOCK=triton.next_power_of_2(columns),
+        K=columns, GROUP=group, GROUPS=groups, BLOCK=triton.next_power_of_2(columns),
         HAS_NORM=norm is not None, HAS_GATES=gates is not None, HAS_LIVE=live is not None,
         HAS_CAP=cap is not None, BATCH=padded_batch, num_warps=4, **overlap_options(x.device),
     )  # fmt: skip
@@ -108,10 +114,11 @@ def multiply_int4(
     if out is None:
         out = torch.empty(batch, rows, dtype=out_dtype or x.dtype, device=x.device)
     tiles = triton.cdiv(rows, tile.rows // 2 if swiglu else tile.rows)
-    int4_kernel[(tiles,)](
+    integers_kernel[(tiles,)](
         codes, W.scale, digits, starts, factors, out, out, cap or 1.0, batch,
-        N=rows, WIDTH=codes.shape[1], BYTES=2 * group, HAS_RESIDUAL=residual is not None,
-        HAS_CAP=cap is not None and gates is None, SWIGLU=swiglu, BATCH=padded_batch,
+        N=rows, WIDTH=codes.shape[1], BYTES=2 * group, GROUPS=groups,
+        HAS_RESIDUAL=residual is not None, HAS_CAP=cap is not None and gates is None,
+        SWIGLU=swiglu, BATCH=padded_batch,
         ROWS=tile.rows, SPLIT=tile.split, AHEAD=tile.ahead,
         PREFETCH=max(0, min(tile.prefetch, codes.shape[1] - tile.ahead * tile.split * 2 * group)),
         ASM=has_asm(x),
@@ -120,31 +127,33 @@ def multiply_int4(
     return out, out_gates
 
 
-def tile_for(batch: int, W: QuantizedWeight) -> Int4Tile:
-    """The fastest tiles of `bench tune --quantize int4` on an H200, for groups of 64.
+def tile_for(batch: int, W: QuantizedWeight) -> IntegersTile:
+    """The fastest tiles of `bench tune` on an H200 (`--quantize int4`: for groups of 64).
 
     `prefetch` was chosen by the speed of whole tokens at 8 rows. It helps where few rows of W leave
     the memory idle. A block of 128 words takes as many registers as two of 64.
     """
     words = words_in_block(W.scheme)
+    if W.scheme.name == "int8":
+        return IntegersTile(16, 8, 2, 80)
     if batch > 1:
         if len(W) < 8192:
-            return Int4Tile(16, 8, 1, 128 if words < 128 else None, prefetch=2048)
+            return IntegersTile(16, 8, 1, 128 if words < 128 else None, prefetch=2048)
         if words == 128:
-            return Int4Tile(16, 4)
-        return Int4Tile(16, 4, 1, 80 if len(W) < 16384 else 128)
+            return IntegersTile(16, 4)
+        return IntegersTile(16, 4, 1, 80 if len(W) < 16384 else 128)
     if len(W) >= 8192:
-        return Int4Tile(16, 4, 1, 80 if words < 128 else 128)
+        return IntegersTile(16, 4, 1, 80 if words < 128 else 128)
     # Few rows: more warps, and more loads at a time, keep the memory busy.
-    return Int4Tile(16, 8, 2 if words < 128 and W.data.shape[1] > 8 * words else 1, 128)
+    return IntegersTile(16, 8, 2 if words < 128 and W.data.shape[1] > 8 * words else 1, 128)
 
 
 @triton.jit
 def digits_kernel(
     x, norm, W_gates, bias, live, digits, starts, factors, out_gates, eps, cap, B, N_GATES,
-    K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_GATES: tl.constexpr, HAS_LIVE: tl.constexpr, HAS_CAP: tl.constexpr, BATCH: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_GATES: tl.constexpr, HAS_LIVE: tl.constexpr, HAS_CAP: tl.constexpr,
+    BATCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One gate of a row, or the digits of RMSNorm(x) in one block, per program: first the gates.
 
@@ -152,7 +161,7 @@ def digits_kernel(
     factors see `_store_row` and `_store_rows`. Rows from B on are zeros.
     """
     if OVERLAP:
-        gdc_launch_dependents()  # `int4_kernel` only reads weights before it waits for this one
+        gdc_launch_dependents()  # `integers_kernel` only reads weights before it waits for this one
     b = tl.program_id(1)
     is_gate = False
     if HAS_GATES:
@@ -170,9 +179,11 @@ def digits_kernel(
     else:
         block = tl.program_id(0) - N_GATES
         size = tl.where(b < B, K, 0)
-        q, factor = _round(x + b * K, norm, eps, block, size, K, GROUP, BLOCK, HAS_NORM, OVERLAP)
+        q, factor = _round(
+            x + b * K, norm, eps, block, size, K, GROUP, GROUPS, BLOCK, HAS_NORM, OVERLAP
+        )
         if BATCH == 1:
-            _store_row(digits, starts, factors, q, factor, block, GROUP)
+            _store_row(digits, starts, factors, q, factor, block, GROUP, GROUPS)
         else:
             _store_rows(digits, starts, factors, q, factor, block, b, GROUP)
 
@@ -199,16 +210,16 @@ def _gate(
 @triton.jit
 def _round(
     x, norm, eps, block, size,
-    K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HAS_NORM: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The integers q [4, GROUP] of a block of RMSNorm(x), and their groups' factors [4].
+    """The integers q [GROUPS, GROUP] of a block of RMSNorm(x), and their groups' factors [GROUPS].
 
-    The codes of odd groups are multiplied by 16, so those factors are divided by it. Each of the
-    four warps has one group.
+    The int4 codes of odd groups are multiplied by 16, so those factors are divided by it. Each of
+    the four warps has one int4 group.
     """
-    j, c = tl.arange(0, 4), tl.arange(0, GROUP)
-    k = (block * 4 + j)[:, None] * GROUP + c[None, :]
+    j, c = tl.arange(0, GROUPS), tl.arange(0, GROUP)
+    k = (block * GROUPS + j)[:, None] * GROUP + c[None, :]
     weight = tl.full(k.shape, 1.0, tl.float32)
     if HAS_NORM:
         weight = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
@@ -225,7 +236,7 @@ def _round(
     # The largest of numbers and a NaN is a number. The sum is NaN.
     factor = (step + 0 * tl.sum(v, 1)) * rms
     q = tl.floor(v / step[:, None] + 0.5).to(tl.int32)
-    return q, tl.where(j % 2 == 0, factor, factor / 16)
+    return q, tl.where(j % (GROUPS // 2) == 0, factor, factor / 16)
 
 
 @triton.jit
@@ -234,24 +245,28 @@ def _rms_factor(x, eps, K: tl.constexpr):
 
 
 @triton.jit
-def _store_row(digits, starts, factors, q, factor, block, GROUP: tl.constexpr):
+def _store_row(
+    digits, starts, factors, q, factor, block, GROUP: tl.constexpr, GROUPS: tl.constexpr
+):
     """The only row.
 
-    digits [blocks, 8, GROUP] are words of two bytes, as those of W: digit d of group j is
-    4 (j % 2) + 2 (j // 2) + d of 8, and the other byte of the word is 0. starts [blocks, 8] is what
-    the sums of the columns start from, factors [blocks, 4] what the sums of the groups are
-    multiplied by.
+    The codes of group j are in byte `byte` of the words of W, and for int4 in half `half` of it.
+    digits [blocks, 2 GROUPS, GROUP] are words of two bytes, as those of W: digit d of group j is
+    4 half + 2 byte + d of 2 GROUPS, and the other byte of the word is 0. starts [blocks, 2 GROUPS]
+    is what the sums of the columns start from, factors [blocks, GROUPS] what the sums of the groups
+    are multiplied by.
     """
-    j, c = tl.arange(0, 4), tl.arange(0, GROUP)
-    tl.store(factors + block * 4 + j, factor)
+    j, c = tl.arange(0, GROUPS), tl.arange(0, GROUP)
+    byte, half = j // (GROUPS // 2), j % (GROUPS // 2)
+    tl.store(factors + block * GROUPS + j, factor)
     low, high = _split(q)
-    shift = (j // 2 * 8)[:, None]  # groups 0 and 1 are in the low bytes, 2 and 3 in the high
-    words = digits + (block * 8 + j % 2 * 4 + j // 2 * 2)[:, None] * GROUP + c[None, :]
+    shift = (byte * 8)[:, None]
+    words = digits + (block * (2 * GROUPS) + half * 4 + byte * 2)[:, None] * GROUP + c[None, :]
     tl.store(words, ((low & 255) << shift).to(tl.int16))
     tl.store(words + GROUP, ((high & 255) << shift).to(tl.int16))
-    too_much = tl.where(j % 2 == 0, -8, 0)
-    tl.store(starts + block * 8 + j * 2, too_much * tl.sum(low, 1))
-    tl.store(starts + block * 8 + j * 2 + 1, too_much * tl.sum(high, 1))
+    too_much = tl.where((half == 0) & (GROUPS == 4), -8, 0)
+    tl.store(starts + block * (2 * GROUPS) + j * 2, too_much * tl.sum(low, 1))
+    tl.store(starts + block * (2 * GROUPS) + j * 2 + 1, too_much * tl.sum(high, 1))
 
 
 @triton.jit
@@ -282,12 +297,12 @@ def _split(q):
 
 
 @triton.jit
-def int4_kernel(
+def integers_kernel(
     W, scale, digits, starts, factors, residual, out, cap, B,
-    N: tl.constexpr, WIDTH: tl.constexpr, BYTES: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    HAS_CAP: tl.constexpr, SWIGLU: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr,
-    SPLIT: tl.constexpr, AHEAD: tl.constexpr, PREFETCH: tl.constexpr, ASM: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    N: tl.constexpr, WIDTH: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_CAP: tl.constexpr, SWIGLU: tl.constexpr, BATCH: tl.constexpr,
+    ROWS: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr, PREFETCH: tl.constexpr,
+    ASM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out [B, N] = x Wᵀ, for x as `digits_kernel` wrote it. One program per ROWS rows of W.
 
@@ -295,7 +310,10 @@ def int4_kernel(
     """
     OUT: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
     blocks: tl.constexpr = WIDTH // BYTES
-    tiles = _load_codes(W, scale, 0, N, WIDTH, BYTES, BATCH, ROWS, OUT, SPLIT, AHEAD)
+    tiles = _load_codes(W, scale, 0, N, WIDTH, BYTES, GROUPS, BATCH, ROWS, OUT, SPLIT, AHEAD)
+    row_scales = 1.0
+    if GROUPS == 2:
+        row_scales = tl.load(scale + _row(tl.arange(0, ROWS), N, OUT)).to(tl.float32)[:, None]
     if OVERLAP:
         if PREFETCH > 0:
             # The rows one after another, so each warp has some of them.
@@ -313,17 +331,19 @@ def int4_kernel(
     for i in tl.static_range(AHEAD):
         acc = _product(
             acc, tiles[i], digits, starts, factors, i * SPLIT,
-            blocks, BYTES, BATCH, ROWS, SPLIT, AHEAD, ASM, OVERLAP,
+            blocks, BYTES, GROUPS, BATCH, ROWS, SPLIT, AHEAD, ASM, OVERLAP,
         )  # fmt: skip
     for first in range(AHEAD * SPLIT, blocks, AHEAD * SPLIT):
-        tiles = _load_codes(W, scale, first, N, WIDTH, BYTES, BATCH, ROWS, OUT, SPLIT, AHEAD)
+        tiles = _load_codes(
+            W, scale, first, N, WIDTH, BYTES, GROUPS, BATCH, ROWS, OUT, SPLIT, AHEAD
+        )
         for i in tl.static_range(AHEAD):
             acc = _product(
                 acc, tiles[i], digits, starts, factors, first + i * SPLIT,
-                blocks, BYTES, BATCH, ROWS, SPLIT, AHEAD, ASM, OVERLAP,
+                blocks, BYTES, GROUPS, BATCH, ROWS, SPLIT, AHEAD, ASM, OVERLAP,
             )  # fmt: skip
     if BATCH == 1:
-        y = tl.sum(tl.sum(acc, 2), 0)[:, None]
+        y = tl.sum(tl.sum(acc, 2), 0)[:, None] * row_scales
     else:
         y = tl.reshape(tl.sum(tl.sum(acc, 0), 0), [ROWS, BATCH])
     row = tl.program_id(0) * OUT + tl.arange(0, OUT)
@@ -333,10 +353,11 @@ def int4_kernel(
 @triton.jit
 def _load_codes(
     W, scale, first,
-    N: tl.constexpr, WIDTH: tl.constexpr, BYTES: tl.constexpr, BATCH: tl.constexpr,
-    ROWS: tl.constexpr, OUT: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
+    N: tl.constexpr, WIDTH: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr,
+    BATCH: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, SPLIT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """AHEAD times the codes of SPLIT blocks, from `first` on, and their scales.
+    """AHEAD times the codes of SPLIT blocks, from `first` on, and for int4 their scales.
 
     For one row a thread has the scales of one group, [SPLIT, ROWS / 8, 8, 4 groups]. For more it
     has those of all: `_scales` of the even and of the odd groups. After the last block follow
@@ -358,8 +379,10 @@ def _load_codes(
         w = tl.load(at, eviction_policy="evict_first")
         block = _block(first + step * SPLIT + scale_part, WIDTH // BYTES)
         at = scales + (block * 4 + group) * (N * (ROWS // OUT))
-        if BATCH == 1:
-            tile = w, tl.permute(tl.reshape(tl.load(at), [eights, SPLIT, 8, 4]), 1, 0, 2, 3)
+        if GROUPS == 2:
+            tile = (w,)
+        elif BATCH == 1:
+            tile = w, tl.permute(tl.reshape(tl.load(at), [eights, SPLIT, 8, 4]), 1, 0, 2, 3)  # type: ignore[assignment]
         else:
             even, odd = tl.load(at), tl.load(at + N * (ROWS // OUT))
             tile = w, _scales(even, ROWS, SPLIT), _scales(odd, ROWS, SPLIT)  # type: ignore[assignment]
@@ -402,8 +425,9 @@ def _shares(COUNT: tl.constexpr, SPLIT: tl.constexpr):
 @triton.jit
 def _product(
     acc, tile, digits, starts, factors, first,
-    BLOCKS: tl.constexpr, BYTES: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr,
-    SPLIT: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCKS: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr, BATCH: tl.constexpr,
+    ROWS: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """`acc` plus the products of the blocks first, first + 1, … with x.
 
@@ -414,7 +438,7 @@ def _product(
     if BATCH == 1:
         acc = _row_product(
             acc, tile, digits, starts, factors, first,
-            BLOCKS, BYTES, ROWS, SPLIT, even, ASM, OVERLAP,
+            BLOCKS, BYTES, GROUPS, ROWS, SPLIT, even, ASM, OVERLAP,
         )  # fmt: skip
     else:
         acc = _rows_product(
@@ -427,33 +451,42 @@ def _product(
 @triton.jit
 def _row_product(
     acc, tile, digits, starts, factors, first,
-    BLOCKS: tl.constexpr, BYTES: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
-    EVEN: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCKS: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
+    SPLIT: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    w, s = tile
     group, _, part, _ = _shares(1, SPLIT)
-    in_x = (first + part < BLOCKS) | EVEN
-    at = factors + _block(first + part, BLOCKS) * 4 + group
+    in_x = ((first + part < BLOCKS) | EVEN) & (group < GROUPS)
+    at = factors + _block(first + part, BLOCKS) * GROUPS + group
     factor = tl.reshape(tl.load(at, mask=in_x, other=0.0), [SPLIT, 1, 8, 4])
-    s = tl.reshape(s.to(tl.float32) * factor, [SPLIT, ROWS, 4])
+    if GROUPS == 4:
+        factor = tile[1].to(tl.float32) * factor
+    factor = tl.broadcast_to(factor, [SPLIT, ROWS // 8, 8, 4])
+    halves: tl.constexpr = GROUPS // 2  # of a byte with codes of their own
     beside, column, part, piece = _shares(BYTES // 64, SPLIT)
-    at = digits + (_block(first + part, BLOCKS) * 8 + column // 4 * 2 + column % 2) * BYTES
-    at = (at + piece * 64 + beside * 16)[:, None] + tl.arange(0, 16)[None, :]
-    is_high = (column // 2 % 2 == 1)[:, None]
-    x_low = _columns(tl.load(at, mask=~is_high, other=0), BYTES, SPLIT)
-    x_high = _columns(tl.load(at + 4 * BYTES, mask=is_high, other=0), BYTES, SPLIT)
+    at = _block(first + part, BLOCKS) * (2 * GROUPS) + column // (2 * halves) * 2 + column % 2
+    at = (digits + at * BYTES + piece * 64 + beside * 16)[:, None] + tl.arange(0, 16)[None, :]
+    half = (column // 2 % halves)[:, None]
+    in_group = (column < 2 * GROUPS)[:, None]
+    x_low = _columns(tl.load(at, mask=in_group & (half == 0), other=0), BYTES, SPLIT)
+    if halves == 2:
+        x_high = _columns(tl.load(at + 4 * BYTES, mask=half == 1, other=0), BYTES, SPLIT)
     if OVERLAP:
         # The compiler would put each load right before its use, and wait for every one. It moves no
         # load over this, which has no other effect the second time. The sums need the load below.
         gdc_launch_dependents()
     block = _block(first + tl.arange(0, SPLIT), BLOCKS)[:, None, None]
-    start = tl.load(starts + block * 8 + tl.arange(0, 8)[None, None, :])
-    low, high = _decode(w, ASM)
+    column = tl.arange(0, 8)[None, None, :]
+    at = starts + block * (2 * GROUPS) + column
+    start = tl.load(at, mask=column + 0 * block < 2 * GROUPS, other=0)
     sums = tl.broadcast_to(start, [SPLIT, ROWS, 8])
-    sums = tl.dot(_rows(low, BYTES, ROWS, SPLIT), x_low, sums, out_dtype=tl.int32)
-    sums = tl.dot(_rows(high, BYTES, ROWS, SPLIT), x_high, sums, out_dtype=tl.int32)
+    if halves == 2:
+        low, high = _decode(tile[0], ASM)
+        sums = tl.dot(_rows(low, BYTES, ROWS, SPLIT), x_low, sums, out_dtype=tl.int32)
+        sums = tl.dot(_rows(high, BYTES, ROWS, SPLIT), x_high, sums, out_dtype=tl.int32)
+    else:
+        sums = tl.dot(_rows(tile[0], BYTES, ROWS, SPLIT), x_low, sums, out_dtype=tl.int32)
     sums, high_sums = tl.split(tl.reshape(sums, [SPLIT, ROWS, 4, 2]))
-    return acc + (high_sums * 256 + sums).to(tl.float32) * s
+    return acc + (high_sums * 256 + sums).to(tl.float32) * tl.reshape(factor, [SPLIT, ROWS, 4])
 
 
 @triton.jit
