@@ -95,6 +95,9 @@ def measure_steps(
         return measure(lambda: run(steps), device, repeats=repeats) if steps else 0.0
 
     once = timed(4, repeats=1) / 4
+    if base > 0:  # what `run` does once may take longer than some steps
+        more = timed(8, repeats=1) / 4 - once
+        once = more if more > 0 else once
     steps = max(4 if base == 0 else 16, min(most, round(seconds / once)))
     for _ in range(5):
         difference = timed(base + steps) - timed(base)
