@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -130,6 +131,30 @@ def test_the_published_shapes() -> None:
             model = PEERS[name](replace(seven, device="meta")).model
         found = sum(each.numel() for each in model.parameters())
         assert found == pytest.approx(count, rel=0.005), (name, found)
+
+
+@pytest.mark.parametrize("is_new_implementation", [True, False])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_kernels_of_another_package(
+    is_new_implementation: bool, wrapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the package `kernels` is installed, which wraps transformers' functions."""
+    mamba = make("falcon-mamba")
+    monkeypatch.setattr(peer_models, "_named", lambda package: package)
+
+    def func() -> bool:
+        return is_new_implementation
+
+    class Func(torch.nn.Module):
+        def forward(self) -> bool:
+            return func()
+
+    module = import_module("transformers.models.falcon_mamba.modeling_falcon_mamba")
+    scans = ("mamba_selective_scan", "mamba_selective_state_update")
+    for name in (*scans, "causal_conv1d_fn", "causal_conv1d_update"):
+        monkeypatch.setattr(module, name, Func() if wrapped else func)
+    fast = "transformers, mamba_ssm, causal_conv1d"
+    assert mamba.engine == (fast if is_new_implementation else "transformers, slow path")
 
 
 def test_bytes_of_a_cache() -> None:

@@ -383,6 +383,32 @@ def test_a_stopped_run_goes_on_where_it_was(
     assert found["partial"] == []
 
 
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_run_that_is_stopped_before_its_first_row(
+    checked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps the ways to decode that were checked, and no others."""
+    jobs = []
+
+    def stopped(case: Result, *_: Any, **job: Any) -> Iterator[Result]:
+        jobs.append(job)
+        yield Result("machine", "llama3", figures={"machine": {"gpu": "one"}})
+        yield Result("start", "llama3")
+        yield Result("ways", "llama3", batch=1, length=16, seconds=1.0)
+        if checked or len(jobs) == 1:
+            yield Result("began", "llama3", SPEED_PARTS[0], figures={"ways": ["graph"]})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(speed, "in_process", stopped)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, "llama3", again=True)
+    kept = speed.read_records(tmp_path)["runs"]["llama3"]
+    assert (kept["status"], kept["figures"], len(kept["ways"])) == ("stopped", {}, 1)
+    choices = [job["before"]["choices"] for job in jobs]
+    assert choices == [None, {"ways": ["graph"]}, {"ways": ["graph"]} if checked else None]
+
+
 def test_other_settings_need_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

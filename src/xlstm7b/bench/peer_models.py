@@ -389,8 +389,7 @@ class Mamba(Peer):
         """Whether transformers found another package's kernels for all of these functions."""
         kind = "falcon_mamba" if self.kind == "falcon-mamba" else "mamba2"
         module = import_module(f"transformers.models.{kind}.modeling_{kind}")
-        outer = [inspect.getclosurevars(getattr(module, name)).nonlocals for name in functions]
-        return all(variables["is_new_implementation"] for variables in outer)
+        return all(_is_replaced(getattr(module, name)) for name in functions)
 
     @property
     def vocab_size(self) -> int:
@@ -427,6 +426,13 @@ class Mamba(Peer):
 
     def tensors(self, cache: Any) -> list[Tensor]:
         return list(_tensors([(each.conv_states, each.recurrent_states) for each in cache.layers]))
+
+
+def _is_replaced(function: Any) -> bool:
+    """Whether a function of transformers calls another package's instead of its own code."""
+    if isinstance(function, torch.nn.Module):  # the package `kernels` wraps it in a module
+        function = inspect.getclosurevars(function.forward).nonlocals["func"]
+    return bool(inspect.getclosurevars(function).nonlocals["is_new_implementation"])
 
 
 def mamba_shape(kind: str, plan: ModelPlan) -> dict[str, Any]:

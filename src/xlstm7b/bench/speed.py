@@ -434,6 +434,7 @@ def _measure(
                         record |= result.figures
                     case "start":
                         record |= {"ways": [], "check": []}
+                        record.pop("choices", None)
                     case "began":
                         current, rows = result.work, []
                         record["choices"] = result.figures
@@ -456,6 +457,8 @@ def _measure(
         except BaseException:  # Ctrl-C
             if rows:
                 records.add(name, current, rows, partial=True)
+            else:
+                records.write()  # the ways to decode that were chosen and checked
             raise
         if error is not None:
             say(f"{name}: {current or 'start'}: {error}")
@@ -523,19 +526,19 @@ class _Records:
         record["partial"] = [*others, part] if partial else others
         if "generated" in figures and "context" in figures:
             figures["generated"] = with_sums(figures["generated"], figures["context"])
-        self._write()
+        self.write()
 
     def fail(self, name: str, reason: str) -> None:
         self.runs[name] |= {"status": "failed", "reason": reason}
-        self._write()
+        self.write()
 
     def finish(self, name: str) -> None:
         """If it has all its figures."""
         if not self.missing(name, _parts(name, self._plan)):
             self.runs[name]["status"] = "finished"
-        self._write()
+        self.write()
 
-    def _write(self) -> None:
+    def write(self) -> None:
         in_order = {name: self.runs[name] for name in RUNS if name in self.runs}
         about = {"experiment": "speed", "title": TITLE, "plan": self._plan.to_dict()}
         write_json(self._path, {**about, "runs": in_order})
