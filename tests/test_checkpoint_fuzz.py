@@ -75,6 +75,18 @@ def test_a_truncated_file_is_named_with_its_first_missing_tensor(tmp_path: Path)
         assert f"{file} is damaged{found}: " in refusal(folder)
 
 
+def test_a_file_of_another_format_is_called_so(tmp_path: Path) -> None:
+    folder, _ = save_small(tmp_path)
+    path = folder / "model.safetensors"
+    for content in (
+        b"version https://git-lfs.github.com/spec/v1\n",
+        b"PK\3\4\x14\0",
+        b"\2" + b"\0" * 9,
+    ):
+        path.write_bytes(content)
+        assert refusal(folder) == f"{path} is not a safetensors file"
+
+
 def test_a_damaged_number_of_blocks_allocates_nothing(tmp_path: Path) -> None:
     values = CONFIG.to_dict() | {"num_blocks": 1 << 24, "num_hidden_layers": 1 << 24}
     folder, _ = save_small(tmp_path)

@@ -59,7 +59,9 @@ def check_utf8(path: str | Path) -> None:
 def write_aside(path: Path) -> Iterator[Path]:
     """Yields a temporary path in the same folder. At the end that file is renamed to `path`.
 
-    So `path` is never half written, and an error leaves the old file unchanged.
+    So `path` is never half written, and an error leaves the old file unchanged. A process that is
+    killed leaves the temporary one. Folders with many or large files remove such leftovers
+    themselves (`StateStore`, `data/prepare.py`).
     """
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -221,7 +223,17 @@ def opened_safetensors(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as handle:
             yield handle
     except SafetensorError as error:
+        if not _may_be_safetensors(path):
+            raise ValueError(f"{path} is not a safetensors file") from error
         raise ValueError(f"{path} is damaged{_first_cut(path)}: {error}") from error
+
+
+def _may_be_safetensors(path: Path) -> bool:
+    """True if it starts with the length of a header and a brace, as far as it is long enough."""
+    with path.open("rb") as file:
+        start = file.read(9)
+    length = int.from_bytes(start[:8], "little")
+    return length <= _LONGEST_HEADER and start[8:] in (b"", b"{")
 
 
 def _first_cut(path: Path) -> str:
