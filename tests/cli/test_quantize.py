@@ -10,6 +10,7 @@ from commands import Cli, refused, succeeded
 from models import spelling_model
 from rounding import rounded_inputs
 
+from xlstm7b import files
 from xlstm7b.checkpoint import open_checkpoint
 from xlstm7b.model import XLSTM
 
@@ -110,6 +111,29 @@ def test_quantize_mistakes(cli: Cli, speller: Path, text: Path, tmp_path: Path) 
     assert again.endswith("are quantised already")
     succeeded(cli("quantize", speller, target, "--bits", 4, "--overwrite"))
     assert open_checkpoint(target).schemes["lm_head.weight"].name == "int8"
+
+
+def test_what_a_killed_command_left_is_named(
+    cli: Cli, speller: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill after the target has its name, and before the hidden folder is removed."""
+    target, left = tmp_path / "small", tmp_path / ".small.quantizing"
+    command = ("quantize", speller, target, "--bits", 8)
+    with monkeypatch.context() as killed:
+        killed.setattr("xlstm7b.model.quantizer.shutil.rmtree", lambda path, **_: None)
+        succeeded(cli(*command))
+    kept = names_in(left)
+    said = refused(cli(*command))
+    assert said == (
+        f"{target} exists already; --overwrite replaces the checkpoint in it; a killed command "
+        f"left {left}: remove it, or continue with --overwrite"
+    )
+    with files.lock_folder(left, "quantising to"):
+        said = refused(cli(*command))
+        assert said == f"another process is quantising to {left} right now"
+    assert names_in(left) == kept
+    succeeded(cli(*command, "--overwrite"))
+    assert names_in(tmp_path) == {"small"}
 
 
 def test_a_quantised_model_is_not_trained(cli: Cli, speller: Path, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def quantize(
     to = to_device(device)
     if bits not in _BITS:
         raise ValueError(f"--bits must be 8, 4 or fp8, not {bits!r}")
-    check_new(target, overwrite)
+    _check_new(target, overwrite)
     if act_order and method != "gptq":
         raise ValueError("--act-order needs --method gptq")
     if method == "gptq" and not calibration:
@@ -98,6 +98,23 @@ def quantize(
     print(table(("weights", "scheme", "output error"), rows))
     size = sum(path.stat().st_size for path in target.glob("model*.safetensors"))
     print(f"wrote {target}: {size / 1e9:.3g} GB, {checkpoint.nbytes / 1e9:.3g} GB before")
+
+
+def _check_new(target: Path, overwrite: bool) -> None:
+    """As `check_new`. Also names what a command left that was killed after its last rename."""
+    try:
+        check_new(target, overwrite)
+    except ValueError as error:
+        from xlstm7b.files import lock_folder
+        from xlstm7b.model.quantizer import work_folder
+
+        left = work_folder(target.resolve())
+        if not left.is_dir():
+            raise
+        with lock_folder(left, "quantising to"):
+            raise ValueError(
+                f"{error}; a killed command left {left}: remove it, or continue with --overwrite"
+            ) from error
 
 
 def _calibration_tokens(

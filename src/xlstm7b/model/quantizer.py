@@ -73,7 +73,7 @@ def quantize_checkpoint(
         "method": [method, act_order],
         "calibration": hashlib.sha256(json.dumps([*map(list, calibration)]).encode()).hexdigest(),
     }
-    work = target.with_name(f".{target.name}.quantizing")
+    work = work_folder(target)
     work.mkdir(parents=True, exist_ok=True)
     with files.lock_folder(work, "quantising to"):
         pieces = _Pieces(work, job, schemes, done)
@@ -93,6 +93,11 @@ def quantize_checkpoint(
         )
         shutil.rmtree(work)
     return [pieces.reports[name] for name in schemes]
+
+
+def work_folder(target: Path) -> Path:
+    """The hidden folder beside a target. A killed process leaves it."""
+    return target.with_name(f".{target.name}.quantizing")
 
 
 def _describe(checkpoint: Checkpoint) -> list[Any]:
