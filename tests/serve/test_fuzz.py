@@ -427,6 +427,9 @@ def test_other_methods_and_paths(live: LiveServer, method: str) -> None:
     put = httpx.request("PUT", f"{live.url}/v1/completions")
     assert put.headers["allow"] == "POST"
     assert error_of(put)["message"] == "/v1/completions takes POST, not PUT"
+    delete = httpx.delete(f"{live.url}/v1/states")
+    assert (delete.status_code, delete.headers["allow"]) == (405, "GET, POST, PUT")
+    assert error_of(delete)["message"] == "/v1/states takes GET, POST, PUT, not DELETE"
     lost = httpx.get(f"{live.url}/nowhere")
     assert error_of(lost)["message"] == "there is nothing at /nowhere"
     for path in ("/health", "/", "/style.css"):

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match
 
 from xlstm7b import __version__
 from xlstm7b.chat_format import PlainFormat
@@ -23,6 +24,8 @@ from xlstm7b.serve.protocol import ApiError, ErrorAnswer
 from xlstm7b.serve.responses import StoredResponses
 from xlstm7b.serve.responses import router as responses_router
 from xlstm7b.serve.state_routes import router as state_router
+
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
 
 def create_app(
@@ -152,18 +155,24 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http_exception(http: Request, error: HTTPException) -> Response:
-        allowed = (error.headers or {}).get("Allow")
+        def takes(method: str) -> bool:
+            scope = {**http.scope, "method": method}
+            return any(route.matches(scope)[0] == Match.FULL for route in app.routes)
+
+        headers = dict(error.headers or {})
         match error:
             case HTTPException(__cause__=ValueError() | RecursionError() as cause):
                 message = f"the body is not JSON: {cause}"
             case HTTPException(status_code=404):
                 message = f"there is nothing at {http.url.path[:80]}"
             case HTTPException(status_code=405):
+                # Starlette names only the methods of the first route with this path.
+                headers["Allow"] = allowed = ", ".join(filter(takes, _METHODS))
                 message = f"{http.url.path[:80]} takes {allowed}, not {http.method[:20]}"
             case _:
                 message = str(error.detail)
         api_error = ApiError(error.status_code, message)
-        api_error.headers.update(error.headers or {})
+        api_error.headers.update(headers)
         return refuse(http.scope, api_error)
 
     @app.exception_handler(ClientDisconnect)
