@@ -113,9 +113,12 @@ def test_a_closed_pipe_loses_no_measured_row(
 
 
 def test_files_that_cannot_be_written_are_found_before_the_work(
-    monkeypatch: pytest.MonkeyPatch, loader: Any
+    monkeypatch: pytest.MonkeyPatch, loader: Any, tmp_path: Path
 ) -> None:
     loader.results = lambda plan: pytest.fail("it began")
+    for file in ("json", "plot"):
+        with pytest.raises(ValueError, match=f"cannot write {tmp_path}: it is a folder$"):
+            cases.run(PLAN, **{file: tmp_path})
     with pytest.raises(
         ValueError, match=r"cannot write /nowhere/at/.*: there is no folder /nowhere/at$"
     ):

@@ -135,6 +135,8 @@ def run(
     for path in (json, plot):
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"cannot write {path}: there is no folder {path.absolute().parent}")
+        if path is not None and path.is_dir():
+            raise ValueError(f"cannot write {path}: it is a folder")
     if plot is not None:
         check_figure(plot)
     subject = next(name for name, kind in BENCHMARKS.items() if kind is type(plan))
