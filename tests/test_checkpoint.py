@@ -226,7 +226,7 @@ def test_other_names_are_refused(tmp_path: Path) -> None:
     for name in ("7b", "/no/such/folder", "../up/there", "a/b/c", "a b/c", "a/b\n"):
         with pytest.raises(ValueError, match="is neither a folder nor the id of a hub repository"):
             resolve(name)
-    with pytest.raises(ValueError, match="file is a file; a checkpoint is a folder"):
+    with pytest.raises(ValueError, match="file is a file, not a folder"):
         resolve(tmp_path / "file")
     with pytest.raises(ValueError, match=r"a folder or hub id is needed, and .* is empty"):
         resolve("")

@@ -190,7 +190,7 @@ def resolve(folder_or_hub_id: str | Path, patterns: Sequence[str] = _HUB_FILES) 
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise ValueError(f"{name} is a file; a checkpoint is a folder")
+        raise ValueError(f"{name} is a file, not a folder")
     if not hub.is_hub_id(name):
         raise ValueError(f"{name!r} is neither a folder nor the id of a hub repository")
     return hub.download(name, list(patterns))

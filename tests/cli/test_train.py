@@ -165,7 +165,7 @@ def test_dry_run_finds_what_does_not_fit_init_from(
     for changes, message in (
         ([f"init_from={base}", "model.num_heads=1"], "has num_heads 2, the recipe 1: change"),
         ([f"init_from={base}", "model.num_heads=1", "lora={}"], "has num_heads 2, the recipe 1"),
-        ([f"init_from={state}"], "is a file; a checkpoint is a folder"),
+        ([f"init_from={state}"], "is a file, not a folder"),
         ([f"init_from={small}"], "are quantised, and cannot be trained"),
         (
             [f"init_from={trained}", "start_step=3", "run.steps=9", "model.num_heads=1"],

@@ -242,6 +242,13 @@ def test_a_pattern_that_takes_years_is_refused(adapter, tmp_path, monkeypatch):
         load_adapter(tmp_path / "changed", CONFIG)
 
 
+def test_a_config_that_is_no_object(adapter, tmp_path):
+    change(adapter, tmp_path / "changed", lambda c, t: None)
+    (tmp_path / "changed" / "adapter_config.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"adapter_config\.json holds a JSON list, not an object"):
+        load_adapter(tmp_path / "changed", CONFIG)
+
+
 @pytest.mark.parametrize("fingerprint", ["[1]", '"x"', "[" * 100_000, "{"])
 def test_damaged_fingerprints_of_the_base(fingerprint, adapter, tmp_path):
     tensors = load_file(adapter / "adapter_model.safetensors")

@@ -103,7 +103,7 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds neither config\.json nor config\.yaml: not a ch"):
         XLSTM.from_pretrained(tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"file is a file; a checkpoint is a folder$"):
+    with pytest.raises(ValueError, match=r"file is a file, not a folder$"):
         XLSTM.from_pretrained(tmp_path / "file")
     with pytest.raises(ValueError, match=r"file is a file; a checkpoint is a folder$"):
         random_model().save_pretrained(tmp_path / "file")

@@ -155,8 +155,9 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
-    if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
-        kind = settings.get("peft_type") if isinstance(settings, dict) else settings
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} holds a JSON {type(settings).__name__}, not an object")
+    if (kind := settings.get("peft_type")) != "LORA":
         raise ValueError(f"{path}: the peft_type {kind!r} is not supported, only 'LORA'")
     others = (
         *(key for key in settings if key.startswith("use_") and key != "use_rslora"),
