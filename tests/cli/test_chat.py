@@ -149,6 +149,11 @@ def test_messages_of_several_lines(cli: Cli, greeter: Path) -> None:
     assert sentence == 'the input ends within a message: its closing """ is missing'
 
 
+def test_input_that_is_not_utf8(cli: Cli, greeter: Path) -> None:
+    sentence = refused(cli("chat", greeter, stdin=b"hello\n\xff\n"))
+    assert sentence.startswith("stdin is not UTF-8 text: ")
+
+
 def test_retry_set_and_system(cli: Cli, speller: Path) -> None:
     """As the library does it: the answer is replaced, and others follow from the new one."""
     chat = Chat(Generator.from_pretrained(speller), temperature=2.0, seed=8, max_new_tokens=9)

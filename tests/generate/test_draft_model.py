@@ -443,6 +443,10 @@ def test_refusals(tmp_path: Path):
     }.items():
         with pytest.raises(ValueError, match=message):
             Generator.from_pretrained(tmp_path / "model", speculate=str(tmp_path / name))
+    for other in (True, MODEL):
+        message = f"a folder, a hub id or None, not {type(other).__name__}$"
+        with pytest.raises(ValueError, match=message):
+            Generator.from_pretrained(tmp_path / "model", speculate=other)
     # The same size, but other ids.
     backend = bytes_tokenizer.backend()
     backend.add_tokens(["sea"])

@@ -137,7 +137,10 @@ def _read_line(prompt: str, interactive: bool) -> str | None:
         with suppress(EOFError):
             return input(prompt)
         return None
-    line = sys.stdin.readline()
+    try:
+        line = sys.stdin.readline()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"stdin is not UTF-8 text: {error}") from error
     return line.removesuffix("\n") if line else None
 
 

@@ -48,6 +48,9 @@ def open_speculation(
         return None
     if speculate == "lookup":  # the folder of that name is ./lookup
         return "lookup"
+    if not isinstance(speculate, str | Path):  # from Python: True, or a model
+        kind = type(speculate).__name__
+        raise ValueError(f'speculate must be "lookup", a folder, a hub id or None, not {kind}')
     try:
         folder = resolve(speculate)
     except ValueError as error:
