@@ -47,7 +47,6 @@ set = [
     "schedule.warmup=1",
     "schedule.cooldown=1",
     "run.steps=4",
-    "run.save_every=1",
 ]
 [runs.one]
 label = "seed 1"
@@ -59,6 +58,8 @@ seed = 2
 [figure]
 kind = "loss"
 """
+# The same with a checkpoint after each step. Saving takes longer than a step of these models.
+SAVED_OFTEN = FILE.replace('"run.steps=4"', '"run.steps=4", "run.save_every=1"')
 
 
 @pytest.fixture(scope="session")
@@ -141,7 +142,7 @@ def test_records_what_was_trained_and_measured(data: Path, tmp_path: Path) -> No
 def test_stopped_experiment_continues_where_it_was(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    experiment = load_experiment(write(tmp_path))
+    experiment = load_experiment(write(tmp_path, SAVED_OFTEN))
     whole = run_experiment(experiment, tmp_path / "whole", data=data)
     out, trained = tmp_path / "out", []
     update = Trainer.update
@@ -282,7 +283,7 @@ def test_runs_of_another_experiment_are_taken_over(data: Path, tmp_path: Path) -
 
 
 def test_second_stage_continues_an_earlier_run(data: Path, tmp_path: Path) -> None:
-    text = FILE.replace('label = "seed 2"', 'label = "more"\nafter = "one"')
+    text = SAVED_OFTEN.replace('label = "seed 2"', 'label = "more"\nafter = "one"')
     experiment, out = load_experiment(write(tmp_path, text)), tmp_path / "out"
     found = run_experiment(experiment, out, data=data, runs=["one"])
     assert (out / "one" / "checkpoints").is_dir()  # needed by the second stage
