@@ -142,8 +142,8 @@ def _freeze() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # The longest test starts first. If it started last, the other processes would wait for it.
-    items.sort(key=lambda item: item.path.name != "test_every_kernel.py")
+    # Long tests start first. If one started last, the other processes would wait for it.
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     if torch.cuda.is_available():
         return
     for item in items:

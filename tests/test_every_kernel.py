@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.long
 def test_every_kernel_compiles_for_a_gpu(tmp_path):
     program = Path(__file__).with_name("every_kernel.py")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}

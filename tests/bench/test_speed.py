@@ -519,6 +519,7 @@ def invoke(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["experiment", "speed", *arguments])
 
 
+@pytest.mark.long
 def test_the_command_measures_in_a_process_and_draws(tmp_path: Path) -> None:
     result = invoke("--smoke", "--runs", "codestral-mamba", "--output", str(tmp_path / "out"))
     assert result.exit_code == 0, result.output

@@ -87,6 +87,7 @@ def test_a_case_that_fails_is_a_line() -> None:
     assert result == replace(blank, error="stopped after 0 s")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("same_process", "small")
 def test_the_cpu_benchmark_compares_with_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")

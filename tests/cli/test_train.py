@@ -705,6 +705,7 @@ def test_an_export_that_transformers_cannot_run_says_so(
     )
 
 
+@pytest.mark.long
 def test_torchrun_starts_two_processes(settings: list[str], tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command = ["-m", "--", "xlstm7b", "train", "quickstart", "--run", str(tmp_path / "run")]

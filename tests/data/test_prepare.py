@@ -238,6 +238,7 @@ def dies_at(step: int, *arguments, **options) -> bool:
     return os.waitpid(child, 0)[1] == signal.SIGKILL
 
 
+@pytest.mark.long
 def test_a_run_killed_before_any_change_to_a_file_continues(texts, tmp_path):
     """Each kill is followed by a second in the resumed run, and by a third run that ends."""
     options = {"shard_tokens": 60}
@@ -309,6 +310,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_kill_9_at_random_moments(tmp_path):
     rng = random.Random(0)
     source = write_jsonl(

@@ -240,6 +240,7 @@ def test_the_interval_is_wilsons() -> None:
     assert wilson(0.0, 10)[0] == 0
 
 
+@pytest.mark.long
 def test_a_small_model_learns_to_recall(tmp_path: Path) -> None:
     write_task(
         tmp_path,

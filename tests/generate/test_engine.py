@@ -195,6 +195,7 @@ def arriving(length, end, params, kind) -> Request:
     return Request([*LONG[:length], *end], SamplingParams(**params), **options)
 
 
+@pytest.mark.long
 @settings(max_examples=50)
 @given(
     asked=st.lists(arrivals, min_size=1, max_size=10),
@@ -580,6 +581,7 @@ def test_a_wrong_number_of_prompt_log_probabilities(wanted):
 # Aborts, errors, mistakes
 
 
+@pytest.mark.long
 @both_engines
 def test_a_thousand_aborts_leave_memory_flat(make_engine):
     chance = random.Random(0)

@@ -585,6 +585,7 @@ def test_stop_strings_are_never_shown():
 # Memory
 
 
+@pytest.mark.long
 def test_a_million_tokens_in_constant_memory():
     """In a process of its own: the peak of this one may be higher already.
 

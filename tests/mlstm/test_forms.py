@@ -11,6 +11,7 @@ from xlstm7b.mlstm import MLSTMState, mlstm_sequence
 from xlstm7b.mlstm.chunkwise import chunkwise_sequence
 
 
+@pytest.mark.long
 @settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**32),
@@ -171,6 +172,7 @@ def test_16_bit_inputs_lose_only_the_rounding_of_h(form, dtype):
         assert torch.equal(part, want)
 
 
+@pytest.mark.long
 def test_compiles_for_dynamic_lengths():
     """After a projection, as in the model: its backward pass depends on strides."""
     torch.compiler.reset()

@@ -83,6 +83,7 @@ def test_only_processes_of_torchrun_end_with_their_parent(by_torchrun: bool) -> 
             os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_the_processes_of_a_killed_torchrun_end(data: Path, tmp_path: Path) -> None:
     settings = [

@@ -42,6 +42,7 @@ def killed(world: int, chosen, folder: Path, moment: str, delay: float) -> bool:
     return bool(alive)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("world", "kills"), [(1, 5), (2, 1)])
 def test_a_killed_run_continues_bit_for_bit(data, tmp_path, world, kills):
     chosen, draw = recipe(data, *BUSY), random.Random(world)
