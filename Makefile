@@ -30,12 +30,15 @@ $(PACKAGE): pyproject.toml constraints.txt
 	touch $@
 
 # The extra `dev` has all of `train`, and with it nearly all of constraints.txt. To find one version
-# pip reads a long list of files, so two calls at a time find them. The last call installs what is
-# missing, such as everything if a version does not exist for this system.
+# pip reads a long list of files, so two calls at a time find them, in parts small enough that both
+# end together. The call after it installs what is missing. It uses the setuptools of constraints.txt
+# and does not check once more what it has just resolved: half the time. The last call is for systems
+# where a version of constraints.txt does not exist: it installs everything.
 $(TOOLS): pyproject.toml constraints.txt
 	$(venv)
-	-sed '/^# For ray/,$$d; /^#/d' constraints.txt | xargs -n 40 -P 2 $(INSTALL) --no-deps
-	$(INSTALL) --editable '.[dev]'
+	-sed '/^# For ray/,$$d; /^#/d' constraints.txt | xargs -n 20 -P 2 $(INSTALL) --no-deps
+	$(INSTALL) --no-build-isolation --no-warn-conflicts --editable '.[dev]' || \
+		$(INSTALL) --editable '.[dev]'
 	touch $(PACKAGE) $@
 
 lint: $(TOOLS)
