@@ -96,7 +96,7 @@ def test_hooks_see_every_step_and_change_no_weight(plain, data, tmp_path):
 
 
 def test_a_loss_from_logprobs_trains_as_the_models_own(plain, data, tmp_path):
-    chosen = recipe(data, "batch.micro_batch=2")
+    chosen = recipe(data, "batch.micro_batch=2", "run.save_every=0")
     Trainer(chosen, tmp_path, "cpu", hooks=[Logprobs()]).train()
     assert losses(tmp_path) == pytest.approx(losses(plain), abs=2e-6)
 
@@ -133,7 +133,8 @@ def test_the_loss_of_the_docs_has_its_formula(z_loss, plain, data):
     ],
 )
 def test_a_custom_loss_is_the_same_on_every_layout(z_loss, data, files, tmp_path, world, settings):
-    chosen = recipe(data, *settings, f'run.hooks=["{files}/my_hooks.py:ZLoss"]')
+    hooks = f'run.hooks=["{files}/my_hooks.py:ZLoss"]'
+    chosen = recipe(data, *settings, hooks, "run.save_every=0")
     if world == 1:
         run(0, chosen, tmp_path)
     else:
@@ -145,7 +146,7 @@ def test_a_custom_loss_is_the_same_on_every_layout(z_loss, data, files, tmp_path
 
 def test_a_loss_may_call_the_model_several_times(plain, data, tmp_path):
     hooks = f'run.hooks=["{train_processes.__file__}:TwoCalls"]'
-    in_processes(2, run, recipe(data, hooks), tmp_path)
+    in_processes(2, run, recipe(data, hooks, "run.save_every=0"), tmp_path)
     assert losses(tmp_path) == pytest.approx(losses(plain), abs=2e-6)
 
 
