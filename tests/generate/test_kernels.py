@@ -260,9 +260,10 @@ def test_integers_of_any_size_and_tile(data):
     scheme = data.draw(st.sampled_from([*INT4, Scheme("int8")]))
     option = data.draw(st.sampled_from(OPTIONS))
     batch = data.draw(st.integers(1, 8)) if scheme.group_size else 1
-    k = data.draw(st.integers(1, 20)) * (scheme.group_size or 1)
-    if not scheme.group_size:
-        k = data.draw(st.integers(1, 2000))
+    widths = st.integers(1, 2000)
+    if scheme.group_size:
+        widths = st.integers(1, 20).map(lambda groups: groups * scheme.group_size)
+    k = data.draw(widths)
     n = 2 * data.draw(st.integers(1, 40))
     choices = (16, 32), (2, 4, 8), (1, 2, 3), (None,), (0, 512)
     tile = IntegersTile(*(data.draw(st.sampled_from(each)) for each in choices))
