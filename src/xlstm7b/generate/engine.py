@@ -134,7 +134,7 @@ class Engine:
         slots: int | None = None,
         state_dtype: torch.dtype = torch.float32,
         prefill_tokens: int = 512,
-        long_gaps: float = 0.003,
+        long_gaps: float = 0.01,
         cache_bytes: int = 0,
         host_cache_bytes: int = 0,
         cache_folder: Path | None = None,
