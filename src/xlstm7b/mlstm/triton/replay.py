@@ -18,8 +18,6 @@ from xlstm7b.mlstm.triton.chunk_gates import log_sigmoid
 from xlstm7b.mlstm.triton.launch_params import Tile, padded
 from xlstm7b.mlstm.triton.step import take_counters
 
-# Of a thread: with 4 warps, four programs fit on a multiprocessor. Without a limit, three do.
-_MAX_REGISTERS = 128
 FOLDED_ROWS = 32  # of C that are folded at a time
 
 
@@ -227,7 +225,9 @@ def launch_replay(
         SIZE=size, ENTRIES=padded(size), INTERVAL=cursor.interval,
         BLOCK_K=tile.d_in, BLOCK_V=tile.d_out, PADDED_K=padded(d_k), PADDED_V=padded(d_v),
         FOLDED=min(FOLDED_ROWS, padded(d_k)), PRECISION=precision(q.dtype), OVERLAP=overlap,
-        maxnreg=_MAX_REGISTERS, **tile.options(), **({"launch_pdl": True} if overlap else {}),
+        # Six programs of 2 warps fit on a multiprocessor, or four of 4 warps.
+        maxnreg=168 if tile.warps <= 2 else 128, **tile.options(),
+        **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     return h
 
