@@ -36,14 +36,17 @@ def chunkwise_sequence(
     """Time is linear in T. Extra memory is T · chunk_size numbers for each row and head."""
     batch, length = i.shape[:2]
     size = min(chunk_size, length)
-    padding = -length % size
+    # An int under torch.compile too, as the loops below are unrolled. Then only the padding has a
+    # symbolic length, not every tensor after it, and compilation takes half the time.
+    chunks = len(range(-(-length // size)))
+    padding = chunks * size - length
 
     def chunked(x: Tensor, fill: float = 0.0) -> Tensor:
         """[B, T, NH, …] → [B, NH, chunks, size, …]; the last chunk is padded with `fill`."""
         if padding:
             # Not F.pad: under torch.compile its backward pass expects other strides than it gets.
             x = torch.cat([x, x.new_full((batch, padding, *x.shape[2:]), fill)], dim=1)
-        return x.reshape(batch, -1, size, *x.shape[2:]).movedim(3, 1).contiguous()
+        return x.reshape(batch, chunks, size, *x.shape[2:]).movedim(3, 1).contiguous()
 
     # Padding has closed input gates and open forget gates, so it does not change the state.
     q_c, k_c, v_c = (chunked(x.to(i.dtype)) for x in (q, k, v))
@@ -56,7 +59,7 @@ def chunkwise_sequence(
         b = log_f.cumsum(-1)
         carried = torch.ones((), dtype=torch.bool, device=q.device)
     else:
-        document = F.pad(resets, (0, padding)).view(batch, 1, -1, size).cumsum(-1)
+        document = F.pad(resets, (0, padding)).view(batch, 1, chunks, size).cumsum(-1)
         visible = visible & (document[..., :, None] == document[..., None, :])
         carried = document == 0
         b = torch.where(visible, log_f[..., None, :], 0).sum(-1)
@@ -72,7 +75,7 @@ def chunkwise_sequence(
     k_c = k_c * from_token[..., -1, :, None]  # each token's weight in the state after the chunk
     kept = from_state[..., -1]
     inter, inter_normaliser = [], []
-    for c in range(kept.shape[-1]):
+    for c in range(chunks):
         inter.append(q_c[:, :, c] @ C)
         inter_normaliser.append((q_c[:, :, c] @ n[..., None]).squeeze(-1))
         C = kept[:, :, c, None, None] * C + k_c[:, :, c].mT @ v_c[:, :, c]
