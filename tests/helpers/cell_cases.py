@@ -132,20 +132,6 @@ def random_case(
     ).to(dtype)
 
 
-def in_reverse_order(form: Form) -> Form:
-    """The same function with every head's elements reversed: only the rounding differs."""
-
-    def run(
-        q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, state: MLSTMState, **options: Any
-    ) -> tuple[Tensor, MLSTMState]:
-        C, n, m = state
-        turned = MLSTMState(C.flip(-1, -2), n.flip(-1), m)
-        h, new = form(q.flip(-1), k.flip(-1), v.flip(-1), i, f, state=turned, **options)
-        return h.flip(-1), MLSTMState(new.C.flip(-1, -2), new.n.flip(-1), new.m)
-
-    return run
-
-
 def memory(state: MLSTMState) -> tuple[Tensor, Tensor]:
     """C·exp(m) and n·exp(m): what does not depend on the choice of m."""
     scale = torch.exp(state.m)
@@ -159,10 +145,39 @@ def results_and_gradients(case: Case, form: Form, eps: float) -> list[Tensor]:
     state = MLSTMState(C, n, case.state.m)
     h, new = form(q, k, v, i, f, state=state, resets=case.resets, eps=eps)
     outputs = [h, *memory(new)]
+    return [*outputs, new.m, *torch.autograd.grad(_projection(outputs), leaves)]
+
+
+def results_in_both_orders(case: Case, form: Form, eps: float) -> tuple[list[Tensor], list[Tensor]]:
+    """`results_and_gradients`, and the same with every head's elements reversed.
+
+    Only their rounding differs. Both are computed in one pass, as rows of one batch.
+    """
+    leaves = [leaf.detach().repeat(2, *[1] * (leaf.dim() - 1)) for leaf in case.differentiable()]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    q, k, v, i, f, C, n = leaves
+    batch = i.shape[0] // 2
+    turned = [_turned(x, 1, batch) for x in (q, k, v, n)]
+    state = MLSTMState(_turned(C, 2, batch), turned[3], case.state.m.repeat(2, 1))
+    resets = None if case.resets is None else case.resets.repeat(2, 1)
+    h, new = form(*turned[:3], i, f, state=state, resets=resets, eps=eps)
+    new = MLSTMState(_turned(new.C, 2, batch), _turned(new.n, 1, batch), new.m)
+    outputs = [_turned(h, 1, batch), *memory(new)]
+    halves = [[x[:batch] for x in outputs], [x[batch:] for x in outputs]]
+    loss = _projection(halves[0]) + _projection(halves[1])
+    everything = [*outputs, new.m, *torch.autograd.grad(loss, leaves)]
+    return [x[:batch] for x in everything], [x[batch:] for x in everything]
+
+
+def _turned(x: Tensor, dims: int, batch: int) -> Tensor:
+    """The second half of the rows has its last dimensions reversed."""
+    return torch.cat([x[:batch], x[batch:].flip(*range(-dims, 0))])
+
+
+def _projection(outputs: list[Tensor]) -> Tensor:
     draw = torch.Generator().manual_seed(0)
-    loss = sum(
+    return sum(
         (x * torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x)).sum()
         / (1 + x.detach().norm())
         for x in outputs
     )
-    return [*outputs, new.m, *torch.autograd.grad(loss, leaves)]

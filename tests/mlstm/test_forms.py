@@ -1,11 +1,21 @@
 """Every form of the cell computes the same function: outputs, states and all gradients."""
 
+from functools import cache
+
 import pytest
 import torch
-from cell_cases import FORMS, Case, in_reverse_order, memory, random_case, results_and_gradients
+from cell_cases import (
+    FORMS,
+    Case,
+    memory,
+    random_case,
+    results_and_gradients,
+    results_in_both_orders,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure import error
+from torch import Tensor
 
 from xlstm7b.mlstm import MLSTMState, mlstm_sequence
 from xlstm7b.mlstm.chunkwise import chunkwise_sequence
@@ -29,8 +39,7 @@ from xlstm7b.mlstm.chunkwise import chunkwise_sequence
 )
 def test_forms_agree_in_float64(seed, shape, chunk_size, eps, options):
     case = random_case(seed, *shape, **options)
-    want = results_and_gradients(case, FORMS["recurrent"], eps)
-    other = results_and_gradients(case, in_reverse_order(FORMS["recurrent"]), eps)
+    want, other = results_in_both_orders(case, FORMS["recurrent"], eps)
 
     def chunked(*args, **kwargs):
         return chunkwise_sequence(*args, **kwargs, chunk_size=chunk_size)
@@ -130,16 +139,23 @@ def test_a_sequence_can_be_processed_in_parts(form, cuts):
         assert error(part, want) < 1e-11
 
 
+@cache
+def extreme_case(i: float, f: float) -> tuple[Case, list[Tensor], list[Tensor]]:
+    """In float32, with the results of the recurrent form in float64 and in float32."""
+    case = random_case(7, 1, 200, 2, 8, 8, fresh=True)
+    case.i, case.f = torch.full_like(case.i, i), torch.full_like(case.f, f)
+    want = results_and_gradients(case, FORMS["recurrent"], 1e-6)
+    case = case.to(torch.float32)
+    return case, want, results_and_gradients(case, FORMS["recurrent"], 1e-6)
+
+
 @pytest.mark.parametrize(
     ("i", "f"), [(15.0, 15.0), (15.0, -15.0), (-15.0, 15.0), (-15.0, -15.0), (-torch.inf, 3.0)]
 )
 @pytest.mark.parametrize("form", FORMS)
 def test_extreme_gates_in_float32(form, i, f):
-    case = random_case(7, 1, 200, 2, 8, 8, fresh=True)
-    case.i, case.f = torch.full_like(case.i, i), torch.full_like(case.f, f)
-    want = results_and_gradients(case, FORMS["recurrent"], 1e-6)
-    plain = results_and_gradients(case.to(torch.float32), FORMS["recurrent"], 1e-6)
-    got = results_and_gradients(case.to(torch.float32), FORMS[form], 1e-6)
+    case, want, plain = extreme_case(i, f)
+    got = results_and_gradients(case, FORMS[form], 1e-6)
     for got_part, plain_part, want_part in zip(got, plain, want, strict=True):
         assert got_part.isfinite().all()
         # Where n·q cancels, float32 loses digits. No form may lose more than the recurrent one.
