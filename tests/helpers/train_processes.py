@@ -3,6 +3,7 @@
 A new process imports these functions by name, so they are not in a test file.
 """
 
+import gc
 import multiprocessing
 import os
 import resource
@@ -56,6 +57,8 @@ def start_processes(world: int, work: Callable[..., None], *arguments: object) -
 
 
 def _process(rank: int, world: int, port: int, work: Callable[..., None], arguments) -> None:
+    # A collection would visit all objects of the process that this is a fork of, and so copy them.
+    gc.freeze()
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),
