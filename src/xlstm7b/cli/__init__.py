@@ -1,5 +1,7 @@
 """The command line. Commands import what they need when they run, so that --help is fast."""
 
+import atexit
+import gc
 import os
 import select
 import sys
@@ -97,6 +99,7 @@ def main() -> None:
     """Runs the command line. A user's mistake prints one sentence and exits with code 2."""
     if isinstance(sys.stdout, TextIOWrapper):  # a path may not be UTF-8, and a terminal ASCII only
         sys.stdout.reconfigure(errors="backslashreplace")
+    atexit.register(_exit_at_once)
     try:
         app()
     except SystemExit as end:
@@ -112,6 +115,12 @@ def main() -> None:
         # A package's own check gives no name, but a message of several lines.
         missing = f"this command needs the package {error.name}, which is not installed"
         _fail(missing if error.name else " ".join(str(error).split()), 2)
+
+
+def _exit_at_once() -> None:
+    """Python's last garbage collections skip all objects: with PyTorch, they take half a second."""
+    if "triton" not in sys.modules:  # its bindings would print that they leaked
+        gc.freeze()
 
 
 def _fail(message: str, code: int) -> None:
