@@ -30,6 +30,16 @@ def test_the_suffix_chooses_the_format_of_a_figure(tmp_path: Path, name: str, st
     assert (tmp_path / name).read_bytes().startswith(start)
 
 
+def test_a_figure_is_saved_to_several_files(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    paths = [tmp_path / "a.svg", tmp_path / "a.png"]
+    with report.figure(*paths, columns=2) as axes:
+        axes[0].set_title("Title")
+    assert [path.read_bytes()[:4] for path in paths] == [b"<?xm", b"\x89PNG"]
+    with pytest.raises(ValueError, match=r"cannot draw .*a\.xyz"):
+        report.figure(paths[0], tmp_path / "a.xyz").__enter__()
+
+
 def test_an_unknown_format_is_refused_before_anything_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report.check_figure(tmp_path / "a.PDF")

@@ -32,12 +32,13 @@ def check_figure(path: Path) -> None:
 
 
 @contextmanager
-def figure(path: Path, columns: int = 1) -> Iterator[Any]:
-    """Yields the axes of a new figure (an array if there are several), then saves it to `path`.
+def figure(*paths: Path, columns: int = 1) -> Iterator[Any]:
+    """Yields the axes of a new figure (an array if there are several), then saves it to `paths`.
 
-    The file's suffix chooses the format: png, pdf or svg. Without a suffix it is PNG.
+    A file's suffix chooses the format: png, pdf or svg. Without a suffix it is PNG.
     """
-    check_figure(path)
+    for path in paths:
+        check_figure(path)
     import matplotlib as mpl
 
     from xlstm7b.files import write_aside  # not above: commands import this module for --help
@@ -48,8 +49,10 @@ def figure(path: Path, columns: int = 1) -> Iterator[Any]:
     drawn, axes = pyplot.subplots(1, columns, figsize=(6 * columns, 4), layout="constrained")
     try:
         yield axes
-        with write_aside(path) as aside:
-            drawn.savefig(aside, dpi=150, format=path.suffix[1:] or "png")
+        for path in paths:
+            with write_aside(path) as aside:
+                drawn.savefig(aside, dpi=150, format=path.suffix[1:] or "png")
+            drawn.set_layout_engine("none")  # the next file has the same layout
     finally:
         pyplot.close(drawn)
 

@@ -24,12 +24,12 @@ def draw(runs: Mapping[str, Record], folder: Path) -> list[str]:
     drawn = []
     for name, panels in _FIGURES.items():
         if any(_rows(record, name) for record in runs.values()):
-            for ending in ("png", "svg"):
-                with figure(folder / f"speed-{name}.{ending}", columns=len(panels)) as axes:
-                    all_axes = [axes] if len(panels) == 1 else list(axes)
-                    for axis, panel in zip(all_axes, panels, strict=True):
-                        panel(axis, runs)
-                    _add_legend_and_caption(all_axes, _caption(runs, name))
+            paths = [folder / f"speed-{name}.{ending}" for ending in ("png", "svg")]
+            with figure(*paths, columns=len(panels)) as axes:
+                all_axes = [axes] if len(panels) == 1 else list(axes)
+                for axis, panel in zip(all_axes, panels, strict=True):
+                    panel(axis, runs)
+                _add_legend_and_caption(all_axes, _caption(runs, name))
             drawn.append(f"speed-{name}")
     return drawn
 

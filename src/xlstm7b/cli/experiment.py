@@ -110,8 +110,8 @@ def experiment(
         if draws:
             from xlstm7b.experiment.figures import draw
 
-            for ending in ("png", "svg"):
-                draw(chosen, records, target / f"{chosen.name}.{ending}")
+            paths = (target / f"{chosen.name}.{ending}" for ending in ("png", "svg"))
+            draw(chosen, records, *paths)
 
     found = run_experiment(
         chosen,

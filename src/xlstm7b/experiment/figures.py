@@ -14,11 +14,11 @@ from xlstm7b.report import figure, token_ticks
 Panel = Callable[[Any, Experiment, Mapping[str, Record]], None]
 
 
-def draw(experiment: Experiment, runs: Mapping[str, Record], output: Path) -> None:
-    """Draws all runs that have a record. The file's suffix chooses the format: png, pdf or svg."""
+def draw(experiment: Experiment, runs: Mapping[str, Record], *outputs: Path) -> None:
+    """Draws all runs that have a record. A file's suffix chooses the format: png, pdf or svg."""
     kind = experiment.figure.kind
     panels = _accuracy_panels(runs) if kind == "accuracy" else _PANELS[kind]
-    with figure(output, columns=len(panels)) as drawn:
+    with figure(*outputs, columns=len(panels)) as drawn:
         all_axes = [drawn] if len(panels) == 1 else drawn
         for axes, panel in zip(all_axes, panels, strict=True):
             panel(axes, experiment, runs)
