@@ -13,9 +13,10 @@ from xlstm7b.chat_format import PlainFormat
 from xlstm7b.tokenizer import ByteTokenizer, write_tokenizer
 
 for library in ("transformers", "trl", "peft", "datasets"):
-    pytest.importorskip(library, reason=f"{library} is not installed")
+    # To import them takes long, so a process that runs none of these tests does not.
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed", allow_module_level=True)
 
-from peft import PeftModel  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline  # noqa: E402
 
 from xlstm7b.integrations.transformers import optimize  # noqa: E402
@@ -148,6 +149,8 @@ def test_dpo_prefers_the_chosen_answers(folder, tmp_path):
     assert log["rewards/accuracies"] == 1
 
     # The adapters, merged into the weights, are a checkpoint of this package.
+    from peft import PeftModel
+
     base = AutoModelForCausalLM.from_pretrained(folder)
     PeftModel.from_pretrained(base, tmp_path / "out").merge_and_unload().save_pretrained(
         tmp_path / "tuned"
