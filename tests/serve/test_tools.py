@@ -19,7 +19,8 @@ from tool_chats import TEMPLATE, tool_format, tool_generator
 from xlstm7b.chat_format import ChatFormat, ChatTemplate, PlainFormat
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate.structured import Matcher, compile_grammar, next_masks
-from xlstm7b.serve.protocol import ApiError, ChatBody, Message
+from xlstm7b.serve import handlers
+from xlstm7b.serve.protocol import ApiError, ChatBody, Message, Tool
 from xlstm7b.serve.tools import (
     DEFAULT_CALLS,
     AnswerReader,
@@ -156,9 +157,14 @@ TALK = [
 ]
 
 
+def prompt(chat_format: ChatFormat, messages: list[Message], tools: list[Tool]) -> str:
+    written, described = ToolFormat(chat_format, BYTES).write(messages, tools)
+    return chat_format.render(written, add_generation_prompt=True, tools=described)
+
+
 def test_prompts_in_the_default_format() -> None:
     offered = ChatBody(messages=USER, tools=TOOLS).tools or []
-    text = ToolFormat(PlainFormat(), BYTES).render(TALK, offered)
+    text = prompt(PlainFormat(), TALK, offered)
     head, _, rest = text.partition("\n\nUser: ")
     assert head.startswith("Be brief.\n\nYou can call functions.")
     assert json.dumps(ADD) in head.splitlines()
@@ -170,13 +176,13 @@ def test_prompts_in_the_default_format() -> None:
         "User: <tool_response>\n3\n</tool_response>\n<tool_response>\n7\n</tool_response>\n"
         "Assistant:"
     )
-    without = ToolFormat(PlainFormat(), BYTES).render(TALK[1:2], offered)
+    without = prompt(PlainFormat(), TALK[1:2], offered)
     assert without.startswith("You can call functions.")
 
 
 def test_prompts_of_a_template() -> None:
     offered = ChatBody(messages=USER, tools=TOOLS).tools or []
-    text = ToolFormat(template(TAGGED), BYTES).render(TALK, offered)
+    text = prompt(template(TAGGED), TALK, offered)
     head, _, rest = text.partition("<system>")
     assert json.loads(head) == TOOLS
     assert rest == (
@@ -395,6 +401,17 @@ def test_with_other_fields(live: LiveServer) -> None:
         wanted = wanted if schema == "json_schema" else {"type": schema}
         (choice,) = live.post(CHAT, messages=USER, tools=TOOLS, response_format=wanted)["choices"]
         assert choice["finish_reason"] in ("stop", "tool_calls")
+
+
+def test_a_chat_without_tools_needs_nothing_of_them(live: LiveServer, monkeypatch) -> None:
+    for name in ("AnswerReader", "check_messages", "check_tools", "schemas_of"):
+        monkeypatch.setattr(handlers, name, None)
+    monkeypatch.setattr(ToolFormat, "write", None)
+    talk = [*USER, {"role": "assistant", "content": "Yes."}, *USER]
+    answer = live.client.post(CHAT, json={"messages": talk, "max_tokens": 2})
+    assert answer.status_code == 200
+    answer = live.client.post(CHAT, json={"messages": talk, "tools": TOOLS})
+    assert answer.status_code == 500  # they are what a chat with tools calls
 
 
 def test_the_openai_client_runs_tools(live: LiveServer) -> None:

@@ -39,7 +39,6 @@ from xlstm7b.serve.tools import (
     ToolFormat,
     check_messages,
     check_tools,
-    is_forced,
     schemas_of,
 )
 from xlstm7b.tokenizer import CachingEncoder, Tokenizer, check_tokens, with_first_token
@@ -244,7 +243,8 @@ async def _read_chat(service: Service, body: ChatBody) -> _Input:
     chat_format = model.chat_format
     state, text_after_answer = await _load_state(service, body)
     _check_messages(service, body.messages)
-    check_tools(body.tools or (), body.tool_choice)
+    if body.tools or body.tool_choice:
+        check_tools(body.tools or (), body.tool_choice)
     continues_last = _continues_last(body)
     if state is None or not state.has_text:
         tools = [] if body.tool_choice == "none" else body.tools or []
@@ -266,7 +266,7 @@ async def _read_chat(service: Service, body: ChatBody) -> _Input:
         chat_format, service.tokenizer, service.config.eos_token_id
     )
     grammar = model.tool_format.grammar(body) if body.offered_tools else None
-    if body.form() is not None or is_forced(body):
+    if body.form() is not None or body.must_call:
         stop_strings = ()  # the grammar ends the answer
     params = body.to_sampling_params(
         service.limits,
@@ -330,10 +330,21 @@ def _render(
     model: ServedModel,
     messages: Sequence[protocol.Message],
     tools: Sequence[protocol.Tool] = (),
-    **options: bool,
+    *,
+    add_generation_prompt: bool = True,
+    continues_last: bool = False,
 ) -> str:
+    written: list[Json]
+    if tools or any(message.uses_tools for message in messages):
+        written, described = model.tool_format.write(messages, tools)
+    else:
+        written, described = [{**message.to_template()} for message in messages], None
     try:
-        return model.tool_format.render(messages, tools, **options)
+        if continues_last:
+            return model.chat_format.render_open(written, tools=described)
+        return model.chat_format.render(
+            written, add_generation_prompt=add_generation_prompt, tools=described
+        )
     except ValueError as error:  # the chat template refuses them
         raise ApiError(400, str(error), param="messages") from error
 
@@ -353,7 +364,8 @@ def _check_messages(service: Service, messages: Sequence[protocol.Message]) -> N
     if count > allowed:
         message = f"messages must have at most {allowed} entries, not {count}"
         raise ApiError(400, message, param="messages")
-    check_messages(messages)
+    if any(message.uses_tools for message in messages):
+        check_messages(messages)
 
 
 def _check_limits(

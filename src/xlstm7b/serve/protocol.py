@@ -475,6 +475,11 @@ class Message(Body):
     refusal: None = None
     annotations: EmptyList | None = None
 
+    @property
+    def uses_tools(self) -> bool:
+        """True for a message with calls, or with a result."""
+        return bool(self.tool_calls) or self.role == "tool" or self.tool_call_id is not None
+
     def to_template(self) -> dict[str, str]:
         """Role and content in the form that chat templates take. `tools.py` adds calls."""
         content = self.content or ""
@@ -519,6 +524,11 @@ class ChatBody(SamplingBody):
         if isinstance(self.tool_choice, ChosenTool):
             return [one for one in offered if one.name == self.tool_choice.function.name]
         return offered
+
+    @property
+    def must_call(self) -> bool:
+        """True if the answer must be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, ChosenTool)
 
     def form_field(self) -> str | None:
         return "tools" if self.offered_tools else super().form_field()

@@ -78,27 +78,16 @@ class ToolFormat:
         self.is_in_template = found is not None and _is_text(found, tokenizer)
         self.calls = found if found is not None and self.is_in_template else DEFAULT_CALLS
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
-        *,
-        add_generation_prompt: bool = True,
-        continues_last: bool = False,
-    ) -> str:
-        """The prompt. `ValueError` if the chat template refuses the messages."""
-        if self.is_in_template:
-            calls = [call for message in messages for call in message.tool_calls or ()]
-            names: dict[str | None, str] = {call.id: call.function.name for call in calls}
-            written = [_to_template(message, names) for message in messages]
-            described = [tool.model_dump(exclude_none=True) for tool in tools] or None
-        else:
-            written, described = self._to_plain(messages, tools), None
-        if continues_last:
-            return self._chat_format.render_open(written, tools=described)
-        return self._chat_format.render(
-            written, add_generation_prompt=add_generation_prompt, tools=described
-        )
+    def write(
+        self, messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> tuple[list[Json], list[Json] | None]:
+        """The messages and the tools in the form that the chat format takes."""
+        if not self.is_in_template:
+            return self._to_plain(messages, tools), None
+        calls = [call for message in messages for call in message.tool_calls or ()]
+        names: dict[str | None, str] = {call.id: call.function.name for call in calls}
+        described = [tool.model_dump(exclude_none=True) for tool in tools]
+        return [_to_template(message, names) for message in messages], described or None
 
     def _to_plain(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Json]:
         """Messages without tools: functions are described in the system message, an answer holds
@@ -138,7 +127,7 @@ class ToolFormat:
         """
         form, calls = body.form(), self.calls
         trigger = _quoted(calls.trigger)
-        if is_forced(body):
+        if body.must_call:
             rules = [f"start: {trigger} calls"]
         elif form is None:
             rules = [
@@ -171,11 +160,6 @@ class ToolFormat:
             f"call: {' | '.join(functions)}",
         ]
         return "\n".join(rules)
-
-
-def is_forced(body: ChatBody) -> bool:
-    """True if the answer must be a call."""
-    return body.tool_choice == "required" or isinstance(body.tool_choice, ChosenTool)
 
 
 def _may_repeat(body: ChatBody) -> bool:
@@ -383,7 +367,7 @@ def check_tools(tools: Sequence[Tool], tool_choice: str | ChosenTool | None = No
 def schemas_of(body: ChatBody) -> Iterator[tuple[str, Json]]:
     """The field and the schema of each part of the grammar, to find the one that is refused."""
     form = body.form()
-    if form is not None and not is_forced(body):
+    if form is not None and not body.must_call:
         yield form[0], _schema_of(form)
     names = [tool.function.name for tool in body.tools or ()]
     for function in body.offered_tools:
