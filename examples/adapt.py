@@ -25,7 +25,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -93,7 +93,7 @@ class HeldOut(NamedTuple):
         return total / count
 
 
-def compare(options: argparse.Namespace, folder: Path) -> list[Row]:
+def compare(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
     # 1. The data, and the model as it is.
     device = to_device(options.device)
     base = resolve(options.model)
@@ -103,8 +103,7 @@ def compare(options: argparse.Namespace, folder: Path) -> list[Row]:
     config = with_special_tokens(read_config(base), train)
     test = HeldOut.read(held_out, options.context_length, config, options.held_out_documents)
     model = XLSTM.from_pretrained(base, dtype=default_dtype(device), device=device)
-    rows = [Row("base", test.loss(model), 0, 0.0)]
-    print_row(rows[-1])
+    yield Row("base", test.loss(model), 0, 0.0)
     # 2. The prompt.
     began = time.perf_counter()
     generator = Generator(model, model_tokenizer(base, config, None))
@@ -112,8 +111,7 @@ def compare(options: argparse.Namespace, folder: Path) -> list[Row]:
     prompt = generator.read([ids])
     prompt.save(folder / "prompt.safetensors")
     seconds = time.perf_counter() - began
-    rows.append(Row("prompt", test.loss(model, prompt), 0, seconds))
-    print_row(rows[-1])
+    yield Row("prompt", test.loss(model, prompt), 0, seconds)
     del generator
     # 3. What is trained.
     size = state_tuning_parameters(config, rank=options.state_rank)
@@ -165,9 +163,7 @@ def compare(options: argparse.Namespace, folder: Path) -> list[Row]:
             loss = test.loss(load_adapted(base, exported, **loading))
         else:
             loss = test.loss(XLSTM.from_pretrained(exported, **loading))
-        rows.append(Row(name, loss, trained_parameters(recipe), seconds))
-        print_row(rows[-1])
-    return rows
+        yield Row(name, loss, trained_parameters(recipe), seconds)
 
 
 def split(text: Path, held_out: str | None, folder: Path) -> tuple[Path, Path]:
@@ -200,11 +196,6 @@ def first_tokens(data: ShardFolder, count: int) -> list[int]:
     for shard in data.shards:
         ids += shard.tokens[: count - len(ids)].tolist()
     return ids
-
-
-def print_row(row: Row) -> None:
-    """A row as soon as it is there; the table comes at the end."""
-    print(f"{row.method}: {row.loss:.4f} ({row.seconds:.1f} s)", file=sys.stderr, flush=True)
 
 
 def smoke(options: argparse.Namespace, folder: Path) -> None:
@@ -251,10 +242,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if options.output is not None and folder.is_dir() and any(folder.iterdir()):
                 raise ValueError(f"{folder} exists already: choose another --output")
             folder.mkdir(parents=True, exist_ok=True)
-            rows = compare(options, folder)
-            if options.output is not None:
-                results = [row._asdict() for row in rows]
-                settings = json.loads(json.dumps(vars(options), default=str))
+            settings = json.loads(json.dumps(vars(options), default=str))
+            rows = list[Row]()
+            for row in compare(options, folder):  # the table comes at the end
+                print(f"{row.method}: {row.loss:.4f} ({row.seconds:.1f} s)", file=sys.stderr)
+                rows.append(row)
+                results = [each._asdict() for each in rows]
                 write_json(folder / "results.json", {"results": results, "settings": settings})
     except (ValueError, OSError) as error:
         raise SystemExit(f"adapt: {error}") from error
