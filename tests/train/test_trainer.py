@@ -147,6 +147,15 @@ def test_a_non_finite_step_changes_no_weight(data, tmp_path, policy):
         assert all(value.isfinite().all() for value in before.values())
 
 
+def test_a_short_run_without_a_finite_step_fails(data, tmp_path):
+    with process_group("cpu"):
+        trainer = Trainer(recipe(data, "run.steps=4"), tmp_path, "cpu")
+        spoil_loss(trainer, math.nan, range(4))
+        message = "at step 3, the last of 4 such steps in a row; none is saved yet"
+        with pytest.raises(FloatingPointError, match=message):
+            trainer.train()
+
+
 def test_a_run_continues_with_the_recipes_optimizer_settings(data, tmp_path):
     run(0, recipe(data, "run.time_limit=1e-9"), tmp_path)
     changed = ["optimizer.weight_decay=0.3", "optimizer.betas=[0.8, 0.7]", "optimizer.eps=1e-5"]

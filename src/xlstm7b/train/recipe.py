@@ -229,8 +229,8 @@ class Run:
     compile: StrictBool = True
     """Compile each block with `torch.compile`, on GPUs."""
     nan_policy: Literal["skip", "stop"] = "skip"
-    """If loss or gradient are not finite: skip the step, or stop the run. 20 skipped steps in a row
-    also stop it."""
+    """If loss or gradient are not finite: skip the step, or stop the run. 20 skipped steps in a
+    row, or all steps of a shorter run, also stop it."""
     save_every: AtLeast0 = 1000
     """Steps between checkpoints. 0: only at the end."""
     keep_last: AtLeast1 = 2

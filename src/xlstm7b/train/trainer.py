@@ -358,7 +358,8 @@ class Trainer:
     def _count_skip(self, update: Update) -> None:
         self.skipped += 1
         self._skipped_in_a_row += 1
-        if self.recipe.run.nan_policy == "skip" and self._skipped_in_a_row < _MAX_SKIPPED:
+        run = self.recipe.run
+        if run.nan_policy == "skip" and self._skipped_in_a_row < min(_MAX_SKIPPED, run.steps):
             return
         self.checkpoints.finish_save()
         row = f", the last of {n} such steps in a row" if (n := self._skipped_in_a_row) > 1 else ""
