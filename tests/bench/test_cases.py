@@ -17,7 +17,7 @@ import torch
 
 from xlstm7b.bench import cases
 from xlstm7b.bench.cases import Column, Part, Result, heading, line
-from xlstm7b.bench.measure import attempt, find_peaks, measure, measure_steps, percentile
+from xlstm7b.bench.measure import attempt, failed, find_peaks, measure, measure_steps, percentile
 from xlstm7b.bench.peers import in_process
 from xlstm7b.bench.plans import BENCHMARKS, Engine, Generation, Kernels, Loader, Serve, Tune
 
@@ -279,6 +279,14 @@ def test_long_calls_are_timed_less_often(
 
     assert measure(call, "cpu", enough=1.0) == seconds
     assert calls[0] == 1 + counted
+
+
+def test_a_reason_has_no_advice() -> None:
+    cuda = torch.AcceleratorError("CUDA error: misaligned address\nSearch for it in the manual")
+    compiler = RuntimeError("the compiler failed:\n  no such register")
+    assert failed(RESULTS[0], cuda).error == "AcceleratorError: CUDA error: misaligned address"
+    want = "RuntimeError: the compiler failed: no such register"
+    assert failed(RESULTS[0], compiler).error == want
 
 
 def test_measured_peaks_fill_what_was_not_given() -> None:

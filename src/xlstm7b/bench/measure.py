@@ -160,7 +160,10 @@ def failed(case: Result, error: BaseException) -> Result:
     """The case with the reason why it could not be measured."""
     if isinstance(error, torch.OutOfMemoryError):
         return replace(case, error="out of memory")
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    text = str(error)
+    if isinstance(error, torch.AcceleratorError):
+        text = text.partition("\n")[0]  # the other lines are advice
+    reason = " ".join(f"{type(error).__name__}: {text}".split())
     return replace(case, error=reason[:200])
 
 

@@ -452,7 +452,8 @@ def _measure(
                             rows.append(row)
                         if result.part != heading:
                             heading = result.part
-                            say(cases.heading(PARTS[heading]))
+                            seconds = time.monotonic() - began
+                            say(f"{cases.heading(PARTS[heading])}  [{seconds:.0f} s]")
                         say(cases.line(result, PARTS[heading]))
         except BaseException:  # Ctrl-C
             if rows:

@@ -128,15 +128,17 @@ def multiply_integers(
 
 
 def tile_for(batch: int, W: QuantizedWeight) -> IntegersTile:
-    """The fastest tiles of `bench tune --quantize int4` on an H200, for groups of 64.
+    """The fastest tiles on an H200, by `bench tune --quantize int4` for groups of 64.
 
-    `prefetch` was chosen by the speed of whole tokens at 8 rows. It helps where few rows of W leave
-    the memory idle. A block of 128 words takes as many registers as two of 64. int8 has one tile
-    for all matrices, which was the fastest of ten by the speed of whole tokens.
+    Those of int8, and `prefetch`, were chosen by the speed of whole tokens. `prefetch` helps at 8
+    rows, where few rows of W leave the memory idle. A block of 128 words takes as many registers as
+    two of 64.
     """
     words = words_in_block(W.scheme)
     if W.scheme.name == "int8":
-        return IntegersTile(16, 8, 2, 80)
+        if 8192 <= len(W) < 32768:
+            return IntegersTile(32, 8, 1, 128)
+        return IntegersTile(16, 16, 1, 64) if max(W.shape) <= 8192 else IntegersTile(16, 8, 2, 80)
     if batch > 1:
         if len(W) < 8192:
             return IntegersTile(16, 8, 1, 128 if words < 128 else None, prefetch=2048)
