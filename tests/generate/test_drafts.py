@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xlstm7b.generate.drafts import MAX_DRAFT, DraftLength, LookupText, SuffixIndex
+from xlstm7b.generate.drafts import MAX_DRAFT, MIN_MATCH, DraftLength, LookupText, SuffixIndex
 
 
 def searched(tokens: list[int], count: int, least: int, most: int, candidates: int) -> list[int]:
@@ -66,6 +66,43 @@ def test_a_prompt_is_copied():
     assert drafter.propose(MAX_DRAFT) == prompt[29 : 29 + MAX_DRAFT]
     assert drafter.propose(2) == prompt[29:31]
     assert drafter.propose(0) == []
+
+
+def test_short_matches_that_lead_nowhere_are_ignored():
+    """Phrases of 4 tokens occur again and again, each time with other tokens after them."""
+    draw = random.Random(0)
+    phrases = [[*range(10 * n, 10 * n + 4)] for n in range(5)]
+    text = LookupText(())
+    waits = []
+    for place in range(200):
+        for token in (*draw.choice(phrases), 1000 + place):
+            waits.append(text.wants_to_draft)
+            text.record([token], 0, 0)
+    assert 1 <= sum(waits) <= 4
+    assert not any(waits[100:])
+
+
+def test_a_draft_that_is_all_right_makes_short_matches_count_again():
+    prompt = random.Random(0).sample(range(1000), 100)
+    text = LookupText([*prompt, *prompt[20 : 20 + MIN_MATCH]])
+    assert text.wants_to_draft
+    text.record([2000], 0, 0)  # the match ends where a draft could follow it
+
+    def copied(start: int) -> int:
+        """How many tokens are copied from the prompt until a draft is wanted."""
+        count = 0
+        while not text.wants_to_draft:
+            text.record([prompt[start + count]], 0, 0)
+            count += 1
+        return count
+
+    assert copied(30) == MIN_MATCH + 1
+    draft = text.propose(MAX_DRAFT)
+    text.record([2001], len(draft), 0)
+    assert copied(50) == MIN_MATCH + 2
+    draft = text.propose(MAX_DRAFT)
+    text.record([*draft, 2002], len(draft), len(draft))
+    assert copied(70) == MIN_MATCH
 
 
 def test_a_repetition_is_continued():

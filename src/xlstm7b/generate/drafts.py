@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 MAX_DRAFT = 8  # tokens of one draft
 MIN_MATCH = 3  # latest tokens that must have occurred before
 MAX_MATCH = 32  # longer matches are not told apart
+_MOST_NEEDED = 8  # tokens of a match, after drafts that were wrong
 _CANDIDATES = 16  # earlier places that are compared
 WINDOW = 1 << 16  # latest tokens that are searched
 
@@ -70,35 +71,39 @@ class SuffixIndex:
         self._before.append(before)
 
     @property
-    def has_match(self) -> bool:
-        """True if the latest tokens have occurred before."""
-        return len(self._before) > 0 and self._before[-1] >= 0
+    def match_length(self) -> int:
+        """How many of the latest tokens have occurred before; 0 if fewer than `min_match`."""
+        return self._longest_match()[0]
 
     def propose(self, count: int) -> list[int]:
         """Up to `count` tokens that may come next; none if the latest tokens are new.
 
-        They are those that followed the longest match of the latest tokens, and of equally long
-        matches the latest. Of the places that end with the last `min_match` tokens, the latest
-        `candidates` are compared. A match that overlaps the latest tokens is a repetition: it is
-        continued.
+        They are those that followed the longest match of the latest tokens. A match that overlaps
+        the latest tokens is a repetition: it is continued.
         """
-        if count < 1 or not self._tokens:
+        length, place = self._longest_match()
+        if count < 1 or not length:
             return []
-        tokens = self._tokens
-        best, longest = -1, 0
-        place = self._before[-1]
+        period = len(self._tokens) - place
+        followed = self._tokens[place : place + count].tolist()
+        return [followed[n % period] for n in range(count)]
+
+    def _longest_match(self) -> tuple[int, int]:
+        """Its length and its place; of equally long matches, the latest.
+
+        Of the places that end with the last `min_match` tokens, the latest `candidates` are
+        compared.
+        """
+        longest, best = 0, -1
+        place = self._before[-1] if self._before else -1
         for _ in range(self._candidates):
             if place < 0 or longest == self._max_match:
                 break
             length = self._match_length(place)
             if length > longest:
-                best, longest = place, length
+                longest, best = length, place
             place = self._before[place - 1]
-        if best < 0:
-            return []
-        period = len(tokens) - best
-        followed = tokens[best : best + count].tolist()
-        return [followed[n % period] for n in range(count)]
+        return longest, best
 
     def _match_length(self, place: int) -> int:
         """How many tokens before this place are the latest ones, up to `max_match`."""
@@ -214,10 +219,16 @@ class LookupDrafter(Drafter):
 
 
 class LookupText:
-    """One text of `LookupDrafter`: its tokens that are known, and how many to draft next."""
+    """One text of `LookupDrafter`: its tokens that are known, and how many to draft next.
+
+    A draft needs a match of some tokens, at first `MIN_MATCH`. One more is needed after a match
+    that ended before a draft could follow it, and after a draft of which nothing was right. A draft
+    that was all right sets this back. So free prose, whose matches are short, has few drafts.
+    """
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._index, self._length = SuffixIndex(tokens), DraftLength()
+        self._needed = MIN_MATCH
 
     @property
     def wants_to_draft(self) -> bool:
@@ -225,14 +236,21 @@ class LookupText:
 
         So the engine waits for the last token only within a repetition.
         """
-        return self._length.next > 0 and self._index.has_match
+        return self._length.next > 0 and self._index.match_length >= self._needed
 
     def propose(self, most: int) -> list[int]:
         """The next draft, of at most this many tokens. It may be empty."""
+        if not self.wants_to_draft:
+            return []
         return self._index.propose(min(most, self._length.next))
 
     def record(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
         """Adds the tokens that a pass generated, with a draft of which some were accepted."""
+        waited = self.wants_to_draft
         for token in tokens:
             self._index.append(token)
         self._length.record(drafted, accepted, len(tokens))
+        if drafted and accepted == drafted:
+            self._needed = MIN_MATCH
+        elif not accepted and waited and (drafted or not self.wants_to_draft):
+            self._needed = min(self._needed + 1, _MOST_NEEDED)
