@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,15 @@ from torch import Tensor
 
 from xlstm7b.generate.params import SamplingParams
 from xlstm7b.generate.request import BAD_LOGITS
-from xlstm7b.generate.sampler import Needs, Sampler, draw, scramble, uniform
+from xlstm7b.generate.sampler import (
+    Needs,
+    Sampler,
+    _kept,
+    _kept_by_cpu,
+    draw,
+    scramble,
+    uniform,
+)
 
 EVERYTHING = Needs(True, True, True, True, True, True, 5)
 MASK = 2**64 - 1
@@ -211,6 +220,47 @@ def test_equal_tokens_are_kept_in_order():
     assert probabilities(logits, min_p=1.0) == [0, 0.25, 0.25, 0, 0.25, 0.25]
     sampler = set_rows(SamplingParams(temperature=0), vocab=6)
     assert step(sampler, logits[None]) == [1]
+
+
+@given(
+    rows=st.lists(
+        st.builds(
+            SamplingParams,
+            top_k=st.sampled_from([0, 1, 4, 15, 36]),
+            top_p=st.sampled_from([1.0, 1e-9, 0.3, 0.6, 0.9]),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    positions=st.sampled_from([0, 1, 3]),
+    few=st.sampled_from([1, 2, 5, 16, 36, 37]),
+    seed=st.integers(0, 2**32),
+    grid=st.sampled_from([0.0, 0.5, 3.0]),
+    scale=st.sampled_from([0.0, 0.3, 3.0]),
+    idle=st.integers(-1, 4),
+    bad=st.sampled_from([None, -math.inf, math.nan]),
+)
+def test_a_cpu_keeps_the_same_tokens_without_sorting_all(
+    rows, positions, few, seed, grid, scale, idle, bad
+):
+    sampler = set_rows(*rows, vocab=VOCAB)
+    shape = (len(rows), positions, VOCAB) if positions else (len(rows), VOCAB)
+    scores = random_logits(seed, *shape, scale=scale)
+    if grid:
+        scores = (scores / grid).round() * grid  # equal scores
+    if bad is not None:
+        scores[0, ..., seed % VOCAB] = bad
+    weights = ((scores - scores.amax(-1, keepdim=True)).exp() * 2.0**40).double().round()
+    limits = sampler._top_p, sampler._last_rank[:, None]
+    if positions:
+        limits = tuple(limit[:, None] for limit in limits)
+    asked = torch.arange(len(rows)).view(-1, *[1] * (len(shape) - 1)) != idle
+    with mock.patch("xlstm7b.generate.sampler._FEW", few):
+        got = _kept_by_cpu(scores, weights, *limits, asked)
+    where = asked.expand(shape)
+    torch.testing.assert_close(
+        got[where], _kept(scores, weights, *limits)[where], rtol=0, atol=0, equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("top_p", [5e-324, 0.3, 0.89])

@@ -11,6 +11,7 @@ from torch import Tensor
 from xlstm7b.generate.params import MAX_LOGPROBS, SamplingParams
 from xlstm7b.generate.request import BAD_LOGITS
 
+_FEW = 2048  # most likely tokens among which a CPU looks for those that top_k and top_p keep
 _REALS = (
     "temperature",
     "top_p",
@@ -329,13 +330,12 @@ class Sampler:
         exponents = (scores.double() - best) / self._temperature.clamp(min=1e-300)
         weights = (exponents.exp() * scale).round()
         if needs.filters:
-            order = scores.argsort(stable=True, dim=-1, descending=True)
-            ordered = weights.gather(-1, order)
-            total = ordered.cumsum(-1)
-            # top_k: after the first k tokens the sum has reached all that counts.
-            enough = self._top_p * total.take_along_dim(self._last_rank[..., None], -1)
-            ordered = ordered.where(total - ordered < enough, 0)
-            weights = weights.scatter(-1, order, ordered)
+            top_p, last_rank = self._top_p, self._last_rank[..., None]
+            if scores.device.type == "cpu":
+                asked = (self.pending >= 0)[..., None]
+                weights = _kept_by_cpu(scores, weights, top_p, last_rank, asked)
+            else:
+                weights = _kept(scores, weights, top_p, last_rank)
             weights = weights.where(weights >= self._min_p * scale, 0)
         return weights
 
@@ -347,6 +347,59 @@ class Sampler:
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self._device)
+
+
+def _kept(scores: Tensor, weights: Tensor, top_p: Tensor, last_rank: Tensor) -> Tensor:
+    """The weights [..., V] that top_k and top_p keep; the others are 0.
+
+    top_p and last_rank, which is top_k − 1, are [..., 1].
+    """
+    order = scores.argsort(stable=True, dim=-1, descending=True)
+    ordered = weights.gather(-1, order)
+    total = ordered.cumsum(-1)
+    # top_k: after the first k tokens the sum has reached all that counts.
+    enough = top_p * total.take_along_dim(last_rank, -1)
+    ordered = ordered.where(total - ordered < enough, 0)
+    return weights.scatter(-1, order, ordered)
+
+
+def _kept_by_cpu(
+    scores: Tensor, weights: Tensor, top_p: Tensor, last_rank: Tensor, asked: Tensor
+) -> Tensor:
+    """`_kept`, in rows that are `asked` for [..., 1].
+
+    To sort all tokens takes a CPU longer than all other work of a draw. So it sorts the `_FEW` most
+    likely ones. Mostly the tokens that are kept are among them; rows where they are not are sorted
+    as a whole.
+    """
+    vocab_size = scores.shape[-1]
+    top_p, last_rank, asked = (
+        each.expand(*scores.shape[:-1], 1) for each in (top_p, last_rank, asked)
+    )
+    has_top_k, whole = last_rank < vocab_size - 1, weights.sum(-1, keepdim=True)
+    # If few tokens had that much, the sum of squares would be larger (Cauchy and Schwarz).
+    needs_more = (top_p * whole) ** 2 > _FEW * weights.square().sum(-1, keepdim=True)
+    if vocab_size <= _FEW or bool((needs_more & ~has_top_k).all()):
+        return _kept(scores, weights, top_p, last_rank)
+    # In order of the scores; equal ones in order of the tokens.
+    tokens = scores.topk(_FEW, sorted=False).indices.sort().values
+    found, places = scores.gather(-1, tokens).sort(stable=True, descending=True)
+    order = tokens.gather(-1, places)
+    ordered = weights.gather(-1, order)
+    total = ordered.cumsum(-1)
+    first_k = total.take_along_dim(last_rank.clamp(max=_FEW - 1), -1)
+    enough = top_p * torch.where(has_top_k, first_k, whole)
+    # Tokens that are not among the few may be as likely as the last one of them.
+    is_reached = ((total >= enough) & (found > found[..., -1:])).any(-1, keepdim=True)
+    ordered = ordered.where(total - ordered < enough, 0)
+    kept = torch.zeros_like(weights).scatter(-1, order, ordered)
+    keeps_all = ~has_top_k & (top_p == 1)
+    kept = torch.where(keeps_all, weights, kept)
+    is_unknown = asked & ~keeps_all & ~(is_reached & (~has_top_k | (last_rank < _FEW)))
+    rows = is_unknown[..., 0]
+    if rows.any():
+        kept[rows] = _kept(*(each[rows] for each in (scores, weights, top_p, last_rank)))
+    return kept
 
 
 def _logprobs(logits: Tensor, token: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
