@@ -447,6 +447,17 @@ def test_mistakes_are_refused_before_anything_is_written(source: Path, tmp_path:
         quantize(tmp_path / "infinite", target)
 
 
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_activations_that_are_not_finite(tmp_path: Path, source: Path, method: str) -> None:
+    model = XLSTM.from_pretrained(source)
+    with torch.no_grad():  # gates are not quantised: only the text finds it
+        model.backbone.blocks[0].mlstm_layer.igate_preact.weight[0] = torch.nan
+    model.save_pretrained(tmp_path / "damaged")
+    with pytest.raises(ValueError, match=r"inputs of .*blocks\.0\..*out_proj\.weight on"):
+        quantize(tmp_path / "damaged", tmp_path / "new", method=method, calibration=CALIBRATION)
+    assert not (tmp_path / "new").exists()
+
+
 # Other libraries
 
 

@@ -166,6 +166,11 @@ class _Pieces:
         scheme, weight = self.schemes[name], tensor.float()
         if not weight.isfinite().all():
             raise ValueError(f"{name} has values that are not finite, which cannot be quantised")
+        if hessian is not None and not hessian.isfinite().all():
+            raise ValueError(
+                f"the inputs of {name} on the calibration text are not finite: a weight before it "
+                "is damaged, or too large"
+            )
         if method == "gptq" and hessian is not None:
             values, scale = gptq(weight, hessian, scheme, act_order=act_order)
         else:
