@@ -115,8 +115,12 @@ def test_scores_of_a_prompt_have_the_adapter(base, adapters):
         torch.testing.assert_close(torch.tensor([output.prompt_logprobs]), want, atol=1e-3, rtol=0)
 
 
-def test_what_is_refused(base, adapters):
+def test_what_is_refused(base, adapters, tmp_path):
     model = XLSTM.from_pretrained(base)
+    gates = random_adapter(tmp_path / "gates", base, targets=["fgate_preact"])
+    message = r"gates changes .*blocks\.0\..*fgate_preact, which no adapter of an engine or server"
+    with pytest.raises(ValueError, match=message):
+        new_engine(model, adapters=[load_adapter(gates, model.config)])
     with pytest.raises(ValueError, match="several adapters need the fused path"):
         new_engine(model, adapters=adapters[1:], fused=False)
     engine = new_engine(model, slots=1, adapters=adapters[1:2])

@@ -83,10 +83,10 @@ class LowRanks:
             for path in self._widths
         }
         for adapter in adapters:
-            for path in adapter.layers.keys() - known:
+            for path in sorted(adapter.layers.keys() - known):
                 raise ValueError(
-                    f"{adapter.folder} changes {path}, which is not supported for one of several "
-                    "adapters: merge it into the weights with xlstm7b merge"
+                    f"{adapter.folder} changes {path}, which no adapter of an engine or server "
+                    "may change: merge it into the weights with `xlstm7b merge`"
                 )
         self.blocks = [
             BlockLowRanks(
