@@ -103,8 +103,8 @@ class Checkpoint:
         """Digests of some rows of every parameter, by which an adapter recognises its base.
 
         `matrices` are those that may be quantised, `others` all other parameters: a quantised
-        folder has the same `others` as its source. Floats are compared as bfloat16, so that the
-        stored dtype makes no difference.
+        folder has the same `others` as its source. Floats are compared as bfloat16, so that
+        float32 and bfloat16 make no difference. A float16 copy does: it is rounded twice.
         """
         shapes = self.config.parameter_shapes()
         digests = {"matrices": hashlib.sha256(), "others": hashlib.sha256()}

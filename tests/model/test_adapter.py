@@ -158,11 +158,14 @@ def test_peft_merges_those_that_we_refuse(options, refused, base, tmp_path):
 def test_an_adapter_knows_its_base(base, adapter, tmp_path):
     loaded = load_adapter(adapter, CONFIG)
     check_base(loaded, open_checkpoint(base))
-    # The same weights in another dtype, and quantised, are the same base.
+    # The same weights in bfloat16, and quantised, are the same base. A copy in float16 is not.
     XLSTM.from_pretrained(base).bfloat16().save_pretrained(tmp_path / "narrow")
     check_base(loaded, open_checkpoint(tmp_path / "narrow"))
     quantize_checkpoint(base, tmp_path / "int4", Quantization.named("int4"))
     check_base(loaded, open_checkpoint(tmp_path / "int4"))
+    XLSTM.from_pretrained(base).half().save_pretrained(tmp_path / "half")
+    with pytest.raises(ValueError, match=r"trained on other weights than those in .*half"):
+        check_base(loaded, open_checkpoint(tmp_path / "half"))
     with pytest.raises(ValueError, match=r"int4 are quantised, .*: merge it into the float"):
         merge_checkpoint(tmp_path / "int4", adapter, tmp_path / "no")
     # A model that it is already merged into is another base.
