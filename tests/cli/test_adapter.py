@@ -165,6 +165,22 @@ def test_an_end_of_text_that_is_not_the_models_is_ignored(
     assert succeeded(cli(*command, "--adapter", other)) == "\nHi!\n\n"
 
 
+def test_merge_refuses_a_tokenizer_with_more_ids_than_the_model(
+    cli: Cli, ending: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """No command could read the merged folder."""
+    base, adapter = ending
+    other = tmp_path / "other"
+    shutil.copytree(adapter, other)
+    backend = Backend.from_file(str(base / "tokenizer.json"))
+    backend.add_special_tokens([f"<|{n}|>" for n in range(400)])
+    backend.save(str(other / "tokenizer.json"))
+    error = refused(cli("merge", base, other, tmp_path / "merged"))
+    assert error.startswith(f"{other / 'tokenizer.json'} has ids up to ")
+    assert error.endswith("but the model's vocabulary ends at 319")
+    assert not (tmp_path / "merged").exists()
+
+
 @pytest.mark.usefixtures("no_weights")
 def test_a_damaged_tokenizer_config_of_an_adapter(
     cli: Cli, ending: tuple[Path, Path], tmp_path: Path

@@ -35,7 +35,7 @@ from xlstm7b.model.layers import QuantizedLinear
 from xlstm7b.model.lm import XLSTM
 from xlstm7b.model.lora import LoraLinear
 from xlstm7b.patterns import first_matches
-from xlstm7b.tokenizer import open_tokenizer, other_end, read_object
+from xlstm7b.tokenizer import load_tokenizer, other_end, read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
@@ -339,7 +339,8 @@ def merge_checkpoint(base: str | Path, adapter: str | Path, target: str | Path) 
     beside = {path.name: path for path in [*opened.companions(), *companions(added.folder)]}
     config = opened.config
     if "tokenizer.json" in beside:
-        end = other_end(added.folder, open_tokenizer(beside["tokenizer.json"]), config)
+        tokenizer = load_tokenizer(beside["tokenizer.json"], config.vocab_size)
+        end = other_end(added.folder, tokenizer, config)
         config = config if end is None else replace(config, eos_token_id=end)
     save_checkpoint(folder, config, _merged(opened, added), companions=beside.values())
 
