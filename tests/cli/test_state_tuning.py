@@ -50,7 +50,13 @@ def test_a_text_becomes_a_state_file(
     assert cli(*prepare, "--processes", 1).code == 0
     plan = succeeded(cli("train", "tune.toml", "--dry-run"))
     assert "trained" in plan
-    assert cli("train", "tune.toml", "--device", "cpu").code == 0
+    trained = cli("train", "tune.toml", "--device", "cpu", "--set", "run.log_every=25")
+    assert trained.code == 0
+    # The gradient of a state is small: its norm is shown with three digits, not as 0.00.
+    metrics = map(json.loads, Path("runs/tune/metrics.jsonl").read_text().splitlines())
+    norms = [line["gradient_norm"] for line in metrics]
+    mean = sum(norms) / len(norms)
+    assert float(trained.err.split("norm ")[-1]) == pytest.approx(mean, rel=5e-3)
     assert "cannot write no/s" in refused(cli("export", "runs/tune", "no/s"))
     narrow = refused(cli("export", "runs/tune", "s", "--dtype", "bfloat16"))
     assert narrow == "a trained state is written in float32, not bfloat16: leave --dtype out"

@@ -259,7 +259,7 @@ def progress(
             bar.update(task, completed=line["step"] + 1, description=shown)
             if not is_live and "loss_mean" in line:
                 mean, norm = line["loss_mean"], line["gradient_norm_mean"]
-                console.print(f"step {line['step'] + 1}: {shown}, mean {mean:.4f}, norm {norm:.2f}")
+                console.print(f"step {line['step'] + 1}: {shown}, mean {mean:.4f}, norm {norm:.3g}")
 
         yield report
 
