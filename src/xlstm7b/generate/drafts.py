@@ -52,6 +52,7 @@ class SuffixIndex:
         self._tokens = array("i")
         self._before = array("i")  # for each place, the one before it with the same tokens, or −1
         self._latest: dict[bytes, int] = {}  # by the bytes of `min_match` tokens
+        self._match: tuple[int, int] | None = None  # of the latest tokens, once it was searched
         for token in tokens:
             self._append(token)
 
@@ -61,6 +62,7 @@ class SuffixIndex:
         self._append(token)
 
     def _append(self, token: int) -> None:
+        self._match = None
         self._tokens.append(token)
         end = len(self._tokens)  # a place is the number of tokens before it
         before = -1
@@ -94,6 +96,8 @@ class SuffixIndex:
         Of the places that end with the last `min_match` tokens, the latest `candidates` are
         compared.
         """
+        if self._match is not None:
+            return self._match
         longest, best = 0, -1
         place = self._before[-1] if self._before else -1
         for _ in range(self._candidates):
@@ -103,7 +107,8 @@ class SuffixIndex:
             if length > longest:
                 longest, best = length, place
             place = self._before[place - 1]
-        return longest, best
+        self._match = longest, best
+        return self._match
 
     def _match_length(self, place: int) -> int:
         """How many tokens before this place are the latest ones, up to `max_match`."""
