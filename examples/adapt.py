@@ -35,7 +35,7 @@ import torch
 
 from xlstm7b import XLSTM, ModelConfig
 from xlstm7b.accounting import lora_parameters, state_tuning_parameters
-from xlstm7b.checkpoint import read_config, resolve
+from xlstm7b.checkpoint import read_config, read_quantization, resolve
 from xlstm7b.data.loader import validation_batches
 from xlstm7b.data.prepare import prepare
 from xlstm7b.data.shards import ShardFolder
@@ -97,10 +97,16 @@ def compare(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
     # 1. The data, and the model as it is.
     device = to_device(options.device)
     base = resolve(options.model)
+    config = read_config(base)
+    if read_quantization(base) is not None:
+        raise ValueError(
+            f"{base} has quantised weights, and the last row trains all weights: give the model "
+            "that it was made of"
+        )
     tokenizer = base if (base / "tokenizer.json").is_file() else "bytes"
     texts = split(Path(options.text), options.held_out, folder / "texts")
     train, held_out = (prepare([text], folder / text.stem, tokenizer) for text in texts)
-    config = with_special_tokens(read_config(base), train)
+    config = with_special_tokens(config, train)
     test = HeldOut.read(held_out, options.context_length, config, options.held_out_documents)
     model = XLSTM.from_pretrained(base, dtype=default_dtype(device), device=device)
     yield Row("base", test.loss(model), 0, 0.0)

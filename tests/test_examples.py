@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from xlstm7b import XLSTM, ModelConfig
+from xlstm7b.model.quantizer import quantize_checkpoint
+from xlstm7b.quantize.config import Quantization
 from xlstm7b.train import load_recipe, make_plan
 from xlstm7b.train.sharded_model import first_weights
 
@@ -229,6 +231,9 @@ def test_adapt_compares_all_ways(tmp_path, capsys):
         adapt.main([*given, "--steps", "0"])
     with pytest.raises(SystemExit, match=r"^adapt: give a model and a text, or --smoke"):
         adapt.main([])
+    quantize_checkpoint(tmp_path / "model", tmp_path / "int8", Quantization.named("int8"))
+    with pytest.raises(SystemExit, match=r"^adapt: .*int8 has quantised weights, and the last row"):
+        adapt.main([str(tmp_path / "int8"), given[1]])
 
 
 @pytest.mark.parametrize("path", sorted(FILE.parent.glob("*.toml")), ids=lambda path: path.name)
