@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,14 @@ def commands(text: str) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in dict.fromkeys(a or b for a, b in found)]
 
 
+@cache
+def program() -> Any:
+    return typer.main.get_command(app)
+
+
 def check_command(arguments: list[str]) -> None:
     """Every word up to the command itself is one, and it has all the options that are given."""
-    command: Any = typer.main.get_command(app)
+    command = program()
     words = iter(arguments)
     for word in words:
         if word not in command.commands:  # of `eval`, `run` may be left out

@@ -3,10 +3,12 @@
 import io
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+import typer.main
 from commands import Cli, Outcome
 
 from xlstm7b.cli import main
@@ -20,6 +22,14 @@ LETTERS = torch.tensor(ByteTokenizer().encode("abcdefghijklmnopqrstuvwxyzäöü"
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _commands_made_once() -> Iterator[None]:
+    """typer would make all commands and their options anew for each call."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
+        yield
 
 
 @pytest.fixture
