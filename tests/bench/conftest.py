@@ -3,11 +3,12 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
-from xlstm7b.bench import generation, training
+from xlstm7b.bench import generation, measure, peer_models, training
 from xlstm7b.bench.cases import Result
 from xlstm7b.config import SIZES
 
@@ -16,6 +17,21 @@ from xlstm7b.config import SIZES
 def _fewer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two in a "tiny", not four: what is measured here is never a speed."""
     monkeypatch.setitem(SIZES, "tiny", SIZES["tiny"] | {"num_blocks": 2})
+
+
+@pytest.fixture(autouse=True)
+def _short_timings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding is timed once and for a few steps. The timers' own tests are in test_cases.py."""
+    monkeypatch.setattr(measure, "measure", _timed_once)
+    for module in (measure, peer_models):
+        monkeypatch.setattr(module, "measure_steps", partial(measure.measure_steps, most=4))
+
+
+def _timed_once(call: Callable[[], object], device: str, *, repeats: int = 1) -> float:
+    return _measure(call, device, repeats=1)
+
+
+_measure = measure.measure
 
 
 @pytest.fixture
