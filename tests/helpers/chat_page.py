@@ -9,7 +9,6 @@ from typing import Any
 
 from live_server import wait_for
 from selenium import webdriver
-from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
@@ -50,6 +49,8 @@ window.fetch = async (url, options) => {
   return new Response(body);
 };
 """
+# How to ask for what can be seen: neither transparent nor `visibility: hidden`.
+_VISIBLE = {"opacityProperty": True, "visibilityProperty": True}
 
 
 class Page:
@@ -65,11 +66,9 @@ class Page:
         return self.driver.find_element(By.CSS_SELECTOR, selector)
 
     def is_shown(self, selector: str) -> bool:
-        """False also if it is replaced at this moment."""
-        try:
-            return self.element(selector).is_displayed()
-        except (NoSuchElementException, StaleElementReferenceException):
-            return False
+        """False also if it is not there."""
+        script = "return document.querySelector(arguments[0])?.checkVisibility(arguments[1])"
+        return bool(self.run(script, selector, _VISIBLE))
 
     def text(self, selector: str) -> str:
         """The text of an element; empty if there is none at this moment."""
@@ -105,8 +104,11 @@ class Page:
 
     def press(self, name: str, number: int = 0, within: str = "") -> None:
         """Presses the visible button with this text, with a click as a mouse makes it."""
-        found = self.driver.find_elements(By.CSS_SELECTOR, f"{within} button".strip())
-        named = [one for one in found if one.get_property("textContent") == name]
+        script = (
+            "return [...document.querySelectorAll(arguments[0])]"
+            ".filter(button => button.textContent === arguments[1])"
+        )
+        named = self.run(script, f"{within} button", name)
         shown = [one for one in named if one.is_displayed()]
         self.run("arguments[0].scrollIntoView({block: 'nearest'})", shown[number])
         shown[number].click()
