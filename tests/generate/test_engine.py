@@ -585,7 +585,8 @@ def test_a_wrong_number_of_prompt_log_probabilities(wanted):
 @both_engines
 def test_a_thousand_aborts_leave_memory_flat(make_engine):
     chance = random.Random(0)
-    engine = make_engine(MODEL, slots=8, prefill_tokens=16, cache_bytes=1 << 16)
+    model = random_model(num_blocks=1)
+    engine = make_engine(model, slots=8, prefill_tokens=16, cache_bytes=1 << 16)
 
     def aborts(rounds: int) -> None:
         for _ in range(rounds):
