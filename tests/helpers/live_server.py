@@ -153,7 +153,7 @@ def serving(
     headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
     try:
         wait_for(lambda: server.started)
-        with httpx.Client(base_url=url, headers=headers, timeout=30) as client:
+        with httpx.Client(base_url=url, headers=headers, timeout=30, verify=False) as client:
             yield LiveServer(url, app, service, client)
     finally:
         server.should_exit = True
