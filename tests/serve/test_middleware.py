@@ -176,7 +176,7 @@ def test_the_log_gives_the_reason_and_field_of_refusals(
             assert fields.get("param") == param
         httpx.get(f"{live.url}/v1/models", headers={"authorization": "Bearer a-secret"})
         _, fields = last_line()
-        assert (fields["status"], fields["error"]) == (401, "this server needs an API key")
+        assert (fields["status"], fields["error"]) == (401, "this API key is wrong")
         assert "secret" not in str(fields)
         # A muted path has lines for refused requests only.
         wait_for(lambda: live.client.get("/health").status_code == 200)

@@ -372,7 +372,7 @@ def test_a_wrong_key_is_asked_for_again(page: Page, live: LiveServer) -> None:
     page.run("sessionStorage.setItem('xlstm7b-key', 'wrong')")
     page.driver.get(with_key(live))
     wait_for(lambda: page.is_shown("#question"))
-    assert page.error() == "this server needs an API key"
+    assert page.error() == "this API key is wrong"
     assert page.run("return document.activeElement.id") == "question-field"
     assert page.run("return document.activeElement.type") == "password"
     page.element("#question-field").send_keys("also wrong", Keys.ENTER)

@@ -167,7 +167,8 @@ class Gate:
         elif scheme.lower() != b"bearer":
             given = b""
         if not self._keys.allow(given.strip()):
-            error = ApiError(401, "this server needs an API key", code="invalid_api_key")
+            message = "this API key is wrong" if given else "this server needs an API key"
+            error = ApiError(401, message, code="invalid_api_key")
             wanted = "Bearer" if scheme.lower() == b"bearer" and given else "Basic"
             error.headers["www-authenticate"] = f'{wanted} realm="xlstm7b"'
             raise error
