@@ -171,8 +171,10 @@ def test_notes(tmp_path):
     notes = {"prefix": "00ff" * 50, "exchanges": "3", "text": "é😀\n"}
     state.save(path, **notes)
     assert SavedState.read_notes(path) == notes
-    state.save(path, format="mine", config="mine", tokens_seen="mine", mine="kept")
-    assert SavedState.read_notes(path) == {"mine": "kept"}
+    state.save(path, mine="kept")
+    for name in ("format", "config", "tokens_seen"):
+        with pytest.raises(ValueError, match=f"^the file has its own '{name}': give the note"):
+            state.save(path, **{name: "mine"})
     assert_same(SavedState.load(path, SMALL), state)
     with pytest.raises(ValueError, match="is missing"):
         SavedState.read_notes(tmp_path / "other")

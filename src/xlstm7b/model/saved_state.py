@@ -95,6 +95,8 @@ class SavedState:
         use; `read_notes` returns them.
         """
         for name, note in notes.items():
+            if name in _OWN_NOTES:
+                raise ValueError(f"the file has its own {name!r}: give the note another name")
             if not isinstance(note, str):
                 raise ValueError(f"the note {name!r} must be a string, not {note!r}")
             note.encode()  # half a surrogate pair could not be read back
