@@ -698,6 +698,23 @@ def test_logits_that_are_not_numbers_fail_one_request(make_engine, params):
     assert is_idle(driver.engine)
 
 
+@pytest.mark.parametrize("options", [{}, {"prefill_only": True}])
+@pytest.mark.parametrize("prompt", ["a~b", "a" * 1100 + "~b" + "a" * 1100])
+@both_engines
+@torch.no_grad()
+def test_prompt_logprobs_that_are_not_numbers_fail_one_request(make_engine, prompt, options):
+    model = random_model()
+    model.backbone.embeddings.weight[ord("~") + 2] = torch.nan
+    driver = Driver(make_engine(model, slots=2, cache_bytes=1 << 20))
+    scored = Request(prompt, SamplingParams(max_new_tokens=4), prompt_logprobs=1, **options)
+    broken, sound = driver.add_all([scored, greedy("B")])
+    driver.finish()
+    assert "the model's logits are not numbers" in str(driver.error(broken))
+    assert broken.status is RequestStatus.FAILED
+    assert_same(driver.completion(sound), alone(sound))
+    assert is_idle(driver.engine)
+
+
 def test_a_fault_of_the_model_is_raised(monkeypatch):
     driver = Driver(new_engine(MODEL, slots=2))
     driver.add_all(greedy("A", 50, eos_token_id=()) for _ in range(4))

@@ -11,6 +11,7 @@ thread (`serve/engine_thread.py`).
 """
 
 import logging
+import math
 import resource
 import secrets
 import time
@@ -40,6 +41,7 @@ from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.prefix_cache import DiskLevel, Level, PrefixCache, weights_fingerprint
 from xlstm7b.generate.replay import ring_sizes
 from xlstm7b.generate.request import (
+    LOGITS_ARE_BAD,
     Completion,
     HashedTokens,
     Request,
@@ -643,7 +645,11 @@ class Engine:
 
     def _process_scores(self, request: Request, results: Results) -> None:
         logprobs, top_logprobs, top_tokens = self._in_model(results.lists)
-        if not request.finished:
+        if request.finished:
+            return
+        if any(map(math.isnan, logprobs)):
+            self._fail(request, FloatingPointError(LOGITS_ARE_BAD))
+        else:
             tops = zip(top_tokens, top_logprobs, strict=True)
             self._outputs.append(
                 RequestOutput(

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int]
 FinishReason = Literal["stop", "length"]
 BAD_LOGITS = -2  # the sampler's token for a row whose logits are NaN or infinite
+LOGITS_ARE_BAD = (
+    "the model's logits are not numbers: its weights are damaged, or overflow in this dtype"
+)
 
 
 class RequestStatus(Enum):
@@ -281,10 +284,7 @@ class OutputText:
         Raises a `FloatingPointError` if the model's logits were not finite.
         """
         if token == BAD_LOGITS or math.isnan(logprob):
-            raise FloatingPointError(
-                "the model's logits are not numbers: its weights are damaged, or overflow in "
-                "this dtype"
-            )
+            raise FloatingPointError(LOGITS_ARE_BAD)
         if token in self._ends:
             return self.finish("stop")
         self.token_ids.append(token)
