@@ -55,9 +55,9 @@ $(COMPILED): $(TOOLS)
 	-$(BIN)/pytest --collect-only --quiet --quiet >/dev/null
 	touch $@
 
-# One process more than there are cores: many tests wait for other processes.
+# One process for each core. With more, all tests take longer: each process imports all of them.
 pytest: $(COMPILED)
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $$(($$(nproc) + 1)) --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $$(nproc) --dist worksteal
 
 # vLLM and Ray. vLLM pins its own torch and transformers, so it has an environment of its own (3 GB).
 # torchvision, torchaudio and torchcodec are for images and sound; they may not fit its torch.
