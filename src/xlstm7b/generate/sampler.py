@@ -65,8 +65,8 @@ class Drawn(NamedTuple):
 class Sampler:
     """Parameters and histories of a batch as tensors at fixed addresses.
 
-    A call does nothing that a CUDA graph could not replay: it never waits for the device, and no
-    shape depends on data. Its results stay in the public tensors until the next call.
+    On a GPU a call does nothing that a CUDA graph could not replay: it never waits for the device,
+    and no shape depends on data. Its results stay in the public tensors until the next call.
     """
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device | str) -> None:
