@@ -1,7 +1,9 @@
 """`xlstm7b experiment speed`: what it measures of each model, and how it goes on after failures."""
 
+import gc
 import json
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -20,7 +22,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 from xlstm7b.bench import generation, speed, speed_figures
 from xlstm7b.bench.cases import Result
-from xlstm7b.bench.peer_models import COMPILED, EAGER, GRAPH, PEERS
+from xlstm7b.bench.peer_models import COMPILED, EAGER, GRAPH, PEERS, check
 from xlstm7b.bench.plans import SPEED_PARTS, Speed
 from xlstm7b.bench.speed_figures import draw
 from xlstm7b.cli import app
@@ -202,6 +204,60 @@ def test_a_full_gpu_is_not_tried_in_a_way_that_failed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(timer, "_largest", largest)
     list(timer.results("full"))
     assert set(ways) == {GRAPH}
+
+
+def test_a_recurrent_model_is_compiled_for_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the largest that fits, which is found without compiling. The faster way counts."""
+    timer = speed.SpeedPeer("codestral-mamba", replace(PLAN, full_contexts=(20, 40)))
+    timer.ways, tried, seconds = (COMPILED, GRAPH), [], {GRAPH: 2.0}
+
+    def timed(way: str, case: Result) -> Result:
+        tried.append((way, case.batch))
+        if case.batch > 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return replace(case, work=way, seconds=seconds[way])
+
+    monkeypatch.setattr(timer, "_time_batch", timed)
+    for compiled, fastest in ((1.0, COMPILED), (3.0, GRAPH)):
+        seconds[COMPILED] = compiled
+        tried.clear()
+        rows = list(timer.results("full"))
+        assert tried == [(GRAPH, 2), (GRAPH, 1), (COMPILED, 1)]
+        assert [(row.length, row.batch, row.work) for row in rows] == [
+            (20, 1, fastest),
+            (40, 1, fastest),
+        ]
+
+
+def test_only_a_cache_that_grows_is_compiled_for_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda _, **options: compiled.append(options["dynamic"]))
+    for name in ("llama3", "codestral-mamba"):
+        peer = PEERS[name](PLAN, 1)
+        peer.compiled_step(False)
+        peer.compiled_step(True)
+    assert compiled == [False, True, False, False]
+
+
+def test_memory_is_that_of_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of the models that the check has made, which Python keeps until it collects garbage."""
+    timer = speed.SpeedPeer("codestral-mamba", PLAN)
+    made = []
+
+    def make(plan: Speed, layers: int | None = None) -> Any:
+        peer = PEERS["codestral-mamba"](plan, layers)
+        made.append(weakref.ref(peer.model))
+        return peer
+
+    gc.disable()
+    try:
+        decoder = timer._make_decoder(EAGER)
+        with torch.no_grad():
+            check(make, timer.peer, decoder)
+            list(timer.results("generated"))
+        assert [each() for each in made] == [None]
+    finally:
+        gc.enable()
 
 
 Script = dict[str, list[tuple[list[str], str | None]]]

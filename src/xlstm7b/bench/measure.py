@@ -187,9 +187,9 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def release(device: str) -> None:
-    """Frees unused memory of a GPU and resets its peak."""
+    """Frees what nothing uses any more, and resets the peak of a GPU's memory."""
+    gc.collect()
     if device == "cuda":
-        gc.collect()
         torch.cuda.empty_cache()
     reset_peak(device)
 

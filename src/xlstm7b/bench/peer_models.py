@@ -97,13 +97,14 @@ class Peer(ABC):
         """Bytes of the cache of one sequence of `room` tokens."""
         return sum(each.nbytes for each in self.tensors(self.new_cache(1, room)))
 
-    def compiled_step(self, any_batch: bool) -> Any:
-        """`step`, compiled for one batch size or for any."""
-        if any_batch not in self._compiled:
+    def compiled_step(self, is_batch: bool) -> Any:
+        """`step`, compiled for one sequence or for a batch: of any size, if the cache grows."""
+        if is_batch not in self._compiled:
             # The mode was chosen by measurement: it helps products of one row.
-            mode = None if any_batch else "max-autotune-no-cudagraphs"
-            self._compiled[any_batch] = torch.compile(self.step, mode=mode, dynamic=any_batch)
-        return self._compiled[any_batch]
+            mode = None if is_batch else "max-autotune-no-cudagraphs"
+            dynamic = is_batch and self.grows
+            self._compiled[is_batch] = torch.compile(self.step, mode=mode, dynamic=dynamic)
+        return self._compiled[is_batch]
 
     def compile_prompts(self) -> None:
         self.reader = torch.compile(self.prompt_logits, dynamic=True)

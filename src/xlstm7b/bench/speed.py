@@ -16,10 +16,12 @@ are kept until it is measured again.
 """
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,7 @@ from xlstm7b.bench.measure import (
     synchronize,
     time_limit,
 )
-from xlstm7b.bench.peer_models import EAGER, MOST_STEPS, Decoder
+from xlstm7b.bench.peer_models import COMPILED, EAGER, MOST_STEPS, Decoder
 from xlstm7b.bench.peers import in_process
 from xlstm7b.bench.plans import SPEED_PARTS, Kernels, Speed
 from xlstm7b.devices import to_dtype
@@ -65,10 +67,17 @@ from xlstm7b.report import machine
 NAME = "results.json"
 TITLE = "Speed beside Llama, Mamba and the authors' xLSTM"
 KERNELS = "kernels"
-QUANTIZED = {f"ours-{scheme}": scheme for scheme in ("int8", "int4", "fp8")}
+OURS: dict[str, dict[str, Any]] = {  # runs of this package: what differs from the plan
+    "ours": {},
+    "ours-bf16-state": {"state_dtype": "bfloat16"},
+    **{f"ours-{scheme}": {"quantize": scheme} for scheme in ("int8", "int4", "fp8")},
+}
 RUNS = {
     "ours": "xLSTM 7B, this package",
-    **{name: f"xLSTM 7B, this package, {scheme}" for name, scheme in QUANTIZED.items()},
+    "ours-bf16-state": "xLSTM 7B, this package, bf16 state",
+    "ours-int8": "xLSTM 7B, this package, int8",
+    "ours-int4": "xLSTM 7B, this package, int4",
+    "ours-fp8": "xLSTM 7B, this package, fp8",
     "xlstm": "xLSTM 7B, the authors' package",
     "transformers": "xLSTM 7B, transformers",
     "llama2": "Llama 2 7B",
@@ -79,7 +88,7 @@ RUNS = {
     KERNELS: "the cell's kernels",
 }
 _SMALL_PEERS = "transformers", "llama2", "llama3", "falcon-mamba", "codestral-mamba"
-SMOKE_RUNS = ("ours", "ours-int4", *_SMALL_PEERS)
+SMOKE_RUNS = ("ours", "ours-bf16-state", "ours-int4", *_SMALL_PEERS)
 PARTS = {
     **{name: generation.PARTS[name] for name in ("ways", "check", "context", "first", "prefill")},
     "generated": Part("generating without a prompt", ("tokens", "s", "GB")),
@@ -148,8 +157,8 @@ def _figures(
     plan = replace(plan, peak_tflops=peaks[0] / 1e12, peak_tbs=peaks[1] / 1e12)
     results: Callable[[str], Iterator[Result]]
     timer = None
-    if model == "ours" or model in QUANTIZED:
-        results = _OurParts(model, replace(plan, quantize=QUANTIZED.get(model, "no")))
+    if model in OURS:
+        results = _OurParts(model, replace(plan, **OURS[model]))
     else:
         timer = SpeedPeer(model, plan)
         results = timer.results
@@ -292,8 +301,8 @@ class SpeedPeer(PeerTimer):
         assert decoder is not None
         decoder.prepare(0, counts[-1])
         first = self.peer.tokens(1, 1)
+        release(self.plan.device)  # the models of the check too: Python has not freed them yet
         synchronize(self.plan.device)
-        reset_peak(self.plan.device)
         began = time.perf_counter()
         decoder.read(first)
         for count in range(2, counts[-1] + 1):
@@ -312,18 +321,16 @@ class SpeedPeer(PeerTimer):
         return replace(case, memory=peak_memory(self.peer.device))
 
     def _full(self) -> Iterator[Result]:
-        """The largest batch that fits beside the cache, after contexts of several lengths.
-
-        In the way that is fastest for one sequence, or else in the next.
-        """
+        """The largest batch that fits beside the cache, after contexts of several lengths."""
         self.drop_decoder()
         ways, result = self.ways, None
         for length in self.plan.full_contexts:
             case = Result("full", self.name, self.peer.engine, "", 0, length)
-            if result is not None and not self.peer.grows:
-                yield replace(result, length=length)  # a step costs the same after any context
+            if not self.peer.grows:  # a step costs the same after any context
+                result = result or self._fastest(case)
+                yield replace(result, length=length)
                 continue
-            for way in ways:
+            for way in ways:  # the one that is fastest for one sequence, or else the next
                 result = self._largest(case, way)
                 if result.error is None:
                     ways = (way,)
@@ -331,23 +338,40 @@ class SpeedPeer(PeerTimer):
             assert result is not None
             yield result
 
+    def _fastest(self, case: Result) -> Result:
+        """The largest batch of a model whose cache does not grow, in the fastest way.
+
+        Such a model is compiled for one batch size, so that size is found without compiling. To
+        compile a Mamba for any size takes four times as long.
+        """
+        way = next((each for each in self.ways if each != COMPILED), COMPILED)
+        result = self._largest(case, way)
+        if way == COMPILED or COMPILED not in self.ways or result.error is not None:
+            return result
+        same_batch = replace(case, batch=result.batch)
+        compiled = attempt(same_batch, partial(self._time_batch, COMPILED), Exception)
+        release(self.plan.device)
+        return min(result, compiled, key=lambda each: each.seconds or math.inf)
+
     def _largest(self, case: Result, way: str) -> Result:
-        room = case.length + 2 * MOST_STEPS
-        per_row = self.peer.cache_bytes(room) + 16 * self.peer.vocab_size
+        per_row = self.peer.cache_bytes(_room(case)) + 16 * self.peer.vocab_size
+        return largest_batch(case, per_row, self.plan, partial(self._time_batch, way))
 
-        def timed(case: Result) -> Result:
-            cache = self.peer.new_cache(case.batch, room)
-            measured = []
-            with time_limit(self.plan.compile_seconds):
-                for attention in self.attentions:
-                    decoder = Decoder(self.peer, way, cache, batch=case.batch, attention=attention)
-                    seconds = decoder.seconds(case.length, seconds=self.plan.seconds)
-                    measured.append((seconds, attention))
-            seconds, attention = min(measured)
-            work = joined(self.peer.engine, way, attention)
-            return with_limit(replace(case, work=work), self.plan, seconds)
+    def _time_batch(self, way: str, case: Result) -> Result:
+        cache = self.peer.new_cache(case.batch, _room(case))
+        measured = []
+        with time_limit(self.plan.compile_seconds):
+            for attention in self.attentions:
+                decoder = Decoder(self.peer, way, cache, batch=case.batch, attention=attention)
+                seconds = decoder.seconds(case.length, seconds=self.plan.seconds)
+                measured.append((seconds, attention))
+        seconds, attention = min(measured)
+        work = joined(self.peer.engine, way, attention)
+        return with_limit(replace(case, work=work), self.plan, seconds)
 
-        return largest_batch(case, per_row, self.plan, timed)
+
+def _room(case: Result) -> int:
+    return case.length + 2 * MOST_STEPS
 
 
 def largest_batch(

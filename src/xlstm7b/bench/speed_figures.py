@@ -6,7 +6,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from xlstm7b.bench.speed import KERNELS, QUANTIZED, RUNS, Record
+from xlstm7b.bench.speed import KERNELS, OURS, RUNS, Record
 from xlstm7b.report import figure, token_ticks
 
 Points = list[tuple[int, float]]
@@ -79,8 +79,18 @@ def _alternatives(engines: Sequence[str]) -> str:
     return ", ".join(filter(None, [*shared, " or ".join(filter(None, rests))]))
 
 
-def _lines(axis: Any, runs: Mapping[str, Record], part: str, key: str, **wanted: Any) -> None:
-    """A line for each model that has such rows. What is summed is dashed."""
+def _lines(
+    axis: Any,
+    runs: Mapping[str, Record],
+    part: str,
+    key: str,
+    notes: Mapping[str, str] | None = None,
+    **wanted: Any,
+) -> None:
+    """A line for each model that has such rows. What is summed is dashed.
+
+    `notes` are added to the names of models in the legend.
+    """
     lengths: set[int] = set()
     for name, record in _models(runs):
         rows = [
@@ -94,7 +104,8 @@ def _lines(axis: Any, runs: Mapping[str, Record], part: str, key: str, **wanted:
         style = _style(name)
         if measured:
             marks = {"marker": _MARKERS.get(name, "o"), "markersize": 3}
-            axis.plot(*zip(*measured, strict=True), "-", label=RUNS[name], **marks, **style)
+            label = RUNS[name] + (notes or {}).get(name, "")
+            axis.plot(*zip(*measured, strict=True), "-", label=label, **marks, **style)
         if summed:
             axis.plot(*zip(*points[len(measured) - 1 :], strict=True), "--", **style)
         lengths.update(length for length, _ in points)
@@ -103,8 +114,8 @@ def _lines(axis: Any, runs: Mapping[str, Record], part: str, key: str, **wanted:
         axis.tick_params(axis="x", labelsize="small")
 
 
-_MARKERS = dict(zip(QUANTIZED, "s^d", strict=True))
-_PEERS = [name for name in RUNS if name not in QUANTIZED and name != "ours"]
+_MARKERS = dict(zip(OURS, "oxs^d", strict=True))
+_PEERS = [name for name in RUNS if name not in OURS]
 
 
 def _style(name: str) -> dict[str, Any]:
@@ -163,11 +174,17 @@ def _prefill(axis: Any, runs: Mapping[str, Record]) -> None:
 
 
 def _full(axis: Any, runs: Mapping[str, Record]) -> None:
-    _lines(axis, runs, "full", "tokens_per_second")
-    for _, record in _models(runs):
-        for row in _rows(record, "full"):
+    notes = {}
+    for name, record in _models(runs):
+        rows = _rows(record, "full")
+        batches = {row["batch"] for row in rows}
+        if len(batches) == 1:
+            notes[name] = f" ({batches.pop()})"
+            continue
+        for row in rows:
             at = row["length"], row["tokens_per_second"]
             axis.annotate(row["batch"], at, fontsize=6, ha="center", va="bottom")
+    _lines(axis, runs, "full", "tokens_per_second", notes)
     title = "a full GPU (numbers: sequences at once)"
     axis.set(xlabel="tokens before", ylabel="tokens per second", title=title)
     _log_scale(axis)
