@@ -9,6 +9,7 @@ from xlstm7b.accounting import cell_floor, parameter_counts, state_bytes
 from xlstm7b.bench import kernels, tune
 from xlstm7b.bench.cases import Result
 from xlstm7b.bench.plans import CELL_KERNELS, Kernels
+from xlstm7b.bench.replay_cells import ReplayCell
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate.kernels.integers import IntegersTile
 from xlstm7b.generate.kernels.quantized import CodesTile
@@ -100,3 +101,34 @@ def test_products_hold_all_large_weights() -> None:
             assert kinds == ({IntegersTile} if batch == 1 else {IntegersTile, CodesTile})
         for batch, kind in ((1, IntegersTile), (8, CodesTile)):
             assert {type(tile) for tile in tune.tiles_of(each, batch, Scheme("int8"))} == {kind}
+
+
+@pytest.mark.parametrize("size", ["160m", "7b"])
+def test_tiles_of_replay_fit_their_heads(size: str) -> None:
+    config = ModelConfig.named(size)
+    tiles = list(tune.replay_tiles(config))
+    assert len(set(tiles)) == len(tiles)
+    assert {tile.registers for tile in tiles} > {None, 128}
+    assert all(tile == tile.within(config.d_qk, config.d_hv) for tile in tiles)
+    assert [tune.pass_positions(batch) for batch in (1, 8, 32, 64)] == [9, 8, 2, 1]
+
+
+@pytest.mark.parametrize("positions", [0, 3])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.float16])
+def test_the_tuner_finds_wrong_kernels(positions: int, state_dtype: torch.dtype) -> None:
+    """In Triton's interpreter, if there is no GPU."""
+    config = ModelConfig(embedding_dim=32, num_heads=2, num_blocks=1, vocab_size=16)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def make() -> ReplayCell:
+        dtypes = {"dtype": torch.float16, "state_dtype": state_dtype}
+        return ReplayCell(16, config, positions=positions, device=device, **dtypes)
+
+    cell, broken = make(), make()
+    due = cell.cursor.is_due()
+    assert due.any()
+    assert not due.all()
+    tile = launch_params.Tile(1, 16, 16, 1, 1)
+    assert cell.error(tile) < 5e-3
+    broken.run = lambda layer, tile: 0 * cell.run(layer, tile)  # type: ignore[method-assign]
+    assert broken.error(tile) > 0.1

@@ -25,12 +25,8 @@ from xlstm7b.bench.measure import attempt, capture, find_peaks, measure
 from xlstm7b.bench.peers import in_process
 from xlstm7b.bench.plans import Kernels
 from xlstm7b.config import ModelConfig
-from xlstm7b.generate.replay import INTERVAL
 from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
-from xlstm7b.mlstm.replay import Cursor, Ring
-from xlstm7b.mlstm.triton.launch_params import Tile
 from xlstm7b.mlstm.triton.launch_params import plan as launch_plan
-from xlstm7b.mlstm.triton.replay import launch_replay
 
 STATES_IN_TURN = 32  # more than the L2 cache holds, as in a model of 32 blocks
 LARGEST_ERROR = 2e-2
@@ -144,22 +140,6 @@ def our_step(batch: int, config: ModelConfig) -> Callable[[int], object]:
     states = [MLSTMState.zeros(*shape, device=v.device) for _ in range(STATES_IN_TURN)]
     return lambda index: mlstm_step(
         q, k, v, i, f, states[index], gate=gate, norm_weight=norm_weight, inplace=True
-    )
-
-
-def our_replay(batch: int, config: ModelConfig, tile: Tile) -> Callable[[int], object]:
-    """The same step by replay. The rows are at all places of their rings; one in 16 is folded."""
-    q, k, v, i, f = (part.detach()[:, 0] for part in random_inputs(batch, 1, config))
-    gate, norm_weight = torch.randn_like(v), torch.ones(config.v_dim, device=v.device).bfloat16()
-    shape = batch, config.num_heads, config.d_qk, config.d_hv
-    states = [MLSTMState.zeros(*shape, device=v.device) for _ in range(STATES_IN_TURN)]
-    ring_shape = *shape[:2], INTERVAL, *shape[2:]
-    rings = [Ring.zeros(*ring_shape, dtype=v.dtype, device=v.device) for _ in states]
-    seen = torch.full((batch,), INTERVAL, device=v.device)
-    folded = seen - torch.arange(batch, device=v.device) % INTERVAL
-    cursor = Cursor(folded, seen, torch.ones_like(seen, dtype=torch.bool), INTERVAL)
-    return lambda index: launch_replay(
-        q, k, v, i, f, states[index], rings[index], cursor, gate, norm_weight, 1e-6, 1e-6, tile
     )
 
 

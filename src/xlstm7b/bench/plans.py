@@ -474,7 +474,7 @@ class Loader(Plan):
 
 
 CELL_KERNELS = ("states", "state_gradients", "h", "dv", "dq", "dk")
-_KERNELS = (*CELL_KERNELS, "step", "replay", "products")
+_KERNELS = (*CELL_KERNELS, "step", "replay", "pass", "products")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -486,7 +486,12 @@ class Tune(Plan):
     batch: int = option("Sequences in a batch, for the chunkwise cell.", 8)
     length: int = option("Length of the sequences, for the chunkwise cell.", 8192)
     chunks: Numbers = option("Chunk sizes of the chunkwise cell.", (64, 128, 256))
-    batches: Numbers = option("Batch sizes of the step and the products.", (1, 8, 64))
+    batches: Numbers = option("Batch sizes of steps, passes and products.", (1, 8, 64))
+    state_dtype: str = option(
+        "Dtype of the states in steps and passes by replay.",
+        "float32",
+        choices=("float32", "bfloat16"),
+    )
     quantize: str = option(
         "Quantise the weights of the products.", "no", choices=("no", "int8", "fp8", "int4")
     )

@@ -5,8 +5,8 @@ processes; those with correct results are timed one after another. The fastest a
 them by hand in `mlstm/triton/launch_params.py` (the cell) or `generate/kernels/` (the products).
 
 Kernels: those of the chunkwise cell, timed as part of the whole cell (states and h forward, the
-others forward + backward); `step`, the single step; `replay`, the same by replay decoding;
-`products`, the matrix products of decoding.
+others forward + backward); `step`, the single step; `replay`, the same by replay decoding; `pass`,
+a pass that verifies drafts; `products`, the matrix products of decoding.
 """
 
 import multiprocessing
@@ -23,10 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xlstm7b.bench.cases import Part, Result
-from xlstm7b.bench.kernels import check_kernels, our_replay, our_step, time_ours, time_steps
+from xlstm7b.bench.kernels import STATES_IN_TURN, check_kernels, our_step, time_ours, time_steps
 from xlstm7b.bench.measure import capture, find_peaks, measure
 from xlstm7b.bench.plans import CELL_KERNELS, Tune
+from xlstm7b.bench.replay_cells import ReplayCell
 from xlstm7b.config import ModelConfig
+from xlstm7b.devices import to_dtype
+from xlstm7b.generate.drafts import MAX_DRAFT
 from xlstm7b.generate.kernels.few_rows import RowsTile, multiply_rows
 from xlstm7b.generate.kernels.integers import (
     MAX_BATCH,
@@ -36,6 +39,7 @@ from xlstm7b.generate.kernels.integers import (
 )
 from xlstm7b.generate.kernels.one_row import RowTile, multiply_row
 from xlstm7b.generate.kernels.quantized import CodesTile, codes_kernel, multiply_codes
+from xlstm7b.generate.runner import PASS_TOKENS
 from xlstm7b.mlstm.triton import launch_params, sequence, step
 from xlstm7b.quantize.config import Quantization, Scheme
 from xlstm7b.quantize.gpu import codes_in_word, prepare, words_in_block
@@ -50,6 +54,7 @@ PARTS = {
     ),
     "step": Part("one step of the cell", ("batch", "µs"), plot=("batch", "µs")),
     "replay": Part("one step by replay", ("batch", "µs"), plot=("batch", "µs")),
+    "pass": Part("one pass with drafts", ("batch", "tokens", "µs"), plot=("batch", "µs")),
     "products": Part(
         "products of decoding", ("batch", "µs", "limit, µs", "% of limit"), plot=("batch", "µs")
     ),
@@ -64,7 +69,10 @@ def results(plan: Tune) -> Iterator[Result]:
         if "step" in plan.kernels:
             yield from _tune_step(plan, batch)
         if "replay" in plan.kernels:
-            yield from _tune_replay(plan, batch)
+            yield from _tune_replay(plan, ReplayJob(plan.size, plan.state_dtype, batch))
+        positions = pass_positions(batch)
+        if "pass" in plan.kernels and positions > 1:
+            yield from _tune_replay(plan, ReplayJob(plan.size, plan.state_dtype, batch, positions))
     for batch in plan.batches:
         if "products" in plan.kernels:
             yield from _tune_products(plan, batch)
@@ -158,14 +166,61 @@ def _tune_step(plan: Tune, batch: int) -> Iterator[Result]:
     yield from _fastest(plan, Result("step", size=plan.size, batch=batch), times)
 
 
-def _tune_replay(plan: Tune, batch: int) -> Iterator[Result]:
+class ReplayJob(NamedTuple):
+    size: str
+    state_dtype: str
+    batch: int
+    positions: int = 0  # tokens of a pass; 0: a step
+    tile: launch_params.Tile | None = None
+
+    def cell(self, batch: int, layers: int) -> ReplayCell:
+        return ReplayCell(
+            batch,
+            ModelConfig.named(self.size),
+            positions=self.positions,
+            layers=layers,
+            state_dtype=to_dtype(self.state_dtype),
+        )
+
+
+def _tune_replay(plan: Tune, case: ReplayJob) -> Iterator[Result]:
     config = ModelConfig.named(plan.size)
-    times = {
-        tile: time_steps(our_replay(batch, config, tile))
-        for tile in step_tiles(config)
-        if tile.d_out >= 32
-    }
-    yield from _fastest(plan, Result("replay", size=plan.size, batch=batch), times)
+    jobs = [case._replace(tile=tile) for tile in replay_tiles(config)]
+    right = _right(plan, jobs, replay_error, _CELL_TOLERANCE)
+    cell, times = case.cell(case.batch, STATES_IN_TURN), {}
+    for job in right:
+        assert job.tile is not None
+        times[job.tile] = time_steps(partial(cell.run, tile=job.tile))
+    part = "pass" if case.positions else "replay"
+    work = f"{case.state_dtype} state"
+    result = Result(part, work=work, size=plan.size, batch=case.batch, length=case.positions)
+    yield from _fastest(plan, result, times)
+
+
+def pass_positions(batch: int) -> int:
+    """Tokens of a row in the largest pass of this batch."""
+    return min(MAX_DRAFT + 1, PASS_TOKENS // batch)
+
+
+def replay_error(job: ReplayJob) -> float:
+    """The largest relative error of h and the state against float64, ∞ if it does not run."""
+    assert job.tile is not None
+    try:
+        return job.cell(16, 1).error(job.tile)  # enough rows that some are folded
+    except Exception:  # too much shared memory, or the compiler gives up
+        return float("inf")
+
+
+def replay_tiles(config: ModelConfig) -> Iterator[launch_params.Tile]:
+    """Tiles of a step or pass by replay, each with several limits of its registers.
+
+    With fewer registers, more programs fit on a multiprocessor; with too few, they are spilled.
+    """
+    limits = {2: (None, 168, 224), 4: (None, 128, 168), 8: (None, 96, 128)}
+    for tile in step_tiles(config):
+        if tile.d_out >= 32:
+            for registers in limits[tile.warps]:
+                yield replace(tile, registers=registers)
 
 
 def step_tiles(config: ModelConfig) -> Iterator[launch_params.Tile]:

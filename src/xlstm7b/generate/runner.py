@@ -44,7 +44,7 @@ _GRAMMAR_NEEDS = tuple(needs._replace(grammar=True) for needs in _NEEDS)
 _POSITIONS = (2, 4, 8, 9)
 # The most tokens that a pass of all slots reads: as many as the kernels for few rows take. So most
 # of its time is that of reading the weights.
-_PASS_TOKENS = 64
+PASS_TOKENS = 64
 # Prefill graphs exist for these shapes: one row of these lengths, or rows × tokens. Larger batches
 # are launched kernel by kernel: only there does the GPU take longer than the launches.
 _ONE_ROW = (*range(64, 768, 64), 768, 896, 1024, 1280, 1536, 1792, 2048, 2304)
@@ -514,7 +514,7 @@ class ModelRunner:
         most = self._drafting.drafts.shape[1]
         if not self._on_gpu:
             return most
-        positions = _PASS_TOKENS // self.bucket(highest_slot + 1)
+        positions = PASS_TOKENS // self.bucket(highest_slot + 1)
         return min(most, max((size for size in _POSITIONS if size <= positions), default=1) - 1)
 
     @torch.inference_mode()

@@ -15,18 +15,19 @@ import triton.language as tl
 from xlstm7b.mlstm import KERNEL_CHUNK_SIZE
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Tile:
-    """Block sizes of one launch, with its warps and pipeline stages."""
+    """Block sizes of one launch, with its warps, pipeline stages and registers."""
 
     t: int  # positions
     d_in: int  # the dimension that is summed over; for states, d_qk
     d_out: int  # the dimension that is kept; for states, d_hv
     warps: int
     stages: int
+    registers: int | None = None  # of a thread, at most; None: the compiler decides
 
-    def options(self) -> dict[str, int]:
-        return {"num_warps": self.warps, "num_stages": self.stages}
+    def options(self) -> dict[str, int | None]:
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
     def within(self, d_in: int, d_out: int) -> "Tile":
         """The same tile with no block larger than the padded head."""
@@ -85,11 +86,11 @@ def replay_tile(rows: int, ring: int, d_qk: int, d_hv: int) -> Tile:
     """The tile of a step by replay.
 
     A few rows load all of C before the previous launch has ended. With many rows and a ring of 16,
-    the tile is the fastest of nine on an H200, with 64 and with 256 rows of a 7B. A larger ring
-    takes more registers: there it was not measured.
+    the tile is the fastest of nine on an H200, with 64 and with 256 rows of a 7B: six programs fit
+    on a multiprocessor. A larger ring takes more registers: there it was not measured.
     """
-    tile = Tile(1, 64, 64, 2 if ring <= 16 else 4, 1)
-    return (Tile(1, 256, 32, 8, 1) if rows <= 16 else tile).within(d_qk, d_hv)
+    tile = Tile(1, 64, 64, 2, 1, 168) if ring <= 16 else Tile(1, 64, 64, 4, 1, 128)
+    return (Tile(1, 256, 32, 8, 1, 128) if rows <= 16 else tile).within(d_qk, d_hv)
 
 
 def pass_tile(rows: int, d_qk: int, d_hv: int) -> Tile:

@@ -225,8 +225,7 @@ def launch_replay(
         SIZE=size, ENTRIES=padded(size), INTERVAL=cursor.interval,
         BLOCK_K=tile.d_in, BLOCK_V=tile.d_out, PADDED_K=padded(d_k), PADDED_V=padded(d_v),
         FOLDED=min(FOLDED_ROWS, padded(d_k)), PRECISION=precision(q.dtype), OVERLAP=overlap,
-        # Six programs of 2 warps fit on a multiprocessor, or four of 4 warps.
-        maxnreg=168 if tile.warps <= 2 else 128, **tile.options(),
+        **tile.options(),
         **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     return h
