@@ -112,22 +112,44 @@ def model_tokenizer(
     if chosen is not None and Path(chosen).is_dir() and not any(Path(chosen).glob("config.*")):
         tokenizer_file(chosen)  # only the folder of a byte-level model may lack a tokenizer.json
     tokenizer = load_tokenizer(chosen or folder, config.vocab_size)
+    check_trained(folder, tokenizer, config, chosen or folder)
+    return tokenizer
+
+
+def check_trained(
+    folder: Path, tokenizer: AnyTokenizer, config: ModelConfig, source: str | Path
+) -> None:
+    """`ValueError` if the export in `folder` was trained with another tokenizer, or other ids.
+
+    `source` is where the tokenizer is. A folder that is no export has no fingerprint to check.
+    """
+    described = read_object(folder / "tokenizer_config.json")
+    trained = described.get(_TRAINED_WITH)
     if not trained:
-        return tokenizer
+        return
     if trained != tokenizer.fingerprint:
         raise ValueError(
-            f"{folder} was trained with the tokenizer {str(trained)[:12]}, but {chosen or folder} "
+            f"{folder} was trained with the tokenizer {str(trained)[:12]}, but {source} "
             f"holds the tokenizer {tokenizer.fingerprint[:12]}"
         )
     for name in ("bos", "eos"):
-        text, token = described.get(f"{name}_token"), getattr(config, f"{name}_token_id")
-        if text is not None and tokenizer.backend().token_to_id(text) != token:
+        text, token = (
+            token_text(described.get(f"{name}_token")),
+            getattr(config, f"{name}_token_id"),
+        )
+        if text is None:
+            continue
+        found = tokenizer.backend().token_to_id(text)
+        if found is None:
             raise ValueError(
-                f"{folder} was trained with {name}_token {text!r}, whose id is "
-                f"{tokenizer.backend().token_to_id(text)}, but its config.json says "
-                f"{name}_token_id = {token}"
+                f"{folder / 'tokenizer_config.json'} names {name}_token {text!r}, which the "
+                f"tokenizer in {source} lacks"
             )
-    return tokenizer
+        if found != token:
+            raise ValueError(
+                f"{folder} was trained with {name}_token {text!r}, whose id is {found}, but the "
+                f"model's config.json says {name}_token_id = {token}"
+            )
 
 
 def other_end(folder: Path, tokenizer: AnyTokenizer, config: ModelConfig) -> int | None:

@@ -15,6 +15,7 @@ from xlstm7b.cli.serve import read_adapters
 from xlstm7b.generate import Request
 from xlstm7b.model import XLSTM
 from xlstm7b.model.adapter import load_adapter, merge_adapter
+from xlstm7b.tokenizer import tokenizer_fingerprint
 
 
 @pytest.fixture(scope="session")
@@ -179,6 +180,38 @@ def test_merge_refuses_a_tokenizer_with_more_ids_than_the_model(
     assert error.startswith(f"{other / 'tokenizer.json'} has ids up to ")
     assert error.endswith("but the model's vocabulary ends at 319")
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"eos_token": "</s>"}, "names eos_token '</s>', which the tokenizer in BASE lacks"),
+        ({"bos_token": "Hi"}, "names bos_token 'Hi', which the tokenizer in BASE lacks"),
+        (
+            {"bos_token": {"content": "<|im_start|>"}},
+            "bos_token '<|im_start|>', whose id is 1, but the model's config.json says "
+            "bos_token_id = 0",
+        ),
+        ({"fingerprint": "bytes"}, "was trained with the tokenizer bytes, but BASE holds the "),
+    ],
+)
+def test_merge_refuses_an_export_that_the_tokenizer_does_not_fit(
+    cli: Cli, ending: tuple[Path, Path], tmp_path: Path, changes: dict, message: str
+) -> None:
+    """No command could read the merged folder."""
+    base, adapter = ending
+    other = tmp_path / "other"
+    shutil.copytree(adapter, other)
+    trained = {"eos_token": "<|im_end|>", "fingerprint": tokenizer_fingerprint(base)}
+    (other / "tokenizer_config.json").write_text(json.dumps(trained | changes))
+    error = refused(cli("merge", base, other, tmp_path / "merged"))
+    assert error.startswith(str(other))
+    assert message.replace("BASE", str(base)) in error
+    assert not (tmp_path / "merged").exists()
+    (other / "tokenizer_config.json").write_text(json.dumps(trained))
+    succeeded(cli("merge", base, other, tmp_path / "merged"))
+    command = ("generate", tmp_path / "merged", "\n", "--temperature", 0)
+    assert succeeded(cli(*command)) == "\nHi!\n"
 
 
 @pytest.mark.usefixtures("no_weights")

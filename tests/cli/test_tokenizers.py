@@ -132,4 +132,4 @@ def test_a_model_refuses_another_tokenizer(cli: Cli, trained: Trained, tmp_path:
     (model / "config.json").write_text(json.dumps({**config, "eos_token_id": 5}))
     eos = trained.tokenizer.special.eos
     said = refused(cli("generate", model, PROMPT))
-    assert said.endswith(f"whose id is {eos}, but its config.json says eos_token_id = 5")
+    assert said.endswith(f"whose id is {eos}, but the model's config.json says eos_token_id = 5")

@@ -35,7 +35,7 @@ from xlstm7b.model.layers import QuantizedLinear
 from xlstm7b.model.lm import XLSTM
 from xlstm7b.model.lora import LoraLinear
 from xlstm7b.patterns import first_matches
-from xlstm7b.tokenizer import load_tokenizer, other_end, read_object
+from xlstm7b.tokenizer import check_trained, load_tokenizer, other_end, read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
@@ -342,6 +342,9 @@ def merge_checkpoint(base: str | Path, adapter: str | Path, target: str | Path) 
         tokenizer = load_tokenizer(beside["tokenizer.json"], config.vocab_size)
         end = other_end(added.folder, tokenizer, config)
         config = config if end is None else replace(config, eos_token_id=end)
+        if "tokenizer_config.json" in beside:  # other commands would refuse the merged folder
+            described = beside["tokenizer_config.json"].parent
+            check_trained(described, tokenizer, config, beside["tokenizer.json"].parent)
     save_checkpoint(folder, config, _merged(opened, added), companions=beside.values())
 
 
