@@ -102,6 +102,16 @@ def test_quantize_mistakes(cli: Cli, speller: Path, text: Path, tmp_path: Path) 
     assert message("--bits", 8, "--method", "awq").startswith("unknown method 'awq'")
     missing = message("--bits", 8, "--method", "gptq", "--calibration", tmp_path / "no.txt")
     assert "no.txt" in missing
+    gptq = ("--bits", 4, "--method", "gptq", "--calibration", text)
+    for length in (0, 2, 510):
+        text.write_text("a" * length)
+        assert message(*gptq) == (
+            f"the calibration text is too short (tokens: {length}): give a text of at least 511 "
+            "tokens, better 65,536"
+        )
+    text.write_text("a" * 511)
+    succeeded(cli("quantize", speller, tmp_path / "gptq", *gptq))
+    before = names_in(tmp_path)
     assert "neither a folder nor" in message("--bits", 8, source=tmp_path / "nothing")
 
     succeeded(cli("quantize", speller, target, "--bits", 8))

@@ -38,8 +38,8 @@ def quantize(
     calibration: Annotated[
         list[Path] | None,
         option(
-            "Text file or folder, for gptq and the reported errors; its first 65,536 tokens "
-            "are read. Can be given several times.",
+            "Text file or folder of at least 512 tokens, for gptq and the reported errors; its "
+            "first 65,536 tokens are read. Can be given several times.",
             default=False,
         ),
     ] = None,
@@ -129,8 +129,11 @@ def _calibration_tokens(
         ids += tokenizer.encode(document)
         if len(ids) >= _SEQUENCES * _LENGTH:
             break
-    if not ids:
-        raise ValueError("the calibration text is empty")
-    length = min(len(ids), _LENGTH - len(first))
+    length = _LENGTH - len(first)
+    if len(ids) < length:
+        raise ValueError(
+            f"the calibration text is too short (tokens: {len(ids)}): give a text of at least "
+            f"{length} tokens, better {_SEQUENCES * _LENGTH:,}"
+        )
     starts = range(0, len(ids) - length + 1, length)
     return [first + ids[start : start + length] for start in starts][:_SEQUENCES]
