@@ -340,8 +340,8 @@ def test_gptq_is_better_on_its_text(source: Path, tmp_path: Path) -> None:
     assert errors[2] < 0.9 * errors[0]
 
 
-class StoppedError(Exception):
-    pass
+class StoppedError(KeyboardInterrupt):
+    """Ctrl-C, which keeps what is finished. An error does not."""
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
@@ -443,8 +443,17 @@ def test_mistakes_are_refused_before_anything_is_written(source: Path, tmp_path:
         model = XLSTM.from_pretrained(source)
         model.lm_head.weight[0, 0] = torch.inf
     model.save_pretrained(tmp_path / "infinite")
+    before = names_in(tmp_path)
     with pytest.raises(ValueError, match=r"lm_head\.weight has values that are not finite"):
         quantize(tmp_path / "infinite", target)
+    assert names_in(tmp_path) == before
+    # What an interrupted call left is of no use either.
+    with pytest.raises(StoppedError):
+        quantize(tmp_path / "infinite", target, done=_fail_after(3))
+    assert names_in(tmp_path) == before | {".target.quantizing"}
+    with pytest.raises(ValueError, match=r"lm_head\.weight has values that are not finite"):
+        quantize(tmp_path / "infinite", target)
+    assert names_in(tmp_path) == before
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
@@ -455,7 +464,7 @@ def test_activations_that_are_not_finite(tmp_path: Path, source: Path, method: s
     model.save_pretrained(tmp_path / "damaged")
     with pytest.raises(ValueError, match=r"inputs of .*blocks\.0\..*out_proj\.weight on"):
         quantize(tmp_path / "damaged", tmp_path / "new", method=method, calibration=CALIBRATION)
-    assert not (tmp_path / "new").exists()
+    assert names_in(tmp_path) == {"damaged"}
 
 
 # Other libraries

@@ -1,7 +1,8 @@
 """quantize_checkpoint: a checkpoint folder to one with quantised weights, one tensor at a time.
 
 Each quantised matrix is first written to a hidden folder beside the target, so that a killed
-process can go on where it stopped. At the end all are written as one checkpoint.
+process can go on where it stopped. At the end all are written as one checkpoint. An error removes
+the hidden folder.
 """
 
 import hashlib
@@ -76,21 +77,27 @@ def quantize_checkpoint(
     work = work_folder(target)
     work.mkdir(parents=True, exist_ok=True)
     with files.lock_folder(work, "quantising to"):
-        pieces = _Pieces(work, job, schemes, done)
-        if calibration:
-            tokens = torch.tensor([*map(list, calibration)])
-            _with_calibration(checkpoint, pieces, tokens, method, act_order, torch.device(device))
-        else:
-            for name, tensor in checkpoint.tensors():
-                if name in schemes and not pieces.has(name):
-                    pieces.quantize(name, tensor.to(device), None, "rtn")
-        save_checkpoint(
-            target,
-            checkpoint.config,
-            _finished(checkpoint, pieces),
-            companions=checkpoint.companions(),
-            quantization=quantization,
-        )
+        try:
+            pieces = _Pieces(work, job, schemes, done)
+            if calibration:
+                tokens = torch.tensor([*map(list, calibration)])
+                _with_calibration(
+                    checkpoint, pieces, tokens, method, act_order, torch.device(device)
+                )
+            else:
+                for name, tensor in checkpoint.tensors():
+                    if name in schemes and not pieces.has(name):
+                        pieces.quantize(name, tensor.to(device), None, "rtn")
+            save_checkpoint(
+                target,
+                checkpoint.config,
+                _finished(checkpoint, pieces),
+                companions=checkpoint.companions(),
+                quantization=quantization,
+            )
+        except Exception:  # not Ctrl-C, after which the same call goes on
+            shutil.rmtree(work, ignore_errors=True)
+            raise
         shutil.rmtree(work)
     return [pieces.reports[name] for name in schemes]
 
