@@ -23,6 +23,7 @@ from xlstm7b.config import ModelConfig, warn_of_unknown
 from xlstm7b.files import Progress, Stored
 from xlstm7b.quantize.config import GROUP_SIZES, Quantization, Scheme, schemes_in
 from xlstm7b.quantize.weight import QuantizedWeight, unpack_int8
+from xlstm7b.tokenizer import read_object
 
 # Layers that some files hold as one matrix, with their rows in this order.
 _FUSED = {
@@ -421,10 +422,7 @@ def read_config(folder: Path) -> ModelConfig:
                 "ADAPTER TARGET`"
             )
         if (folder / "checkpoints").is_dir():
-            raise ValueError(
-                f"{folder} is the folder of a run: give the folder that `xlstm7b "
-                "export` makes of it"
-            )
+            raise ValueError(f"{folder} is the folder of a {_run_advice(folder)}")
         raise ValueError(f"{folder} holds neither config.json nor config.yaml: not a checkpoint")
     with path.open("rb") as file:
         try:
@@ -438,6 +436,22 @@ def read_config(folder: Path) -> ModelConfig:
             raise ValueError(f"{path}: {error}") from error
     warn_of_unknown(values, path)
     return config
+
+
+def _run_advice(folder: Path) -> str:
+    """What kind of run a folder holds, and how to get the weights after it."""
+    recipe = read_object(folder / "recipe.json")
+    if recipe.get("lora"):
+        return (
+            "LoRA run: make an adapter of it with `xlstm7b export`, then give the folder that "
+            "`xlstm7b merge MODEL ADAPTER TARGET` makes of the model and the adapter"
+        )
+    if recipe.get("state_tuning"):
+        return (
+            "state-tuning run, which changes no weights: give the model that it started from, "
+            f"{recipe.get('init_from')}"
+        )
+    return "run: give the folder that `xlstm7b export` makes of it"
 
 
 def read_quantization(folder: Path) -> dict[str, Any] | None:

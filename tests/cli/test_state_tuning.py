@@ -63,6 +63,10 @@ def test_a_text_becomes_a_state_file(
     said = succeeded(cli("export", "runs/tune", "ab.safetensors"))
     assert said == "wrote the state of step 25 of runs/tune to ab.safetensors\n"
     assert "exists already" in refused(cli("export", "runs/tune", "ab.safetensors"))
+    assert refused(cli("generate", "runs/tune", "ab")) == (
+        "runs/tune is the folder of a state-tuning run, which changes no weights: give the model "
+        "that it started from, base"
+    )
     # The state alone makes the model write the text.
     state = ("--load-state", "ab.safetensors")
     options = ("--temperature", 0, "--max-new-tokens", 6)

@@ -25,7 +25,7 @@ from xlstm7b.train import Recipe, describe, load_recipe, make_plan
 from xlstm7b.train.metrics_log import read_metrics
 from xlstm7b.train.processes import process_group
 from xlstm7b.train.run_checkpoints import export_run, read_run, saved_steps
-from xlstm7b.train.sharded_model import build_model
+from xlstm7b.train.sharded_model import build_model, open_base
 from xlstm7b.train.trainer import Trainer
 
 LORA = ("lora={rank=4,alpha=8.0}", "optimizer.lr=1e-2", "optimizer.weight_decay=0.0")
@@ -258,8 +258,14 @@ def test_the_export_of_a_run_is_an_adapter(bases, data, tmp_path):
     assert adapter.base_name == str(bases / "float32")
     assert {layer.scale for layer in adapter.layers.values()} == {2.0}
     assert tokenizer_fingerprint(tmp_path / "adapter") == "bytes"
+    # Neither the run nor the adapter can be trained further. The errors say what can.
+    words = "is the folder of a LoRA run: make an adapter .* `xlstm7b export`, .* `xlstm7b merge"
+    for name, message in (("run", words), ("adapter", "is an adapter, not .* `xlstm7b merge")):
+        with pytest.raises(ValueError, match=message):
+            open_base(chosen, str(tmp_path / name))
     # The validation loss at the end of the run is that of the merged model.
     merge_checkpoint(bases / "float32", tmp_path / "adapter", tmp_path / "merged")
+    open_base(chosen, str(tmp_path / "merged"))
     line = read_metrics(tmp_path / "run/metrics.jsonl")[7]
     for batch in validation_batches(open_folder(data), 32, 8, rank=0, world_size=1, model=config):
         model = XLSTM.from_pretrained(tmp_path / "merged")
