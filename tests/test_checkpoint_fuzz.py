@@ -51,7 +51,7 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
         lambda t: t.update({"lm_head.weight": torch.ones(7, 64).to(torch.float8_e5m2)}),
         "'lm_head.weight' is stored as F8_E5M2",
     ),
-    "empty": (lambda t: t.clear(), "num_blocks = 2, but the weights hold only 0 tensors"),
+    "empty": (lambda t: t.clear(), "num_blocks = 2, but the number of tensors in the weights is 0"),
 }
 
 
@@ -91,7 +91,9 @@ def test_a_damaged_number_of_blocks_allocates_nothing(tmp_path: Path) -> None:
     values = CONFIG.to_dict() | {"num_blocks": 1 << 24, "num_hidden_layers": 1 << 24}
     folder, _ = save_small(tmp_path)
     (folder / "config.json").write_text(json.dumps(values))
-    assert "num_blocks = 16777216, but the weights hold only 33 tensors" in refusal(folder)
+    assert "num_blocks = 16777216, but the number of tensors in the weights is 33" in refusal(
+        folder
+    )
 
 
 def test_a_faulty_index_is_named(tmp_path: Path) -> None:

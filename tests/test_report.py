@@ -17,6 +17,11 @@ def test_table_aligns_its_columns() -> None:
     ]
 
 
+def test_a_number_has_the_right_form_of_its_noun() -> None:
+    found = [report.counted(count, "token") for count in (0, 1, 2, 2000)]
+    assert found == ["0 tokens", "1 token", "2 tokens", "2,000 tokens"]
+
+
 @pytest.mark.parametrize(
     ("name", "start"),
     [("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a.pdf", b"%PDF"), ("a", b"\x89PNG")],
@@ -62,4 +67,4 @@ def test_the_machine_names_its_processor_and_versions() -> None:
     facts = report.machine("cpu")
     assert list(facts) == ["date", "torch", "cpu"]
     assert facts["torch"] == torch.__version__
-    assert facts["cpu"].endswith(f"{torch.get_num_threads()} threads")
+    assert facts["cpu"].endswith(f", {report.counted(torch.get_num_threads(), 'thread')}")

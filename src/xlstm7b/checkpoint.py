@@ -210,7 +210,7 @@ def open_checkpoint(folder_or_hub_id: str | Path) -> Checkpoint:
     if config.num_blocks > len(stored):  # a damaged config: its parameters could be billions
         raise ValueError(
             f"{folder}: the config says num_blocks = {config.num_blocks}, "
-            f"but the weights hold only {len(stored)} tensors"
+            f"but the number of tensors in the weights is {len(stored)}"
         )
     shapes = config.parameter_shapes()
     seen: dict[str, Stored] = {}
@@ -543,5 +543,5 @@ def _checked(
 
 def _refuse_missing(names: Collection[str], where: str | Path) -> None:
     if names:
-        others = f", and {len(names) - 1} others" if len(names) > 1 else ""
+        others = f", and {len(names) - 1} more" if len(names) > 1 else ""
         raise ValueError(f"{where}: {min(names)} is missing{others}")

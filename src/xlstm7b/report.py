@@ -18,6 +18,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with its noun: "1 token", "2,000 tokens"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def check_matplotlib() -> None:
     """Raises a `ValueError` if figures cannot be drawn. Call it before a long measurement."""
     if find_spec("matplotlib") is None:
@@ -76,7 +81,9 @@ def machine(device: str) -> dict[str, str]:
 
     facts = {"date": date.today().isoformat(), "torch": torch.__version__}
     if torch.device(device).type != "cuda":
-        return facts | {"cpu": f"{platform.machine()}, {torch.get_num_threads()} threads"}
+        return facts | {
+            "cpu": f"{platform.machine()}, {counted(torch.get_num_threads(), 'thread')}"
+        }
     import triton
 
     return facts | {"gpu": torch.cuda.get_device_name(), "triton": triton.__version__}

@@ -12,6 +12,7 @@ from train_processes import full_disk
 
 from xlstm7b.generate import Completion, Generator, Request, SamplingParams
 from xlstm7b.generate.request import OutputText
+from xlstm7b.report import counted
 
 LINES = [
     {"id": 7, "prompt": "Once upon", "max_new_tokens": 12, "temperature": 0},
@@ -37,8 +38,8 @@ def summary(err: str) -> str:
     """The sentence that closes a run: all that is printed on stderr."""
     (line,) = err.splitlines()
     assert re.fullmatch(
-        r"xlstm7b: [\d,]+ lines completed( \(.*\))?; [\d,]+ prompt tokens, [\d,]+ generated tokens"
-        r" in [\d.]+ s, [\d,.]+ tok/s",
+        r"xlstm7b: [\d,]+ lines? completed( \(.*\))?; [\d,]+ prompt tokens?, [\d,]+ generated "
+        r"tokens? in [\d.]+ s, [\d,.]+ tok/s",
         line,
     )
     return line
@@ -328,7 +329,7 @@ def test_jsonl_keeps_what_was_finished(
                     cli(*run, "--output", target)
             else:
                 outcome = cli(*run, "--output", target)
-                kept = f"{partial} holds the {len(finished)} of 4 lines that were finished; the "
+                kept = f"{partial} holds {len(finished)} of 4 lines; the "
                 kept += "same command continues"
                 assert (outcome.code, outcome.out) == (code, "")
                 assert outcome.err.splitlines()[:1] == ([f"xlstm7b: {kept}"] if finished else [])
@@ -343,12 +344,12 @@ def test_jsonl_keeps_what_was_finished(
             assert other.startswith(f"{partial} holds the results of another input, model or ")
             assert (partial.read_text(), target.read_text()) == (before, "before")
             outcome = cli(*run, "--output", target)
-            there = f"{len(finished)} of 4 lines are there already"
+            there = f"which holds {len(finished)} of 4 lines"
             continuing, closing = outcome.err.splitlines()
             assert (outcome.code, outcome.out) == (0, "")
-            assert continuing == f"xlstm7b: continuing {partial}: {there}"
-            assert f"{4 - len(finished)} lines completed" in closing
-            assert f", {len(finished)} were there already; " in closing
+            assert continuing == f"xlstm7b: continuing {partial}, {there}"
+            assert f"{counted(4 - len(finished), 'line')} completed" in closing
+            assert f", {len(finished)} there already; " in closing
             assert from_lines(target.read_text()) == everything
             target.write_text("before")
         assert names_in(tmp_path) == {"in", "out"}
@@ -370,7 +371,7 @@ def test_a_full_disk_names_the_file_and_keeps_what_was_finished(
         outcome = cli(*run)
     kept, error = outcome.err.splitlines()
     assert (outcome.code, outcome.out) == (2, "")
-    assert kept.startswith(f"xlstm7b: {partial} holds the 2 of 4 lines that were finished")
+    assert kept.startswith(f"xlstm7b: {partial} holds 2 of 4 lines")
     assert re.fullmatch(rf"xlstm7b: {partial} could not be written \(.*File too large\)", error)
     assert names_in(tmp_path) == {"in", "out.partial"}
     assert cli(*run).code == 0

@@ -144,7 +144,7 @@ def test_results_that_cannot_be_written_are_printed(
     output = ["--output", tmp_path / "out.json", "--device", "cpu"]
     code, out, err = cli("eval", "ppl", byte_model, tmp_path / "a.txt", *output)
     assert (code, err) == (2, "xlstm7b: the disk is full\n")
-    assert out.startswith("1 documents, 15 tokens, 15 bytes\n")
+    assert out.startswith("1 document, 15 tokens, 15 bytes\n")
 
 
 @pytest.mark.usefixtures("offline")
@@ -305,7 +305,7 @@ def test_a_missing_folder_of_tasks_is_refused(cli: Cli, byte_model: Path, tmp_pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--num-fewshot", 6], "6 examples are too many for the task 'choices': it has 5"),
+        (["--num-fewshot", 6], "num_fewshot is 6, but the task 'choices' has 5 examples"),
         (["--apply-chat-template"], "model has no chat template; leave --apply-chat-template out"),
     ],
 )

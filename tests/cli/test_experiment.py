@@ -53,7 +53,7 @@ def test_diverged_runs_are_named_and_failed_ones_are_an_error(
     monkeypatch.setattr(Trainer, "train", fail)
     monkeypatch.setattr("xlstm7b.cli.experiment.find_spec", lambda name: None)  # no figures
     code, printed, _ = cli(*command, "--runs", "rms-norm")
-    assert (code, printed.splitlines()[-1]) == (0, "1 of 1 runs diverged: rms-norm")
+    assert (code, printed.splitlines()[-1]) == (0, "1 of 1 run diverged: rms-norm")
     code, printed, _ = cli(*command)
     assert code == 1
     assert printed.splitlines()[-2:] == [

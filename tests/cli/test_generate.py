@@ -168,7 +168,7 @@ def test_generate_past_the_end_of_text(cli: Cli, fox: Path) -> None:
         brief = ("--max-new-tokens", 9, "--verbose", "--peak-tbs", 1, *GREEDY)
         code, out, err = cli("generate", fox, "\n", *brief, *options)
         assert (code, out[:2]) == (0, "\nb")
-        return int(re.search(r"generated +(\d+) tokens", err)[1])
+        return int(re.search(r"generated +(\d+) tok ", err)[1])
 
     assert tokens() == 1
     assert tokens("--min-new-tokens", 3) == 3
@@ -382,9 +382,9 @@ def test_generate_verbose(cli: Cli, speller: Path) -> None:
         code, out, err = cli("generate", speller, "Once", *quick, *options)
         assert (code, out.count("Once")) == (0, batch)
         prompt, generated, moved, memory = err.splitlines()
-        assert re.fullmatch(r"prompt +5 tokens +[\d,.]+ tok/s", prompt)
+        assert re.fullmatch(r"prompt +5 tok +[\d,.]+ tok/s", prompt)
         rate = float(re.search(r"([\d,.]+) tok/s", generated)[1].replace(",", "")) / batch
-        assert re.search(rf" {20 * batch} tokens ", generated)
+        assert re.search(rf" {20 * batch} tok ", generated)
         bandwidth, share, limit = re.fullmatch(
             r"memory moved +([\d.]+) GB/s, ([\d.]+)% of the bandwidth of ([\d.]+) GB/s", moved
         ).groups()
@@ -403,13 +403,13 @@ def test_generate_speculates(cli: Cli, speller: Path) -> None:
     code, out, err = cli("generate", speller, "Once", *options, *lookup)
     assert (code, out) == (0, plain)
     drafted, accepted = re.search(
-        r"drafted +([\d,]+) tokens, of which ([\d,]+) were accepted", err
+        r"drafted +([\d,]+) tok, of which ([\d,]+) were accepted", err
     ).groups()
     assert 20 < int(accepted) <= int(drafted)
     drafted_by = "--speculate", speller, "--verbose", "--peak-tbs", 0.1
     code, out, err = cli("generate", speller, "Once", *options[:3], *GREEDY, *drafted_by)
     assert (code, out) == (0, succeeded(cli("generate", speller, "Once", *options[:3], *GREEDY)))
-    drafted, accepted = re.search(r"drafted +(\d+) tokens, of which (\d+) were", err).groups()
+    drafted, accepted = re.search(r"drafted +(\d+) tok, of which (\d+) were", err).groups()
     assert 20 < int(accepted) <= int(drafted)
 
 

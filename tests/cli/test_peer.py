@@ -123,7 +123,7 @@ def test_perplexity_of_a_peer(cli: Cli, llama: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(ESSAY[:1000])
     called = ("eval", "ppl", "--peer", llama, tmp_path / "a.txt", "--device", "cpu")
     out = succeeded(cli(*called, "--output", tmp_path / "out.json"))
-    assert out.startswith("1 documents, 1,000 tokens, 1,000 bytes\n")
+    assert out.startswith("1 document, 1,000 tokens, 1,000 bytes\n")
     read = json.loads((tmp_path / "out.json").read_text())
     peer = Peer(llama, None, "cpu").load()
     (logprobs,) = peer.logprobs([peer.encode(ESSAY[:1000])])
@@ -149,7 +149,7 @@ def test_bytes_without_a_first_token(cli: Cli, tmp_path: Path) -> None:
     folder = save_peer(tmp_path / "peer", "mamba", first=False)
     (tmp_path / "a.txt").write_text("water " * 20)
     out = succeeded(cli("eval", "ppl", "--peer", folder, tmp_path / "a.txt", "--device", "cpu"))
-    assert out.startswith("1 documents, 119 tokens, 119 bytes\n")
+    assert out.startswith("1 document, 119 tokens, 119 bytes\n")
     peer = Peer(folder, None, "cpu")
     assert [peer.first_bytes(text) for text in ("a b", " b")] == [1, 1]
 

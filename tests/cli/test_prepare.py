@@ -40,7 +40,7 @@ def test_qa_with_other_column_names(cli: Cli, tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = ["--format", "qa", "--question-column", "q", "--answer-column", "a"]
     said = succeeded(cli("prepare", tmp_path / "a.jsonl", "-o", out, *options, "--processes", 1))
-    assert said.endswith(": 24 tokens, 1 documents, shards: 1, loss masks\n")
+    assert said.endswith(": 24 tokens, 1 document, shards: 1, loss masks\n")
     [shard] = open_folder(out).shards
     assert shard.tokens.tolist() == [*ByteTokenizer().encode("User: 1+1?\nAssistant: 2"), 0]
     assert shard.mask is not None

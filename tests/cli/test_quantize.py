@@ -103,11 +103,11 @@ def test_quantize_mistakes(cli: Cli, speller: Path, text: Path, tmp_path: Path) 
     missing = message("--bits", 8, "--method", "gptq", "--calibration", tmp_path / "no.txt")
     assert "no.txt" in missing
     gptq = ("--bits", 4, "--method", "gptq", "--calibration", text)
-    for length in (0, 2, 510):
+    for length, words in ((0, "0 tokens"), (1, "1 token"), (510, "510 tokens")):
         text.write_text("a" * length)
         assert message(*gptq) == (
-            f"the calibration text is too short (tokens: {length}): give a text of at least 511 "
-            "tokens, better 65,536"
+            f"the calibration text has only {words}: give a text of at least 511 tokens, better "
+            "65,536"
         )
     text.write_text("a" * 511)
     succeeded(cli("quantize", speller, tmp_path / "gptq", *gptq))

@@ -132,7 +132,7 @@ def test_wrong_arguments_are_refused_before_a_download(
         (("--lengths", "4k"), "--lengths must be numbers such as 4096,8192, not '4k'"),
         (
             ("--lengths", "256"),
-            "a length of 256 tokens is too short for fwe: the shortest prompt has 469 tokens, and "
+            "a length of 256 is too short for fwe: the shortest prompt has 469 tokens, and "
             "256 are left for it",
         ),
         (("--seed", -1), "the seed must be from 0 to 4294967295, not -1"),

@@ -90,7 +90,7 @@ def test_the_previous_block_is_trained_exported_measured_and_generates(
     assert json.loads((folder / "config.json").read_text())["model_type"] == "xlstm7b"
     assert "previous" in succeeded(cli("info", folder))
     out = succeeded(cli("eval", "ppl", folder, tmp_path / "text.txt", "--device", "cpu"))
-    assert out.startswith("1 documents, 1,600 tokens, 1,600 bytes")
+    assert out.startswith("1 document, 1,600 tokens, 1,600 bytes")
     options = ["--max-new-tokens", 4, "--temperature", 0, "--device", "cpu"]
     assert succeeded(cli("generate", folder, "so much", *options)).startswith("so much")
     said = refused(train(cli, tmp_path / "other", *settings, "--set", "model.block=previous"))
@@ -256,7 +256,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
         ("init_from=nowhere", "nowhere"),
         ("init_from=data", "data"),
         ("data.sources.text.path=elsewhere", "there is no folder of token shards at elsewhere"),
-        ("parallel.dp_replicate=2", "1 processes cannot form dp_replicate 2"),
+        ("parallel.dp_replicate=2", "the number of processes is 1, but dp_replicate 2"),
         ("model.vocab_size=256", "a vocabulary of 320 tokens, but the model has 256"),
         ("run.keep_bst=true", "unknown setting run.keep_bst; did you mean keep_best"),
     ],

@@ -254,9 +254,7 @@ def test_tasks_that_cannot_run_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="contains no task that can be read"):
         load_tasks([], tmp_path)
     add_choices(tmp_path, "choices", questions=2, shots=6, words=1)
-    with pytest.raises(
-        ValueError, match="6 examples are too many for the task 'choices': it has 5"
-    ):
+    with pytest.raises(ValueError, match="num_fewshot is 6, but the task 'choices' has 5 examples"):
         load_tasks(["choices"], tmp_path)
     (task,) = load_tasks(["choices"], tmp_path, num_fewshot=5)
     assert task.config.num_fewshot == 5
@@ -271,7 +269,7 @@ def test_a_question_is_not_an_example_for_itself(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("fewshot_split: dev", "fewshot_split: test"))
     (task,) = load_tasks(["same"], tmp_path)
     task.build_all_requests()
-    with pytest.raises(ValueError, match="3 examples are too many for the task 'same': it has 2"):
+    with pytest.raises(ValueError, match="num_fewshot is 3, but the task 'same' has 2 examples"):
         load_tasks(["same"], tmp_path, num_fewshot=3)
 
 

@@ -123,7 +123,7 @@ def changed(content: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
             HARNESS,
             "n-shot",
             {"arc": 0, "boolq": 1},
-            "few-shot examples of arc 5 and 0, and of 1 more tasks",
+            "few-shot examples of arc 5 and 0, and of 1 more task",
         ),
         (HARNESS, "versions/boolq", 3, "version of boolq 2.0 and 3"),
         (HARNESS, "n-samples/arc/effective", 8, "number of questions of arc 9 and 8"),

@@ -136,7 +136,7 @@ def test_a_question_too_long_is_found_at_the_start(tmp_path: Path) -> None:
     documents = [*map(str, range(12)), "word " * 2000]
     questions = [Question(f"Is it {n}?", ("x",), (n,), tuple(range(2, 12))) for n in (0, 1, 12)]
     data = Datasets(squad=Questions(questions, documents))
-    with pytest.raises(ValueError, match="a length of 1024 tokens is too short for qa_1: "):
+    with pytest.raises(ValueError, match="a length of 1024 is too short for qa_1: "):
         run(tmp_path / "run", None, Plan(("qa_1",), (1024,), 3, 42), data=data)
     assert not (tmp_path / "run").exists()
     plan = Plan(("qa_1",), (1024,), 2, 42)
@@ -284,7 +284,7 @@ def test_folders_of_other_runs_are_refused(tmp_path: Path) -> None:
             (("qa_1", "qa_2"), (4096,), 1, 42),
             "none of these tasks can be run: no --squad is given, no --hotpotqa is given",
         ),
-        ((("vt",), (600,), 1, 42), "a length of 600 tokens is too short for vt: "),
+        ((("vt",), (600,), 1, 42), "a length of 600 is too short for vt: "),
         ((("vt",), (4096,), 1, 42, "2024-04"), "RULER's version must be 2025-01 or 2026-07, not"),
     ],
 )

@@ -162,7 +162,7 @@ def test_prompts_fit_or_are_refused(
     name: str, version: str, length: int, seed: int, bpe: bool
 ) -> None:
     count = count_bpe() if bpe else count_bytes
-    samples, refused = [], f"a length of {length} tokens is too short for {name}: "
+    samples, refused = [], f"a length of {length} is too short for {name}: "
     try:
         builder(name, version, length, seed, count).check(2)
         samples = build(name, 2, version, length, seed=seed, count=count)

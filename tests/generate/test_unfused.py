@@ -108,7 +108,7 @@ def test_extra_layers_blocks_and_parameters_are_differences():
     assert refusal(extra_norm) == "backbone.blocks.1 has a norm_after"
     assert refusal(buffer) == "backbone has a scale"
     assert refusal(parameter) == "backbone.blocks.0.ffn has a bias"
-    assert refusal(fewer) == "backbone.blocks holds 1 blocks, and the config says 2"
+    assert refusal(fewer) == "backbone.blocks holds 1 block, and the config says 2"
     assert refusal(same_name).endswith("test_unfused.RMSNorm, not a xlstm7b.model.layers.RMSNorm")
     assert refusal(special_weight).startswith("backbone.blocks.0.mlstm_layer.q.weight is a ")
 

@@ -270,7 +270,7 @@ def test_bad_input_is_an_error_that_names_it():
         with pytest.raises(ValueError, match=r"resets must have the shape \[2, 5\], not \[2, 1\]"):
             module(x, resets=torch.ones(2, 1) > 0, lengths=torch.tensor([2, 1]))
     _, state = MLSTMStack(DIM, HEADS, 1)(x)
-    with pytest.raises(ValueError, match="the state has 1 blocks and 2 rows, the model 2 blocks"):
+    with pytest.raises(ValueError, match="the state has 1 block and 2 rows, the model 2 blocks"):
         MLSTMStack(DIM, HEADS, 2)(x, state)
     with pytest.raises(ValueError, match="dropout must be at least 0 and less than 1"):
         MLSTMBlock(DIM, HEADS, dropout=1.0)

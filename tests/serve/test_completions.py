@@ -215,6 +215,8 @@ def test_tokenize_counts_as_usage_does(live: LiveServer, prompt: Any, talk: Any)
         ({"prompt": "a", "max_token": 1}, "max_token is not a field that this server knows"),
         ({"prompt": "a", "temperature": "1"}, 'temperature must be a number, not "1"'),
         ({"prompt": "a", "temperature": -1}, "temperature must be 0 or a positive number"),
+        ({"prompt": "a", "n": [1]}, "n must be a whole number, not a list of 1 item"),
+        ({"prompt": "a", "n": {"a": 1, "b": 2}}, "a whole number, not an object of 2 fields"),
         ({"prompt": "a", "n": True}, "n must be a whole number, not true"),
         ({"prompt": "a", "n": 129}, "n must be at most 128, not 129"),
         ({"prompt": ["a"] * 65, "n": 1}, "a request may have at most 64 choices in all, not 65"),

@@ -499,6 +499,8 @@ def test_a_state_has_a_name_tags_and_an_expiry(live: LiveServer) -> None:
     assert patch(name="")["name"] == ""
     assert patch(expires_in=0)["expires"] is None
     assert patch(tags=["z"], name=None)["tags"] == ["z"]
+    empty = live.client.patch(path, json={"tags": [""]})
+    assert error_of(empty)["message"] == 'tags.0 must be a string that is not empty, not ""'
     for body, param in (
         ({"name": "a" * 201}, "name"),
         ({"name": "a\nb"}, "name"),

@@ -138,8 +138,8 @@ def test_unsharded_float32_weights_are_not_held_twice() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"gpus": 96}, "96 processes cannot .* 16 × dp_shard 8 × tp 1; their number must be 128"),
-        ({"gpus": 0}, "0 processes cannot form"),
+        ({"gpus": 96}, "processes is 96, but dp_replicate 16 × dp_shard 8 × tp 1 needs 128"),
+        ({"gpus": 0}, "the number of processes is 0, but"),
         ({"mfu": 0.0}, "the MFU must be above 0 and at most 1, not 0.0"),
         ({"mfu": 40.0}, "the MFU must be above 0 and at most 1, not 40.0"),
         ({"peak_flops": 0.0}, "the peak must be a positive number of FLOP/s, not 0.0"),

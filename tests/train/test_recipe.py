@@ -432,10 +432,12 @@ def test_a_layout_divides_the_processes_and_the_batch(tmp_path: Path) -> None:
     assert (hybrid.layout(), hybrid.layout(8)) == (Layout(1, 2, 2), Layout(2, 2, 2))
     assert (hybrid.layout(8).data_parallel, hybrid.layout(8).world) == (4, 8)
     with pytest.raises(
-        ValueError, match=r"6 processes cannot form .*; their number must be a mult"
+        ValueError, match=r"the number of processes is 6, but .* needs a multiple of 4"
     ):
         hybrid.layout(6)
-    with pytest.raises(ValueError, match="1 processes cannot form dp_replicate 16 × dp_shard 8"):
+    with pytest.raises(
+        ValueError, match="the number of processes is 1, but dp_replicate 16 × dp_shard 8"
+    ):
         load_recipe("7b").layout(1)
     ramped = small(tmp_path, "batch.ramp=[[0, 2], [50, 8]]")
     with pytest.raises(

@@ -18,6 +18,7 @@ from xlstm7b.devices import to_dtype
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.replay import Rings
 from xlstm7b.model import XLSTM, ModelState
+from xlstm7b.report import counted
 from xlstm7b.tokenizer import model_tokenizer
 
 _ROWS = 4  # parts of the text that are decoded at the same time
@@ -32,7 +33,8 @@ def results(plan: Generation) -> Iterator[Result]:
     ids = model_tokenizer(folder, model.config).encode(Path(plan.text).read_text("utf-8"))
     if len(ids) < plan.drift_tokens + 1:
         raise ValueError(
-            f"{plan.text} has {len(ids):,} tokens: give a longer text or fewer --drift-tokens"
+            f"{plan.text} has {counted(len(ids), 'token')}: give a longer text or fewer "
+            "--drift-tokens"
         )
     rows = min(_ROWS, len(ids) // (plan.drift_tokens + 1))
     tokens = torch.tensor(ids[: rows * (plan.drift_tokens + 1)], device=plan.device)

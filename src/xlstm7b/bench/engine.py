@@ -27,6 +27,7 @@ from xlstm7b.devices import to_dtype
 from xlstm7b.generate import Engine, Generator, Request, SamplingParams
 from xlstm7b.model import XLSTM
 from xlstm7b.model.adapter import Adapter, LowRank
+from xlstm7b.report import counted
 from xlstm7b.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from xlstm7b.train.recipe import Lora
 
@@ -211,7 +212,8 @@ def _streams(
     }
     return Result(
         "grammar" if schema else "streams",
-        work=f"prefill of {prefill_tokens}" + (f", {len(adapters)} adapters" if adapters else ""),
+        work=f"prefill of {prefill_tokens}"
+        + (f", {counted(len(adapters), 'adapter')}" if adapters else ""),
         batch=plan.streams,
         length=plan.prompt_tokens,
         seconds=seconds,

@@ -59,6 +59,7 @@ from xlstm7b.generate.replay import INTERVAL
 from xlstm7b.generate.runner import REPLAY_SLOTS
 from xlstm7b.model import XLSTM
 from xlstm7b.model.lm import schemes_of
+from xlstm7b.report import counted
 
 START_TOKENS = 16  # length of the prompt before decoding is timed
 ENOUGH = 1.0  # seconds: a prompt that takes as long is timed once
@@ -238,7 +239,7 @@ def _memory(model: XLSTM, plan: Generation) -> Iterator[Result]:
     release(plan.device)
     prompts = random_prompts(vocab_size, 1, lengths[0])
     make_generator(model, plan).generate(prompts, max_new_tokens=plan.generated, **GREEDY)
-    yield result(f"{plan.generated} tokens generated", lengths[0], weights + state)
+    yield result(f"{counted(plan.generated, 'token')} generated", lengths[0], weights + state)
 
 
 def _decode(model: XLSTM, plan: Generation) -> Iterator[Result]:
@@ -292,7 +293,7 @@ def _first(model: XLSTM, plan: Generation) -> Iterator[Result]:
         for tokens in (1, plan.first):
             generate = partial(generator.generate, prompts, max_new_tokens=tokens, **GREEDY)
             seconds = measure(generate, plan.device, enough=ENOUGH)
-            work = "1 token" if tokens == 1 else f"{tokens} tokens"
+            work = counted(tokens, "token")
             case = Result("first", work=work, batch=1, length=length, figures={"new": tokens})
             yield with_limit(case, plan, seconds, decoded=tokens - 1)
 

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from xlstm7b.bench.cases import Column, Part, Result
 from xlstm7b.bench.measure import percentile
 from xlstm7b.bench.plans import Serve
-from xlstm7b.report import figure
+from xlstm7b.report import counted, figure
 
 _IDS = range(2, 256)  # valid in every vocabulary; none ends the output
 
@@ -102,7 +102,7 @@ class Measured:
             "load", "server", "", "", 0, 0, self.seconds, speed, figures=figures, error=error
         )
         for reason, count in self.errors.items():
-            yield Result("load", "server", f"{count} requests", error=reason)
+            yield Result("load", "server", counted(count, "request"), error=reason)
         for name, values in self.times().items():
             if values:
                 figures = {f"p{percent}": percentile(values, percent) for percent in (50, 90, 99)}

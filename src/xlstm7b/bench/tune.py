@@ -92,7 +92,7 @@ def _right(
         errors = pool.map(error, jobs, chunksize=4)
     right = [job for job, wrong in zip(jobs, errors, strict=True) if wrong < tolerance]
     failed = errors.count(float("inf"))
-    print(f"{len(right)} of {len(jobs)} candidates are correct, {failed} do not run", flush=True)
+    print(f"candidates: {len(jobs)}, correct: {len(right)}, do not run: {failed}", flush=True)
     return right
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xlstm7b.cli.options import count_progress, read_input
 from xlstm7b.generate.params import SamplingParams
+from xlstm7b.report import counted
 
 if TYPE_CHECKING:
     from xlstm7b.cli.loading import OpenedModel
@@ -183,10 +184,10 @@ def _print_summary(completions: "list[Completion]", before: int, seconds: float)
     ended = ", ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
     prompt_tokens = sum(completion.prompt_tokens for completion in completions)
     tokens = sum(len(completion.token_ids) for completion in completions)
-    summary = f"{len(completions):,} lines completed{f' ({ended})' if ended else ''}"
+    summary = f"{counted(len(completions), 'line')} completed{f' ({ended})' if ended else ''}"
     if before:
-        summary += f", {before:,} were there already"
-    summary += f"; {prompt_tokens:,} prompt tokens, {tokens:,} generated tokens"
+        summary += f", {before:,} there already"
+    summary += f"; {counted(prompt_tokens, 'prompt token')}, {counted(tokens, 'generated token')}"
     summary += f" in {seconds:,.1f} s, {tokens / max(seconds, 1e-9):,.1f} tok/s"
     print(f"xlstm7b: {summary}", file=sys.stderr)
 
@@ -249,7 +250,8 @@ def _to_file(
         before = len(results)
         if before:
             print(
-                f"xlstm7b: continuing {partial}: {before} of {len(lines)} lines are there already",
+                f"xlstm7b: continuing {partial}, which holds {before} of "
+                f"{counted(len(lines), 'line')}",
                 file=sys.stderr,
             )
 
@@ -265,7 +267,7 @@ def _to_file(
                 )
         except BaseException:
             if results:
-                kept = f"holds the {len(results)} of {len(lines)} lines that were finished"
+                kept = f"holds {len(results)} of {counted(len(lines), 'line')}"
                 print(f"xlstm7b: {partial} {kept}; the same command continues", file=sys.stderr)
             else:
                 partial.unlink()

@@ -235,8 +235,8 @@ def _print_stats(conversation: "Chat") -> None:
         _notify(f"reading      {stats.last.prompt_tokens_per_second:>12,.1f} tok/s")
         _notify(f"answering    {stats.last.tokens_per_second:>12,.1f} tok/s")
         if stats.last.drafted_tokens:
-            _notify(f"drafted      {stats.last.drafted_tokens:>12,} tokens")
-            _notify(f"accepted     {stats.last.accepted_tokens:>12,} tokens")
+            _notify(f"drafted      {stats.last.drafted_tokens:>12,} tok")
+            _notify(f"accepted     {stats.last.accepted_tokens:>12,} tok")
 
 
 def _notify(sentence: str) -> None:

@@ -10,7 +10,7 @@ import typer
 from xlstm7b.cli.options import Device, Model, Overwrite, Target, byte_progress, check_new, option
 from xlstm7b.cli.sections import print_sections
 from xlstm7b.devices import to_device, to_dtype
-from xlstm7b.report import table
+from xlstm7b.report import counted, table
 
 
 def info(
@@ -62,7 +62,8 @@ def verify(
     total = sum(p.stat().st_size for p in folder.glob("*") if p.is_file())
     with byte_progress("verifying", total) as report:
         count = checkpoint.verify(folder, report)
-    print(f"{folder}: {count} files match SHA256SUMS")
+    match = "matches" if count == 1 else "match"
+    print(f"{folder}: {counted(count, 'file')} {match} SHA256SUMS")
 
 
 def convert(

@@ -9,7 +9,7 @@ import typer
 
 from xlstm7b.cli.options import option
 from xlstm7b.cli.train import Device, progress, to_training_device
-from xlstm7b.report import table
+from xlstm7b.report import counted, table
 
 
 def experiment(
@@ -135,7 +135,7 @@ def experiment(
         print(f"wrote {target / 'results.json'}{drawn}")
         for status in ("diverged", "failed"):
             if ended := [run for run, record in found.items() if record["status"] == status]:
-                print(f"{len(ended)} of {len(found)} runs {status}: {', '.join(ended)}")
+                print(f"{len(ended)} of {counted(len(found), 'run')} {status}: {', '.join(ended)}")
     if any(run not in found for run in names):
         print(f"{target}: not finished; the same command continues")
     if any(record["status"] == "failed" for record in found.values()):

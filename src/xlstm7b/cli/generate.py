@@ -254,18 +254,18 @@ def _print_speeds(
     generated = sum(len(completion.token_ids) for completion in completions)
     speed, together = batch * longest.tokens_per_second, f", {batch} at a time" if batch > 1 else ""
     lines = [
-        f"generated    {generated:>8,} tokens {speed:>12,.1f} tok/s{together}",
+        f"generated    {generated:>8,} tok {speed:>12,.1f} tok/s{together}",
         f"memory moved {moved / 1e9:>8,.2f} GB/s, {moved / limit:.1%} of the bandwidth of "
         f"{limit / 1e9:,.1f} GB/s",
         f"peak memory  {max(c.peak_memory for c in completions) / 1e9:>8,.2f} GB",
     ]
     if longest.prompt_tokens:
         tokens, speed = longest.prompt_tokens, longest.prompt_tokens_per_second
-        lines.insert(0, f"prompt       {tokens:>8,} tokens {speed:>12,.1f} tok/s")
+        lines.insert(0, f"prompt       {tokens:>8,} tok {speed:>12,.1f} tok/s")
     if generator.speculate is not None:
         drafted = sum(completion.drafted_tokens for completion in completions)
         accepted = sum(completion.accepted_tokens for completion in completions)
-        lines.append(f"drafted      {drafted:>8,} tokens, of which {accepted:,} were accepted")
+        lines.append(f"drafted      {drafted:>8,} tok, of which {accepted:,} were accepted")
     print("\n".join(lines), file=sys.stderr)
 
 

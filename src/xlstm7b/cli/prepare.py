@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from xlstm7b.cli.options import byte_progress, option
+from xlstm7b.report import counted
 
 if TYPE_CHECKING:
     from xlstm7b.data.shards import ShardFolder
@@ -186,8 +187,9 @@ def _verify(path: Path) -> "ShardFolder":
 
 
 def _print_summary(path: Path, what: str, folder: "ShardFolder") -> None:
+    tokens, documents = counted(folder.tokens, "token"), counted(folder.documents, "document")
     print(
-        f"{path} {what}: {folder.tokens:,} tokens, {folder.documents:,} documents, "
+        f"{path} {what}: {tokens}, {documents}, "
         f"shards: {len(folder.shards)}{', loss masks' if folder.has_mask else ''}"
     )
     eos, bos = folder.eos_token_id, folder.bos_token_id

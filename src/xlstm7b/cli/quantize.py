@@ -14,7 +14,7 @@ from xlstm7b.cli.options import (
     option,
 )
 from xlstm7b.devices import to_device
-from xlstm7b.report import table
+from xlstm7b.report import counted, table
 
 if TYPE_CHECKING:
     from xlstm7b.config import ModelConfig
@@ -132,7 +132,7 @@ def _calibration_tokens(
     length = _LENGTH - len(first)
     if len(ids) < length:
         raise ValueError(
-            f"the calibration text is too short (tokens: {len(ids)}): give a text of at least "
+            f"the calibration text has only {counted(len(ids), 'token')}: give a text of at least "
             f"{length} tokens, better {_SEQUENCES * _LENGTH:,}"
         )
     starts = range(0, len(ids) - length + 1, length)

@@ -15,6 +15,7 @@ from xlstm7b.data import Packing
 from xlstm7b.data.mixture import Mixture
 from xlstm7b.data.pack import PackedDataset, Sample
 from xlstm7b.data.shards import ShardFolder
+from xlstm7b.report import counted
 
 # The names of packings in states saved by earlier versions.
 _OLD_PACKINGS = {"stream": "windows", "best_fit": "best-fit"}
@@ -62,8 +63,8 @@ class Loader:
         for name, (folder, _) in sources.items():
             if folder.tokens < context_length:
                 raise ValueError(
-                    f"source {name!r} holds {folder.tokens:,} tokens, less than one context of "
-                    f"{context_length:,}: shorten the context or add data"
+                    f"source {name!r} holds {counted(folder.tokens, 'token')}, less than one "
+                    f"context of {context_length:,}: shorten the context or add data"
                 )
         self._mixture = Mixture({name: weight for name, (_, weight) in sources.items()})
         self._datasets = [

@@ -52,6 +52,7 @@ from xlstm7b.data.shards import (
 )
 from xlstm7b.data.sources import SourceFile, find_sources
 from xlstm7b.files import Progress, locked_folder, write_json
+from xlstm7b.report import counted
 from xlstm7b.tokenizer import (
     AnyTokenizer,
     ByteTokenizer,
@@ -270,7 +271,7 @@ class InputFile(BaseModel):
             digests = batch.digests()[: None if is_all else self.records - records]
             records, total = records + len(digests), _hashed(total, digests)
         if (records, total.hex()) != (self.records, self.sha256):
-            part = "" if is_all else f" in its first {self.records} records"
+            part = "" if is_all else f" in its first {counted(self.records, 'record')}"
             raise ValueError(
                 f"{self.path} has changed{part} since its tokens were written: "
                 "remove the output folder, or choose another"

@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from xlstm7b.chat_format import PlainFormat
 from xlstm7b.files import Progress, check_sha256, file_sha256, naming, write_aside, write_json
+from xlstm7b.report import counted
 
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished.json"
@@ -118,12 +119,12 @@ def open_folder(
     for entry in manifest.shards:
         shard = _open_shard(path / entry.name, size, entry.has_mask)
         for what, found, listed in (
-            ("tokens", len(shard.tokens), entry.tokens),
-            ("documents", len(shard.ends), entry.documents),
+            ("token", len(shard.tokens), entry.tokens),
+            ("document", len(shard.ends), entry.documents),
         ):
             if found != listed:
                 raise ValueError(
-                    f"{shard.path} is damaged: it holds {found} {what}, "
+                    f"{shard.path} is damaged: it holds {counted(found, what)}, "
                     f"but {MANIFEST} lists {listed}"
                 )
         for name, digest in entry.sha256.items() if verify else ():
@@ -200,10 +201,14 @@ def _open_shard(path: Path, size: int, has_mask: bool) -> TokenShard:
         )
     if (end := int(ends[-1]) if len(ends) else 0) != len(tokens):
         raise ValueError(
-            f"{path} is damaged: it holds {len(tokens)} tokens, but its index ends at {end}"
+            f"{path} is damaged: it holds {counted(len(tokens), 'token')}, but its index ends "
+            f"at {end}"
         )
     if mask is not None and len(mask) != len(tokens):
-        raise ValueError(f"{path}.loss is damaged: {len(mask)} bytes for {len(tokens)} tokens")
+        raise ValueError(
+            f"{path}.loss is damaged: {counted(len(mask), 'byte')} for "
+            f"{counted(len(tokens), 'token')}"
+        )
     return TokenShard(path, tokens, ends, mask)
 
 
@@ -212,7 +217,7 @@ def _map(path: Path, dtype: str) -> npt.NDArray[Any]:
         raise ValueError(f"{path} is missing")
     size, item = path.stat().st_size, np.dtype(dtype).itemsize
     if size % item:
-        raise ValueError(f"{path} is damaged: its {size} bytes are not a multiple of {item}")
+        raise ValueError(f"{path} is damaged: its size, {size}, is not a multiple of {item}")
     # An empty file cannot be mapped.
     return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
 

@@ -32,6 +32,7 @@ from xlstm7b.evaluate.scoring import Continuation, Scorer, default_batch_size
 from xlstm7b.files import complete_lines, write_aside, write_hashed
 from xlstm7b.generate import Generator, Request, SamplingParams, SavedState
 from xlstm7b.model.adapter import load_adapted, load_adapter
+from xlstm7b.report import counted
 from xlstm7b.tokenizer import model_tokenizer, other_end, with_first_token
 
 NAME = "xlstm7b"
@@ -338,7 +339,7 @@ def _check_task(task: Any) -> None:
         if shots > examples:
             name = task.task_name
             raise ValueError(
-                f"{shots} examples are too many for the task {name!r}: it has {examples}"
+                f"num_fewshot is {shots}, but the task {name!r} has {counted(examples, 'example')}"
             )
     if task.OUTPUT_TYPE == "generate_until":
         _to_request([0], sampling_options(task.config.generation_kwargs or {}, seed=0))

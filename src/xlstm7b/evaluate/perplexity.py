@@ -18,7 +18,7 @@ from xlstm7b.evaluate.peer import Peer
 from xlstm7b.evaluate.scoring import Progress, Scorer
 from xlstm7b.model import XLSTM
 from xlstm7b.model.saved_state import SavedState
-from xlstm7b.report import figure, table
+from xlstm7b.report import counted, figure, table
 from xlstm7b.tokenizer import Tokenizer
 
 MAX_HELD_TOKENS = 1 << 22  # documents held in memory before they are scored
@@ -83,7 +83,8 @@ class Perplexity:
                 f"same most likely token in {self.top1_agreement:.2%}\n"
             )
         return (
-            f"{self.documents:,} documents, {self.tokens:,} tokens, {self.bytes:,} bytes\n"
+            f"{counted(self.documents, 'document')}, {counted(self.tokens, 'token')}, "
+            f"{counted(self.bytes, 'byte')}\n"
             f"loss {self.loss:.4f} nats per token, perplexity {self.perplexity:.3f}, "
             f"{self.bits_per_byte:.4f} bits per byte\n{compared}"
         ) + table(("position", "tokens", "loss", "perplexity"), rows)

@@ -39,6 +39,7 @@ from xlstm7b.evaluate.perplexity import read_documents
 from xlstm7b.evaluate.scoring import MAX_CHUNK_LOGITS, Progress
 from xlstm7b.files import json_bytes, replacing
 from xlstm7b.model import XLSTM
+from xlstm7b.report import counted
 
 FIRST_BYTE, FIRST_KEY = 2, 258
 _MOST_TEXT = 1 << 26  # bytes of the given text files that are used
@@ -154,7 +155,7 @@ class EvaluationSettings(_Settings):
             raise ValueError(f"pairs has a number twice: {list(self.pairs)}")
         _check_keys(self.keys, max(self.needles, *self.pairs, 0))
         if not self.series():
-            raise ValueError(f"none of the tasks fits into {max(self.lengths)} tokens")
+            raise ValueError(f"none of the tasks fits into {counted(max(self.lengths), 'token')}")
         return self
 
     def series(self) -> dict[str, tuple[Task, int, list[int]]]:
@@ -286,7 +287,9 @@ def read_text(texts: Sequence[str], *, held_out: bool) -> Text:
     cut = len(text) - len(text) // _HELD_OUT
     part = text[cut:] if held_out else text[:cut]
     if not len(part):
-        raise ValueError(f"recall: the text of the needle task has only {len(text)} bytes")
+        raise ValueError(
+            f"recall: the text of the needle task has only {counted(len(text), 'byte')}"
+        )
     return part
 
 
@@ -379,7 +382,8 @@ def evaluate(
     chosen = EvaluationSettings.read(settings)
     if model.config.vocab_size < chosen.vocab_size:
         raise ValueError(
-            f"recall: {chosen.keys} keys and {chosen.values} values need a vocabulary of "
+            f"recall: {counted(chosen.keys, 'key')} and {counted(chosen.values, 'value')} need a "
+            "vocabulary of "
             f"{chosen.vocab_size}, but the model has {model.config.vocab_size}"
         )
     sampler = Sampler(chosen, held_out=True)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from xlstm7b.accounting import parameter_counts
 from xlstm7b.checkpoint import read_config, resolve
-from xlstm7b.report import table
+from xlstm7b.report import counted, table
 
 MISSING = "–"  # in tables
 _PACKAGES = ("xlstm7b", "torch", "triton", "tokenizers", "lm_eval", "datasets", "transformers")
@@ -167,7 +167,7 @@ def setting_differences(first: Path, second: Path) -> list[str]:
         tasks = [task for task in value if task in other[name] and value[task] != other[name][task]]
         if tasks and not (name == "number of questions" and one.get("limit") != other.get("limit")):
             both = f"{_shown(value[tasks[0]])} and {_shown(other[name][tasks[0]])}"
-            more = f", and of {len(tasks) - 1} more tasks" if len(tasks) > 1 else ""
+            more = f", and of {counted(len(tasks) - 1, 'more task')}" if len(tasks) > 1 else ""
             found.append(f"{name} of {tasks[0]} {both}{more}")
     averaged, others = _averaged(first), _averaged(second)
     for length in averaged.keys() & others.keys():

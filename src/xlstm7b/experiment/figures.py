@@ -9,7 +9,7 @@ from typing import Any
 
 from xlstm7b.experiment.file import Experiment
 from xlstm7b.experiment.results import Record, perplexity, ratios
-from xlstm7b.report import figure, token_ticks
+from xlstm7b.report import counted, figure, token_ticks
 
 Panel = Callable[[Any, Experiment, Mapping[str, Record]], None]
 
@@ -64,7 +64,7 @@ def _curves(
 def _loss(axes: Any, experiment: Experiment, runs: Mapping[str, Record]) -> None:
     window = experiment.figure.window
     _curves(axes, experiment, runs, lambda curve: over_previous(curve["loss"], window, fmean))
-    axes.set(ylabel="loss", title=f"loss, mean of the previous {window} steps")
+    axes.set(ylabel="loss", title=f"loss, mean of the previous {counted(window, 'step')}")
     axes.legend()
 
 
@@ -73,7 +73,7 @@ def _gradient_norm(axes: Any, experiment: Experiment, runs: Mapping[str, Record]
     norms = _curves(
         axes, experiment, runs, lambda curve: over_previous(curve["gradient_norm"], window, max)
     )
-    title = f"gradient norm, max of the previous {window} steps"
+    title = f"gradient norm, max of the previous {counted(window, 'step')}"
     axes.set(ylabel="norm", title=title, yscale="log" if norms else "linear")
 
 
@@ -92,7 +92,7 @@ def _perplexity(axes: Any, experiment: Experiment, runs: Mapping[str, Record]) -
     for name, colour in _curves(axes, experiment, runs, smoothed).items():
         held_out = runs[name]["held_out"]
         axes.plot(held_out["step"], list(map(perplexity, held_out["loss"])), "o--", color=colour)
-    title = f"perplexity of the previous {window} steps (dots: held-out text)"
+    title = f"perplexity of the previous {counted(window, 'step')} (dots: held-out text)"
     axes.set(ylabel="perplexity", title=title, yscale="log")
 
 

@@ -11,6 +11,7 @@ from xlstm7b.model import XLSTM
 from xlstm7b.model.layers import Linear, MLSTMBlock, QuantizedLinear
 from xlstm7b.model.lora import LoraLinear
 from xlstm7b.registry import STANDARD
+from xlstm7b.report import counted
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -50,7 +51,7 @@ def difference(model: XLSTM) -> str | None:
         standard.backbone.blocks[0] = MLSTMBlock.from_config(config)
     if type(model) is XLSTM and len(model.backbone.blocks) != model.config.num_blocks:
         return (
-            f"backbone.blocks holds {len(model.backbone.blocks)} blocks, "
+            f"backbone.blocks holds {counted(len(model.backbone.blocks), 'block')}, "
             f"and the config says {model.config.num_blocks}"
         )
     return _difference("", model, standard)

@@ -23,6 +23,7 @@ from xlstm7b.generate.state import SavedState, state_bytes, to_device
 from xlstm7b.generate.unfused import UnfusedModel
 from xlstm7b.mlstm.replay import Pass
 from xlstm7b.model import ModelState
+from xlstm7b.report import counted
 
 MAX_SLOTS, CPU_SLOTS = 256, 8
 # From this many slots on, a GPU decodes by replay. On an H200 a 7B gains 4% at 16 slots, 1% at 8:
@@ -95,7 +96,8 @@ def fitting_slots(
         return max(1, min(MAX_SLOTS, fitting)) if on_gpu else CPU_SLOTS
     if (slots + 1) * slot > memory:  # one more row holds the state that prompts start from
         raise ValueError(
-            f"{slots:,} slots of {slot / 1e6:,.1f} MB do not fit into {memory / 1e9:,.1f} GB"
+            f"{counted(slots, 'slot')} of {slot / 1e6:,.1f} MB cannot fit into "
+            f"{memory / 1e9:,.1f} GB"
         )
     return slots
 

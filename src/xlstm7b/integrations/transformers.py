@@ -29,6 +29,7 @@ from xlstm7b.mlstm import MLSTMState, headwise_norm, mlstm_sequence, mlstm_step
 from xlstm7b.mlstm.autocast import to_autocast
 from xlstm7b.model import layers
 from xlstm7b.model.layers import soft_cap
+from xlstm7b.report import counted
 
 _theirs: Any = modeling_xlstm
 # With the authors' package installed, transformers uses its layers. They have the same names.
@@ -158,8 +159,8 @@ class XLSTMCache:
             recorded = sum(call[0][0].shape[1] for call in self._recording or [])
             if removed > recorded:
                 raise ValueError(
-                    f"the last {removed} tokens cannot be taken back: {recorded} are recorded; "
-                    "call activate_past_recording() before they are read"
+                    f"the last {counted(removed, 'token')} cannot be taken back: {recorded} are "
+                    "recorded; call activate_past_recording() before they are read"
                 )
             assert self._recording is not None
             self.states = self._replayed(recorded - removed)
@@ -345,8 +346,8 @@ class xLSTMModel(_theirs.xLSTMModel):  # noqa: N801
         if cache is not None and cache.states is not None:
             if len(cache.states) != len(states):
                 raise ValueError(
-                    f"the cache holds the states of {len(cache.states)} layers, and this model has "
-                    f"{len(states)}: it was filled by another model"
+                    f"the cache holds the states of {counted(len(cache.states), 'layer')}, and "
+                    f"this model has {len(states)}: it was filled by another model"
                 )
             states[:] = cache.states
         records = cache is not None and cache.is_recording

@@ -19,6 +19,7 @@ from xlstm7b.quantize import cpu
 from xlstm7b.quantize.config import Scheme
 from xlstm7b.quantize.weight import QuantizedWeight
 from xlstm7b.registry import STANDARD, find, register
+from xlstm7b.report import counted
 
 
 class MLSTMStack(nn.Module):
@@ -97,10 +98,9 @@ class MLSTMStack(nn.Module):
         if state is not None:
             before, seen = state.blocks, state.tokens_seen
             if (len(before), len(seen)) != (len(self.blocks), batch):
-                raise ValueError(
-                    f"the state has {len(before)} blocks and {len(seen)} rows, "
-                    f"the model {len(self.blocks)} blocks and the input {batch} rows"
-                )
+                had = f"{counted(len(before), 'block')} and {counted(len(seen), 'row')}"
+                has = f"{counted(len(self.blocks), 'block')} and the input {counted(batch, 'row')}"
+                raise ValueError(f"the state has {had}, the model {has}")
         after = []
         for block, cell_state in zip(self.blocks, before, strict=True):
             x, cell_state = block(x, cell_state, resets=resets, lengths=lengths)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from xlstm7b.report import counted
 from xlstm7b.serve.protocol import ApiError
 
 _WANTED = {  # by pydantic's type of error
@@ -24,7 +25,7 @@ _WANTED = {  # by pydantic's type of error
     "greater_than_equal": "at least {ge}",
     "less_than_equal": "at most {le}",
     "string_too_long": "a string of at most {max_length} characters",
-    "string_too_short": "a string of at least {min_length} characters",
+    "string_too_short": "a string that is not empty",
     # Of values in a URL, which are all text:
     "int_parsing": "a whole number",
     "int_parsing_size": "a whole number",
@@ -82,9 +83,9 @@ def _wanted(error: Any) -> str:
 def _shown(value: Any) -> str:
     match value:
         case dict():
-            return f"an object of {len(value)} entries"
+            return f"an object of {counted(len(value), 'field')}"
         case list():
-            return f"a list of {len(value)} entries"
+            return f"a list of {counted(len(value), 'item')}"
         case str():
             value = value[:_SHOWN] + "…" * (len(value) > _SHOWN)
     return json.dumps(value, ensure_ascii=False)[: _SHOWN + 3]

@@ -48,6 +48,7 @@ from pydantic.dataclasses import dataclass
 from xlstm7b.accounting import LORA_TARGETS, adapted_shapes
 from xlstm7b.config import ModelConfig
 from xlstm7b.data import Packing
+from xlstm7b.report import counted
 from xlstm7b.train.schedule import BatchRamp, Decay, LearningRate, micro_batches
 
 T = TypeVar("T")
@@ -153,7 +154,7 @@ class Batch:
             raise ValueError(f"the steps in batch.ramp must start at 0 and increase, not {starts}")
         if self.ramp[-1][1] != self.sequences:
             raise ValueError(
-                f"batch.ramp ends at {self.ramp[-1][1]} sequences, "
+                f"batch.ramp ends at {counted(self.ramp[-1][1], 'sequence')}, "
                 f"but batch.sequences is {self.sequences}"
             )
 
@@ -330,8 +331,8 @@ class Parallel:
         if world < 1 or (world % given if is_open else world != given):
             needed = f"a multiple of {given}" if is_open else str(given)
             raise ValueError(
-                f"{world} processes cannot form dp_replicate {self.dp_replicate} × "
-                f"dp_shard {self.dp_shard} × tp {self.tp}; their number must be {needed}"
+                f"the number of processes is {world}, but dp_replicate {self.dp_replicate} × "
+                f"dp_shard {self.dp_shard} × tp {self.tp} needs {needed}"
             )
         rest = world // given
         replicate = rest if self.dp_replicate == -1 else self.dp_replicate
@@ -490,8 +491,8 @@ class Recipe:
         for start, sequences in self.ramp.stages:
             if sequences % layout.data_parallel:
                 raise ValueError(
-                    f"the batch of {sequences} sequences from step {start} does not divide among "
-                    f"{layout.data_parallel} data-parallel processes"
+                    f"the batch of {counted(sequences, 'sequence')} from step {start} does not "
+                    f"divide among {layout.data_parallel} data-parallel processes"
                 )
         return layout
 

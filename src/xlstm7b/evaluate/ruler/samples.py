@@ -97,8 +97,8 @@ class Builder(ABC):
         room = self.limit - self.answer_tokens
         if tokens > room:
             raise ValueError(
-                f"a length of {self.setting.length} tokens is too short for {self.setting.task}: "
-                f"the shortest prompt has {tokens} tokens, and {room} are left for it"
+                f"a length of {self.setting.length} is too short for {self.setting.task}: the "
+                f"shortest prompt has {tokens} tokens, and {room} are left for it"
             )
 
     def samples(self) -> Iterator[Sample]:

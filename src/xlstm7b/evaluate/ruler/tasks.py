@@ -324,7 +324,7 @@ class _FrequentWordsBuilder(Builder):
     def check(self, samples: int) -> None:
         if len(self._ranks) < 4:
             raise ValueError(
-                f"a length of {self.setting.length} tokens is too short for {self.setting.task}: "
+                f"a length of {self.setting.length} is too short for {self.setting.task}: "
                 f"there is one coded word for 50 tokens, and 4 are needed"
             )
         self.check_tokens(self.count(self.draw(self._fewest(), 0)))

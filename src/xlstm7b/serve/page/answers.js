@@ -1,7 +1,7 @@
 // Answers: the request for one, its stream, and how fast it comes. Several conversations can have
 // an answer under way at the same time.
 
-import { announce, find, toSize } from "./dom.js";
+import { announce, counted, find, toSize } from "./dom.js";
 import { render } from "./markdown.js";
 import { GrowingMessage } from "./messages.js";
 import { stream } from "./server.js";
@@ -98,11 +98,11 @@ function startMeter(stateBytes) {
     chunks += choices.length;
     const tokens = usage ? usage.completion_tokens : chunks;
     const speed = tokens > 1 ? (tokens - 1) / Math.max((last - first) / 1000, 1e-3) : 0;
-    const parts = [`${tokens} tokens`, `${speed.toFixed(1)} tok/s`,
+    const parts = [counted(tokens, "token"), `${speed.toFixed(1)} tok/s`,
       `first after ${((first - began) / 1000).toFixed(2)} s`, `memory ${toSize(stateBytes)}`];
     if (usage) {
       const cached = usage.prompt_tokens_details.cached_tokens;
-      parts.push(`${cached} of ${usage.prompt_tokens} prompt tokens cached`);
+      parts.push(`${cached} of ${counted(usage.prompt_tokens, "prompt token")} cached`);
     }
     return { tokens, status: parts.join(" · ") };
   };

@@ -6,7 +6,7 @@ import {
   answer, answerUnderWay, continueAnswer, conversationsUnderWay, showStatus, stop, toRequest,
 } from "./answers.js";
 import { ask } from "./dialog.js";
-import { announce, download, element, find, toFileName, toSize } from "./dom.js";
+import { announce, counted, download, element, find, toFileName, toSize } from "./dom.js";
 import { onStart, openMemories, saveMemory } from "./memories.js";
 import { edit, onAction, scrollToEnd, showMessages } from "./messages.js";
 import { callServer, getJson, useKey } from "./server.js";
@@ -80,8 +80,8 @@ function show() {
   find("welcome-documents").hidden = !model?.saves_states || current.state !== null;
   find("origin").hidden = !current.state;
   if (current.state) {
-    const tokens = Number(current.state.tokens).toLocaleString();
-    const origin = `Starts from the memory “${current.state.name}” (${tokens} tokens)`;
+    const tokens = counted(Number(current.state.tokens), "token");
+    const origin = `Starts from the memory “${current.state.name}” (${tokens})`;
     find("origin").textContent = origin;
   }
   document.body.classList.toggle("busy", isBusy);
@@ -215,7 +215,7 @@ find("import-file").addEventListener("change", async (event) => {
     conversations.push(...imported);
     imported.forEach(saveConversation);
     open(imported[0]);
-    announce(`${imported.length} conversations imported.`);
+    announce(`${counted(imported.length, "conversation")} imported.`);
   } catch (error) {
     showError(`“${file.name}” was not imported: ${error.message}`);
   }
@@ -241,7 +241,7 @@ find("save-memory").addEventListener("click", async () => {
   try {
     const request = toRequest(current, lastAnswer());
     const saved = await saveMemory(request, current.state?.model ?? model.id, name);
-    showStatus(`Memory saved: ${saved.tokens.toLocaleString()} tokens, ${toSize(saved.bytes)}`);
+    showStatus(`Memory saved: ${counted(saved.tokens, "token")}, ${toSize(saved.bytes)}`);
     announce("Memory saved.");
   } catch (error) {
     showFailure(error);

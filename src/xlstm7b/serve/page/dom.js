@@ -18,6 +18,11 @@ export function button(text, onclick, properties = {}) {
   return element("button", text, { type: "button", onclick, ...properties });
 }
 
+// A number with its noun: "1 token", "2,000 tokens".
+export function counted(count, noun) {
+  return `${count.toLocaleString()} ${noun}${count === 1 ? "" : "s"}`;
+}
+
 export function toSize(bytes) {
   if (bytes >= 1e9) return `${(bytes / 1e9).toFixed(1)} GB`;
   return bytes < 1e6 ? `${(bytes / 1e3).toFixed(0)} kB` : `${(bytes / 1e6).toFixed(1)} MB`;

@@ -1,7 +1,7 @@
 // Memories: states that the server has saved. Each is what the model remembers of a text, in a file
 // whose size does not depend on the text's length. Any number of conversations can start from one.
 
-import { announce, button, download, element, find, toFileName, toSize } from "./dom.js";
+import { announce, button, counted, download, element, find, toFileName, toSize } from "./dom.js";
 import { ask } from "./dialog.js";
 import { callServer, getJson, stream } from "./server.js";
 import { systemMessage } from "./settings.js";
@@ -51,7 +51,7 @@ function toItem(state) {
   const when = new Date(state.created * 1000)
     .toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
   const faults = { damaged: "damaged", other_model: "of another model" };
-  const length = faults[state.status] ?? `${state.tokens.toLocaleString()} tokens`;
+  const length = faults[state.status] ?? counted(state.tokens, "token");
   const facts = `${length} · ${toSize(state.bytes)} · ${when}`;
   const act = (label, work, properties) =>
     button(label, () => attempt(work), { ariaLabel: `${label}: ${name}`, ...properties });
@@ -127,7 +127,7 @@ async function readDocument(file) {
     delete dialog.dataset.busy;
     find("reading").hidden = true;
   }
-  announce(`${file.name} was read: ${saved.tokens} tokens.`);
+  announce(`${file.name} was read: ${counted(saved.tokens, "token")}.`);
   dialog.close();
   start(toStart(saved));
 }
@@ -146,7 +146,7 @@ function showProgress(name, read, total) {
   if (total) Object.assign(bar, { max: total, value: read });
   else bar.removeAttribute("value"); // it moves to and fro
   find("reading-text").textContent = total
-    ? `Reading ${name}: ${read.toLocaleString()} of ${total.toLocaleString()} tokens`
+    ? `Reading ${name}: ${read.toLocaleString()} of ${counted(total, "token")}`
     : `Sending ${name} …`;
 }
 

@@ -1,6 +1,6 @@
 // The list of messages: their texts and buttons, an answer that grows, and scrolling.
 
-import { button, copyButton, element, find } from "./dom.js";
+import { button, copyButton, counted, element, find } from "./dom.js";
 import { openEnd, render, renderAll, rendered, showBlocks } from "./markdown.js";
 import { branches, path, show as showBranch } from "./tree.js";
 
@@ -79,7 +79,7 @@ function toButton(name, message) {
 }
 
 function toNotice(message, isLast) {
-  const cut = `Cut at ${message.tokens} tokens`;
+  const cut = `Cut at ${counted(message.tokens, "token")}`;
   const reasons = { length: cut, abort: "Stopped", error: "Cut off by an error" };
   const notice = element("p", reasons[message.finish] ?? "Incomplete", { className: "notice" });
   if (isLast) notice.append(" · ", toButton("Continue", message));
