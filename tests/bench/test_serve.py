@@ -58,6 +58,8 @@ def test_the_figures_follow_from_the_answers() -> None:
     assert (load.figures["prompt_tokens_per_second"], load.tokens_per_second) == (6, 4)
     assert len(load.figures["answers"]) == 101
     assert (error.work, error.error) == ("1 request", "status 429")
+    names = [part.name for part in (first, between, whole)]
+    assert names == ["first token", "between chunks", "whole answer"]
     assert first.figures == {"p50": 0.5, "p90": 0.9, "p99": 0.99}
     assert between.figures == pytest.approx({"p50": 0.5, "p90": 0.5, "p99": 0.5})
     assert whole.figures == {"p50": 1.0, "p90": 1.0, "p99": 1.0}

@@ -296,7 +296,7 @@ class Engine(ModelPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class Serve(Plan):
-    """Put a running server under load: time to first token, between tokens, throughput, errors.
+    """Put a running server under load: time to first token, between chunks, throughput, errors.
 
     Ctrl-C ends the load and prints the results so far.
     """

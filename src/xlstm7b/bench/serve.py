@@ -84,7 +84,7 @@ class Measured:
         gaps = [late - early for answer in good for early, late in pairwise(answer.chunks)]
         return {
             "first token": [answer.chunks[0] for answer in good if answer.chunks],
-            "between tokens": gaps,
+            "between chunks": gaps,
             "whole answer": [answer.ended for answer in good],
         }
 
@@ -222,12 +222,12 @@ def _read_stream(
 
 
 def draw(_: Mapping[str, Part], rows: Sequence[Result], path: Path) -> None:
-    """The distribution of the times to the first token and between tokens."""
+    """The distribution of the times to the first token and between chunks."""
     load = rows[0]
     answers = [Answer(**answer) for answer in load.figures["answers"]]
     times = Measured(load.seconds or 0.0, answers).times()
     with figure(path, columns=2) as axes:
-        for axis, name in zip(axes, ("first token", "between tokens"), strict=True):
+        for axis, name in zip(axes, ("first token", "between chunks"), strict=True):
             shares = [(index + 1) / len(times[name]) for index in range(len(times[name]))]
             axis.plot([1e3 * value for value in sorted(times[name])], shares)
             axis.set(title=name, xlabel="milliseconds", xscale="log", ylabel="share of all")
