@@ -394,6 +394,8 @@ def test_the_file_and_the_fingerprint_of_a_tokenizer(path: Path, tmp_path: Path)
     assert tokenizer_fingerprint(other) != tokenizer_fingerprint(path)
     with pytest.raises(ValueError, match=rf"^there is no tokenizer at {tmp_path / 'none'}$"):
         tokenizer_file(tmp_path / "none")
+    with pytest.raises(ValueError, match="a tokenizer is needed, and the one given is empty"):
+        tokenizer_file("")
 
 
 # Prompts

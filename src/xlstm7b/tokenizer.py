@@ -175,6 +175,8 @@ def tokenizer_file(tokenizer: str | Path) -> Path | None:
     name, path = str(tokenizer), Path(tokenizer)
     if name == "bytes":
         return None
+    if not name:  # else it would be the current folder
+        raise ValueError("a tokenizer is needed, and the one given is empty")
     if not path.exists() and hub.is_hub_id(name) and not name.endswith(".json"):
         path = hub.download(name, _HUB_FILES)
     if path.is_dir() and not (path / "tokenizer.json").exists() and any(path.glob("*.model")):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import typer
-from checkpoint_files import run
+from checkpoint_files import names_in, run
 from commands import Cli, Outcome, environment, refused, succeeded
 
 import xlstm7b
@@ -133,6 +133,38 @@ def test_options_of_generate_chat_and_serve_say_what_their_default_does() -> Non
                 path,
                 option.name,
             )
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["prepare", "a.txt", "", "--output", "out"], "INPUT"),
+        (["prepare", "--verify", ""], "INPUT"),
+        (["prepare", "a.txt", "--output="], "--output"),
+        (["generate", "model", "", "--load-state", ""], "--load-state"),
+        (["generate", "model", "x", "--json-schema", ""], "--json-schema"),
+        (["chat", "model", "--tokenizer", ""], "--tokenizer"),
+        (["serve", "model", "--states-folder", ""], "--states-folder"),
+        (["quantize", "model", "out", "--bits", "4", "--calibration", ""], "--calibration"),
+        (["convert", "model", ""], "TARGET"),
+        (["merge", "model", "adapter", ""], "TARGET"),
+        (["verify", ""], "FOLDER"),
+        (["train", "quickstart", "--run", "", "--dry-run"], "--run"),
+        (["export", "", "out"], "RUN"),
+        (["plot", ""], "RUNS"),
+        (["experiment", "schedule", "--output", ""], "--output"),
+        (["eval", "ppl", "model", ""], "TEXTS"),
+        (["eval", "model", "--tasks", "x", "--output", ""], "--output"),
+        (["bench", "generation", "--json", ""], "--json"),
+    ],
+)
+def test_an_empty_path_is_not_the_current_folder(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("a text")
+    assert refused(cli(*command)) == f"{name} is empty: give a path"
+    assert names_in(tmp_path) == {"a.txt"}
 
 
 def test_public_names() -> None:

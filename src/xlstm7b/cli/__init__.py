@@ -24,6 +24,7 @@ from xlstm7b.cli import (
     serve,
     train,
 )
+from xlstm7b.cli.options import Command
 
 
 class _Commands(typer.core.TyperGroup):
@@ -72,7 +73,7 @@ for command in (
     checkpoints.compare,
     quantize.quantize,
 ):
-    app.command()(command)
+    app.command(cls=Command)(command)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(bench.app, name="bench")
 

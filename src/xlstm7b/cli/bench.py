@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from xlstm7b.bench.plans import BENCHMARKS, Names, Numbers, Plan
-from xlstm7b.cli.options import listed
+from xlstm7b.cli.options import Command, listed
 
 app = typer.Typer(
     help="Measure the speed and memory of this package, and of other libraries.",
@@ -103,4 +103,4 @@ def _written(value: Any) -> str:
 
 
 for _subject, _kind in BENCHMARKS.items():
-    app.command(_subject)(_command(_subject, _kind))
+    app.command(_subject, cls=Command)(_command(_subject, _kind))

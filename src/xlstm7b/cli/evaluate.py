@@ -15,7 +15,7 @@ import typer
 
 from xlstm7b.cli import options
 from xlstm7b.cli.loading import OpenedModel, open_model
-from xlstm7b.cli.options import count_progress, listed, option, to_target
+from xlstm7b.cli.options import Command, count_progress, listed, option, to_target
 
 
 class _RunByDefault(typer.core.TyperGroup):
@@ -44,7 +44,7 @@ _Peer = Annotated[
 _Output = Annotated[Path | None, option("JSON file for the results, in the harness's layout.")]
 
 
-@app.command()
+@app.command(cls=Command)
 def run(
     model: options.Model,
     tasks: Annotated[
@@ -167,7 +167,7 @@ def run(
                 finished.remove()
 
 
-@app.command()
+@app.command(cls=Command)
 def ppl(
     model: Annotated[
         str | None,
@@ -279,7 +279,7 @@ def ppl(
             plot_loss(measured, picture, opened.folder.resolve().name)
 
 
-@app.command()
+@app.command(cls=Command)
 def compare(
     files: Annotated[list[Path], typer.Argument(help="Two or more results files.")],
 ) -> None:
@@ -295,7 +295,7 @@ def compare(
     print(comparison_table(files))
 
 
-@app.command()
+@app.command(cls=Command)
 def ruler(
     output: Annotated[
         Path, option("Folder for answers and scores. If it holds a run, that run is continued.")
@@ -437,7 +437,7 @@ def ruler(
             plot_scores([output / SCORES], output / "ruler.png")
 
 
-@app.command()
+@app.command(cls=Command)
 def ruler_plot(
     scores: Annotated[list[Path], typer.Argument(help="The scores.json of each model.")],
     output: Annotated[Path, option("PNG file to write.")] = Path("ruler.png"),

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -17,6 +17,30 @@ from xlstm7b.generate.params import HELP, SamplingParams
 
 if TYPE_CHECKING:
     from xlstm7b.files import Progress
+
+
+class Command(typer.core.TyperCommand):
+    """A command that refuses empty paths: for `Path`, "" is the current folder."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given, _, _ = self.make_parser(ctx).parse_args(args=[*args])
+        parsed: list[str] = super().parse_args(ctx, args)
+        if ctx.resilient_parsing:  # the shell completes a line
+            return parsed
+        assert self.callback is not None
+        parameters = inspect.signature(self.callback).parameters
+        for param in self.params:
+            value = given.get(param.name)
+            is_empty = "" in (value if isinstance(value, list | tuple) else [value])
+            if is_empty and _takes_paths(parameters[param.name].annotation):
+                name = max(param.opts, key=len)
+                name = name if name.startswith("-") else str(param.metavar or name).upper()
+                raise ValueError(f"{name} is empty: give a path")
+        return parsed
+
+
+def _takes_paths(annotation: Any) -> bool:
+    return annotation is Path or any(map(_takes_paths, get_args(annotation)))
 
 
 def option(
