@@ -179,6 +179,21 @@ def test_logits_that_are_not_numbers_raise(sampling):
         list(generator.stream("A", eos_token_id=(), **sampling))
 
 
+def test_a_read_raises_if_the_logits_after_it_are_not_numbers():
+    with pytest.raises(FloatingPointError, match=NO_NUMBERS):
+        Generator(model_with_nan(), ByteTokenizer()).read(PROMPTS[:2])
+    model = random_model(gate_std=0.5)
+    with torch.no_grad():
+        model.backbone.embeddings.weight[2 + ord("B")] = torch.nan
+    generator = Generator(model, ByteTokenizer())
+    state = generator.read(["A", "A A"])
+    with pytest.raises(FloatingPointError, match=NO_NUMBERS):
+        generator.read(["A", "AB"])
+    with pytest.raises(FloatingPointError, match=NO_NUMBERS):
+        generator.read(["BAA", "A"], state=state)
+    generator.read(["A", "A"], state=state)
+
+
 def test_beam_search_raises_if_logits_are_not_numbers():
     from xlstm7b.generate import beam_search
 

@@ -19,6 +19,7 @@ from xlstm7b.generate.engine import Engine, check_speculation
 from xlstm7b.generate.fusable import check_language_model, difference
 from xlstm7b.generate.params import SamplingParams
 from xlstm7b.generate.request import (
+    LOGITS_ARE_BAD,
     Completion,
     Prompt,
     Request,
@@ -232,7 +233,7 @@ class Generator:
         return completed
 
     def _read(self, requests: Sequence[Request], progress: Progress | None) -> list[SavedState]:
-        """The state after each prompt."""
+        """The state after each prompt. One look at the logits after them waits for the device."""
         reads = [
             Request(request.prompt, request.params, state=request.state, prefill_only=True)
             for request in requests
@@ -244,7 +245,11 @@ class Generator:
             states[index] = output.completion.state
         for request, read in zip(requests, reads, strict=True):
             request.prompt_token_ids = read.prompt_token_ids
-        return [states[index] for index in range(len(reads))]
+        found = [states[index] for index in range(len(reads))]
+        largest = torch.stack([state.logits.amax() for state in found])  # NaN, if there is one
+        if not (largest < torch.inf).all():
+            raise FloatingPointError(LOGITS_ARE_BAD)
+        return found
 
     def _requests(
         self,
