@@ -1,8 +1,8 @@
 """quantize_checkpoint: a checkpoint folder to one with quantised weights, one tensor at a time.
 
 Each quantised matrix is first written to a hidden folder beside the target, so that a killed
-process can go on where it stopped. At the end all are written as one checkpoint. An error removes
-the hidden folder.
+process can go on where it stopped. At the end all are written as one checkpoint. Weights that
+cannot be quantised remove the hidden folder.
 """
 
 import hashlib
@@ -95,7 +95,7 @@ def quantize_checkpoint(
                 companions=checkpoint.companions(),
                 quantization=quantization,
             )
-        except Exception:  # not Ctrl-C, after which the same call goes on
+        except ValueError:  # bad weights; after Ctrl-C or on a full disk the same call goes on
             shutil.rmtree(work, ignore_errors=True)
             raise
         shutil.rmtree(work)
