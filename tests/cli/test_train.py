@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -99,6 +100,12 @@ def test_the_previous_block_is_trained_exported_measured_and_generates(
 
 def test_an_empty_name_is_no_recipe(cli: Cli) -> None:
     assert refused(cli("train", "")).startswith("unknown recipe ''; choose from 1.4b, ")
+
+
+def test_dry_run_without_clipping(cli: Cli) -> None:
+    code, out, _ = cli("train", "7b", "--dry-run", "--gpus", 128, "--set", "optimizer.clip=inf")
+    assert code == 0
+    assert re.search(r"clip\W+inf", out)
 
 
 def test_dry_run_prints_the_plan(cli: Cli) -> None:

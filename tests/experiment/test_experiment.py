@@ -298,6 +298,22 @@ def test_second_stage_continues_an_earlier_run(data: Path, tmp_path: Path) -> No
     }
 
 
+def test_a_run_whose_last_loss_is_not_finite_has_diverged(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer skips such steps, and ends as usual if there are few of them."""
+    train = Trainer.train
+
+    def spoiled(self: Trainer, report: Any) -> None:
+        spoil_loss(self, math.nan, [self.recipe.run.steps - 1])
+        train(self, report)
+
+    monkeypatch.setattr(Trainer, "train", spoiled)
+    found = run_experiment(load_experiment(write(tmp_path)), tmp_path / "out", data=data)
+    assert {run["status"] for run in found.values()} == {"diverged"}
+    assert found["one"]["reason"] == "the loss of the last step is not finite"
+
+
 def test_second_stage_of_a_run_that_diverged_fails(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,7 +145,8 @@ def test_the_best_checkpoint_is_always_kept(data, tmp_path, validation_losses, m
     validation_losses[:] = [5.0, 3.0, float("nan"), 4.0, 2.5]
     train(chosen, tmp_path, stop)  # it ends with the step after the signal
     assert saved_steps(folder) == [5]
-    assert read_run(folder / "step-00000005")["best"] == {"step": 5, "validation_loss": 2.5}
+    best = read_run(folder / "step-00000005")["best"]
+    assert (best["step"], best["validation_loss"]) == (5, 2.5)
     validation_losses[:] = [2.5, 6.0, 6.0]
     train(chosen, tmp_path)
     assert saved_steps(folder) == [5, 8]  # 6 is as good, but no better
@@ -190,7 +191,7 @@ def test_each_validation_set_has_its_own_loss(data, other, tmp_path):
         assert len(measured) == 5
     assert losses(tmp_path / "both") == losses(tmp_path / "noise")
     best = read_run(tmp_path / "both/checkpoints/step-00000008")["best"]
-    assert best == {"step": 8, "validation_loss": both[7]["validation_loss"]}
+    assert (best["step"], best["validation_loss"]) == (8, both[7]["validation_loss"])
     plot_runs([tmp_path / "both"], tmp_path / "curves.svg")
     drawn = (tmp_path / "curves.svg").read_text()
     assert all(f"both, validation {name}" in drawn for name in sets)
@@ -232,9 +233,14 @@ def test_another_first_validation_set_chooses_a_new_best(
     train(chosen("b", "a", steps=6), tmp_path)
     assert saved_steps(tmp_path / "checkpoints") == [6]
     assert capsys.readouterr().err == (
-        f"the best checkpoint, of step 1, was chosen on {data}; from now on {other} decides, and "
-        "that checkpoint is kept no longer\n"
+        f"the best checkpoint, of step 1, was chosen on other text than that of {other}, which "
+        "decides from now on; that checkpoint is kept no longer\n"
     )
+    validation_losses[:] = [9.0]
+    same_name = f"data.validation={{b = '{data}'}}"
+    train(recipe(data, *settings, same_name, "run.steps=7"), tmp_path)
+    assert saved_steps(tmp_path / "checkpoints") == [7]
+    assert f"of step 6, was chosen on other text than that of {data}" in capsys.readouterr().err
 
 
 def test_without_keep_best_only_the_last_is_kept(data, tmp_path, validation_losses):

@@ -45,4 +45,4 @@ def _format(section: str, key: str, value: float | str | None) -> str:
         return f"{value:.4e}"
     if 0 < abs(value) < 1:
         return f"{value:.4g}"
-    return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
+    return f"{value:,.1f}" if value % 1 else f"{value:,.0f}"

@@ -277,7 +277,12 @@ def _train(recipe: Recipe, folder: Path, device: str, progress: Progress) -> _Ou
         status, reason = "diverged", str(error)
     except torch.OutOfMemoryError as error:
         status, reason = "failed", first_line(error)
-    return _Outcome(status, read_metrics(folder / "metrics.jsonl"), reason)
+    lines = read_metrics(folder / "metrics.jsonl")
+    # A few bad steps in a row do not stop the trainer. Losses that are not finite are None.
+    losses = [lines[-1].get(key, 0.0) for key in ("loss", "validation_loss")] if lines else []
+    if status == "finished" and None in losses:
+        status, reason = "diverged", "the loss of the last step is not finite"
+    return _Outcome(status, lines, reason)
 
 
 def _measure_speed(recipe: Recipe, folder: Path, device: str, progress: Progress) -> _Outcome:

@@ -230,10 +230,16 @@ class Trainer:
             next(iter(recipe.data.validation_sets().items()), ("", ""))
             for recipe in (before, self.recipe)
         )
-        if self.best and new and old_name != name and old != new:
+        if not self.best or not new:
+            return
+        tokens = self.best.get("validation_tokens")  # earlier versions did not save it
+        is_other = old_name != name and old != new
+        if tokens is not None:
+            is_other = tokens != self._validation[name].tokens
+        if is_other:
             _note(
-                f"the best checkpoint, of step {self.best['step']}, was chosen on {old}; from now "
-                f"on {new} decides, and that checkpoint is kept no longer"
+                f"the best checkpoint, of step {self.best['step']}, was chosen on other text than "
+                f"that of {new}, which decides from now on; that checkpoint is kept no longer"
             )
             self.best = None
 
@@ -454,7 +460,12 @@ class Trainer:
         reshard(self.model)
         loss = found["validation_loss"]
         if self.recipe.run.keep_best and loss < (self.best or {}).get("validation_loss", math.inf):
-            self.best = {"step": self.step, "validation_loss": loss}
+            first = next(iter(self._validation.values()))
+            self.best = {
+                "step": self.step,
+                "validation_loss": loss,
+                "validation_tokens": first.tokens,
+            }
         return found
 
     def _log(self, line: dict[str, Any], metrics: MetricsLog | None, report: Report) -> None:
