@@ -84,6 +84,19 @@ def test_mistakes_write_nothing(cli: Cli, quotes: Path, tmp_path: Path) -> None:
             "quotes.jsonl line 1: the columns are body, which no format has: name the columns to "
             "read, such as --text-column NAME",
         ),
+        (
+            ["-o", out, "--text-column", "foo"],
+            "quotes.jsonl line 1: the column 'foo' is missing; the columns are body",
+        ),
+        (
+            ["-o", out, "--text-column", "body", "--question-column", "q"],
+            "name the columns of one format, not of several: the text column for text, the "
+            "question column for qa",
+        ),
+        (
+            ["-o", out, "--format", "chat", "--question-column", "q"],
+            "the question column 'q' is for the format qa, not for chat",
+        ),
         ([], "--output is missing: the folder to write the shards to"),
         (
             ["-o", out, "--format", "csv"],

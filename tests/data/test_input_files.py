@@ -543,8 +543,32 @@ def test_a_record_with_columns_of_several_formats(tmp_path):
     assert others == [Columns("text")]
     # A renamed column says which format is meant.
     assert detect_columns(path, Columns("auto", text="output")) == (Columns(text="output"), [])
-    renamed = Columns("auto", messages="talk")
-    assert detect_columns(path, renamed) == (renamed, [])
+    renamed = Columns("chat", messages="talk")
+    assert detect_columns(path, Columns("auto", messages="talk")) == (renamed, [])
+    with pytest.raises(ValueError, match=r"line 1: the column 'talk' is missing; the columns are "):
+        check_input_file(path, renamed, template=PLAIN)
+    # It does not say so of a text file.
+    (tmp_path / "a.txt").touch()
+    assert detect_columns(tmp_path / "a.txt", Columns("auto", question="q")) == (Columns(), [])
+
+
+@pytest.mark.parametrize(
+    ("form", "names", "message"),
+    [
+        ("chat", {"question": "q"}, "the question column 'q' is for the format qa, not for chat"),
+        ("qa", {"text": "body"}, "the text column 'body' is for the format text, not for qa"),
+        ("alpaca", {"answer": "a"}, "the answer column 'a' is for the format qa, not for alpaca"),
+        (
+            "auto",
+            {"text": "body", "question": "q"},
+            "name the columns of one format, not of several: the text column for text, the "
+            "question column for qa",
+        ),
+    ],
+)
+def test_columns_of_another_format_are_refused(form, names, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        Columns(form, **names)
 
 
 def test_preference_pairs_are_refused(tmp_path):

@@ -78,6 +78,21 @@ class Columns:
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise ValueError(f"unknown format {self.format!r}; choose from {', '.join(FORMATS)}")
+        for name, form in self._renamed.items():
+            if self.format not in ("auto", form):
+                raise ValueError(
+                    f"the {name} column {getattr(self, name)!r} is for the format {form}, not for "
+                    f"{self.format}"
+                )
+        if len({*self._renamed.values()}) > 1:
+            named = [f"the {name} column for {form}" for name, form in self._renamed.items()]
+            raise ValueError(f"name the columns of one format, not of several: {', '.join(named)}")
+
+    @property
+    def _renamed(self) -> dict[str, str]:
+        """The columns that have another name than usual, and their formats."""
+        formats = {"text": "text", "messages": "chat", "question": "qa", "answer": "qa"}
+        return {name: form for name, form in formats.items() if getattr(self, name) != name}
 
     @property
     def has_mask(self) -> bool:
@@ -110,24 +125,31 @@ class Columns:
         names = ", ".join(self.names)
         return f"{self.format} ({names})" if names else self.format
 
+    def of_format(self, form: str) -> "Columns":
+        """The same for another format. Columns that it does not have get their usual names."""
+        usual = Columns()
+        others = [name for name, other in self._renamed.items() if other != form]
+        return replace(self, format=form, **{name: getattr(usual, name) for name in others})
+
     def candidates(self, names: Iterable[str]) -> list["Columns"]:
         """The formats that a record with these columns has, the best one first.
 
-        If columns were renamed, only their formats. Preference pairs are a `ValueError`.
+        A renamed column says which format is meant, also if the record lacks the column.
+        Preference pairs are a `ValueError`.
         """
+        if self._renamed:
+            return [self.of_format(next(iter(self._renamed.values())))]
         usual = [Columns(form) for form in ("chat", "sharegpt", "completion", "alpaca", "qa")]
         usual += [Columns("qa", question="query", answer="response"), Columns("text")]
-        own = [replace(self, format=form) for form in dict.fromkeys(each.format for each in usual)]
-        renamed = [each for each in own if each.names != Columns(each.format).names]
         given = set(names)
-        if {"chosen", "rejected"} <= given and not renamed:
+        if {"chosen", "rejected"} <= given:
             raise ValueError(
                 "these are preference pairs (chosen, rejected), for which xlstm7b has no trainer: "
                 "give the JSONL file itself to TRL's DPOTrainer; or prepare the chosen answers "
                 "alone, with --messages-column chosen if they are messages, or with "
                 "--question-column prompt --answer-column chosen if they are texts"
             )
-        return [each for each in renamed or usual if given.issuperset(each.names)]
+        return [each for each in usual if given.issuperset(each.names)]
 
     def document(self, record: Any, template: ChatTemplate | None = None) -> Document:
         """The document of one record. The caller adds file and line to a `ValueError`.
@@ -491,7 +513,7 @@ def detect_columns(
     if columns.format != "auto":
         return columns, []
     if kind == "text":
-        return replace(columns, format="text"), []
+        return columns.of_format("text"), []
     for names in _names_in(path, kind):
         try:
             found = columns.candidates(names)
