@@ -70,6 +70,8 @@ def test_adopting_a_folder_of_datatroves(cli: Cli, quotes: Path, tmp_path: Path)
     adopted = f"{out} is adopted: 13 tokens, 2 documents, shards: 1\n"
     assert succeeded(cli("prepare", "--adopt", out, "--tokenizer", "bytes")) == adopted
     succeeded(cli("prepare", "--verify", out))
+    said = refused(cli("prepare", "--adopt", out))
+    assert said == f"{out} has a manifest.json already: check it with --verify"
 
 
 def test_mistakes_write_nothing(cli: Cli, quotes: Path, tmp_path: Path) -> None:

@@ -101,7 +101,11 @@ def prepare(
         if output is not None:
             raise ValueError("--verify and --adopt write no --output")
         from xlstm7b.data.prepare import adopt as adopt_folder
+        from xlstm7b.data.shards import MANIFEST
 
+        for folder in inputs if adopt else ():
+            if (folder / MANIFEST).exists():
+                raise ValueError(f"{folder} has a {MANIFEST} already: check it with --verify")
         for folder in inputs:
             if verify:
                 _print_summary(folder, "is intact", _verify(folder))
