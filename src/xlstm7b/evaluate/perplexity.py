@@ -110,6 +110,7 @@ def perplexity(
 ) -> Perplexity:
     """Scores every document from its beginning to its end, each from a new state or from `state`.
 
+    Empty documents are left out, as in `xlstm7b prepare`.
     With a `reference`, the documents are read a second time by both models, and the distributions
     of the next token are compared. This is for our models, without a `state`.
     For a model without a first token, the first token of a document that continues no state is
@@ -141,7 +142,7 @@ def perplexity(
             counts.index_add_(0, buckets, torch.ones_like(buckets))
         waiting.clear()
 
-    for document in documents:
+    for document in filter(None, documents):
         content = document.encode()
         count, size = count + 1, size + len(content)
         text.update(hashlib.sha256(content).digest())
