@@ -80,6 +80,16 @@ def test_without_matplotlib_the_results_are_kept(
     assert (tmp_path / "recall-gate.png").exists()
 
 
+def test_every_experiment_is_a_choice(cli: Cli) -> None:
+    names = [line.split()[0] for line in succeeded(cli("experiment", "--list")).splitlines()]
+    assert "speed" in names
+    for options in ([], ["--list"]):
+        assert refused(cli("experiment", "nowhere", *options)) == (
+            f"unknown experiment 'nowhere'; choose from {', '.join(names)}, or give the path of a "
+            ".toml file"
+        )
+
+
 def test_lists_experiments_and_runs(cli: Cli) -> None:
     lines = succeeded(cli("experiment", "--list")).splitlines()
     assert "schedule            Learning-rate schedules" in lines
@@ -92,7 +102,6 @@ def test_lists_experiments_and_runs(cli: Cli) -> None:
     ("arguments", "message"),
     [
         ([], "name an experiment: fixed-input-gate, "),
-        (["nowhere"], "unknown experiment 'nowhere'; choose from fixed-input-gate, "),
         (["none.toml"], "there is no experiment file none.toml"),
         (["schedule", "--runs", "cosine,linear"], "schedule has no run 'linear'; choose from expo"),
         (["schedule"], "--data is missing: a folder with the prepared folders train and valid"),

@@ -80,6 +80,7 @@ def experiment(
     draws the figure again.
     """
     from xlstm7b.experiment import experiment_names, load_experiment
+    from xlstm7b.train.recipe import is_path
 
     if name == "speed":
         if data or steps or settings or reuse:
@@ -88,14 +89,17 @@ def experiment(
         return
     if figures is not None:
         raise ValueError("--figures is for the experiment speed: choose runs with --runs")
+    known = [*experiment_names(), "speed"]
+    if name is not None and name not in known and not is_path(name):
+        raise ValueError(
+            f"unknown experiment {name!r}; choose from {', '.join(known)}, or give the path of a "
+            ".toml file"
+        )
     if listed:
         print(_list_runs(name) if name else _list_experiments())
         return
     if name is None:
-        raise ValueError(
-            f"name an experiment: {', '.join([*experiment_names(), 'speed'])}, or the path of a "
-            ".toml file"
-        )
+        raise ValueError(f"name an experiment: {', '.join(known)}, or the path of a .toml file")
     chosen = load_experiment(name)
     names = chosen.chosen(runs)
     target = output or Path("experiments") / chosen.name
