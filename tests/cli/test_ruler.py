@@ -104,6 +104,9 @@ def test_scores_are_drawn(cli: Cli, speller: Path, tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     message = refused(cli("eval", "ruler-plot", tmp_path / "other.json", "--output", drawn))
     assert message == f'{tmp_path / "other.json"} is not a results file: it has no "results"'
+    (tmp_path / "other.json").write_text('{"results": {"ppl": {"loss,none": 1}}}')
+    message = refused(cli("eval", "ruler-plot", scores, tmp_path / "other.json"))
+    assert message == f"{tmp_path / 'other.json'} has no RULER scores"
 
 
 def test_wrong_arguments_are_refused_before_a_download(
@@ -115,7 +118,7 @@ def test_wrong_arguments_are_refused_before_a_download(
     monkeypatch.setattr("xlstm7b.checkpoint.resolve", download)
     for options, message in (
         (("--tasks", "niah"), "RULER has no task 'niah'"),
-        (("--haystack", tmp_path / "nothing"), "[Errno 2] No such file or directory: "),
+        (("--haystack", tmp_path / "nothing"), f"there is no file {tmp_path / 'nothing'}"),
     ):
         outcome = cli("eval", "ruler", "a/hub-id", "--output", tmp_path / "run", *options)
         assert refused(outcome).startswith(message)
@@ -135,18 +138,20 @@ def test_wrong_arguments_are_refused_before_a_download(
             "a length of 256 is too short for fwe: the shortest prompt has 469 tokens, and "
             "256 are left for it",
         ),
+        (("--lengths", "1", "--tasks", "niah_single_1"), "a length of 1 is too short for niah_si"),
         (("--seed", -1), "the seed must be from 0 to 4294967295, not -1"),
         (("--samples", 0), "the number of samples must be at least 1, not 0"),
         (("--batch-size", 0), "batch_size must be at least 1, not 0"),
         (("--tasks", "qa_1"), "none of these tasks can be run: no --squad is given"),
-        (("--squad", "HERE/nothing.json"), "[Errno 2] No such file or directory: "),
+        (("--squad", "HERE/nothing.json"), "there is no file HERE/nothing.json"),
         (("--squad", "HERE/text"), "HERE/text is not a JSON file of SQuAD v2: "),
         (("--hotpotqa", "HERE/list"), "HERE/list is not a JSON file of HotpotQA: "),
         (("--hotpotqa", "HERE/empty"), "HERE/empty contains no question with an answer"),
         (("--haystack", "HERE/blank"), "HERE/blank contains no words"),
         (("--haystack", "HERE/binary"), "HERE/binary is not UTF-8 text: "),
         (("--output", "HERE"), "HERE has files, but not of a RULER run; choose another --output"),
-        (("--output", "HERE/text"), "[Errno 20] Not a directory: "),
+        (("--output", "HERE/text"), "HERE/text is a file, not a folder; choose another --output"),
+        (("--output", "HERE/text/run"), "cannot write HERE/text/run: HERE/text is not a folder"),
     ],
 )
 def test_wrong_arguments_are_refused_before_weights_are_loaded(
@@ -157,5 +162,7 @@ def test_wrong_arguments_are_refused_before_weights_are_loaded(
         (tmp_path / name).write_bytes(content)
     given = [str(option).replace("HERE", str(tmp_path)) for option in options]
     outcome = cli("eval", "ruler", speller, "--output", tmp_path / "run", *SMALL, *given)
-    assert refused(outcome).startswith(message.replace("HERE", str(tmp_path)))
+    said = refused(outcome)
+    assert said.startswith(message.replace("HERE", str(tmp_path)))
+    assert " and -" not in said  # no negative room
     assert not (tmp_path / "run").exists()

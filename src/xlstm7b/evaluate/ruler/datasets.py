@@ -45,6 +45,9 @@ class Datasets:
         hotpotqa: Path | None = None,
         english_words: Path | None = None,
     ) -> "Datasets":
+        for path in (haystack, squad, hotpotqa, english_words):
+            if path is not None and not path.is_file():
+                raise ValueError(f"there is no file {path}")
         return cls(
             None if haystack is None else _read_haystack(haystack),
             None if squad is None else _read_questions(squad, "SQuAD v2", _squad),

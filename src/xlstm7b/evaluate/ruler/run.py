@@ -11,7 +11,7 @@ from xlstm7b.evaluate.results import MISSING, read_file, read_results
 from xlstm7b.evaluate.ruler.datasets import Datasets
 from xlstm7b.evaluate.ruler.samples import VERSIONS, Sample, Setting
 from xlstm7b.evaluate.ruler.tasks import TASKS, LackOfWordsError, Task
-from xlstm7b.files import complete_lines, write_json
+from xlstm7b.files import complete_lines, real_path, write_json
 from xlstm7b.report import figure, table, token_ticks
 
 if TYPE_CHECKING:
@@ -221,6 +221,8 @@ def read_scores(path: Path) -> list[float]:
 
 def _checked_identity(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
     """The identity; entries that are None are taken from the folder's earlier run, if any."""
+    if real_path(folder).is_file():
+        raise ValueError(f"{folder} is a file, not a folder; choose another --output")
     path, earlier = folder / SCORES, {}
     if path.exists():
         try:
@@ -263,6 +265,9 @@ def plot_scores(paths: Sequence[Path], output: Path) -> None:
     """
     lengths: set[int] = set()
     files = [read_results(path) for path in paths]
+    for path in paths:
+        if AVERAGE not in read_file(path)["results"]:
+            raise ValueError(f"{path} has no RULER scores")
     versions = [read_file(path).get("version") for path in paths]
     for path, version in zip(paths, versions, strict=True):
         if version != versions[0]:

@@ -98,7 +98,7 @@ class Builder(ABC):
         if tokens > room:
             raise ValueError(
                 f"a length of {self.setting.length} is too short for {self.setting.task}: the "
-                f"shortest prompt has {tokens} tokens, and {room} are left for it"
+                f"shortest prompt has {tokens} tokens, and {max(room, 0)} are left for it"
             )
 
     def samples(self) -> Iterator[Sample]:
