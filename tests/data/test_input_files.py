@@ -418,7 +418,13 @@ def test_broken_arrays_are_named(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
     good = '{"text": "a"}'
     for content, message in (
-        (f"[{good}, {{]", "item 2: Expecting property name"),
+        (f"[{good}, {{]", "item 2: Expecting property name .*character 2 of the item"),
+        (f"[{good}, {{'", "item 2: Expecting property name .*character 2 of the item"),
+        (f'[{good}, {{"text": "a\nb"}}]', "item 2: Invalid control character .character 12 of the"),
+        (f'[{good}, {{"text": "a', "item 2: the file ends before its JSON array does$"),
+        (f'[{good}, {{"text": \n', "item 2: the file ends before its JSON array does$"),
+        (f"[{good}, ", "item 2: the file ends before its JSON array does$"),
+        (f"[{good}", "item 1: the file ends before its JSON array does$"),
         (f"[{good} {good}]", r"item 1: Expecting ',' or '\]'"),
         (f"[{good},]", "item 2: Expecting value"),
         (f"[{good}][{good}]", "item 2: there is something after the array"),

@@ -646,7 +646,7 @@ def _items(path: Path, content: Any) -> Iterator[tuple[Any, int]]:
                 # An error far from the end of the buffer is not because the buffer ends.
                 is_open = error.pos > len(buffer) - 16 or error.msg.startswith("Unterminated")
                 if is_all or not is_open:
-                    raise ValueError(error.msg) from error
+                    raise ValueError(_array_mistake(error, at)) from error
             # The item continues after the buffer.
             if len(buffer) - at > MAX_RECORD_BYTES:
                 raise ValueError(_TOO_LONG)
@@ -659,6 +659,15 @@ def _items(path: Path, content: Any) -> Iterator[tuple[Any, int]]:
             rest = ""
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} item {number + 1}: {error}") from error
+
+
+def _array_mistake(error: json.JSONDecodeError, start: int) -> str:
+    """What is wrong with an array, of which an item begins at `start` of the text."""
+    ends = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated")
+    if ends:
+        return "the file ends before its JSON array does"
+    reason = error.msg.removesuffix(" at").rstrip(": ")
+    return f"{reason} (character {error.pos - start + 1} of the item)"
 
 
 def _skip_blank(text: str, at: int) -> int:
