@@ -352,16 +352,22 @@ def test_two_plugins_cannot_register_one_name(tmp_path, monkeypatch):
     [
         ("none.py", "FileNotFoundError"),
         ("no_such_module", "ModuleNotFoundError"),
-        ("broken.py", "ZeroDivisionError"),
+        ("broken.py", "ZeroDivisionError: division by zero$"),
+        ("bad.py", r"loaded: /.*/bad\.py line 2: invalid syntax$"),
     ],
 )
 def test_a_plugin_that_cannot_be_loaded(tmp_path, monkeypatch, plugin, reason):
     (tmp_path / "broken.py").write_text("1 / 0")
+    (tmp_path / "bad.py").write_text("a = 1\nb = = 2\n")
+    (tmp_path / "config.json").write_text(json.dumps(SMALL.to_dict() | {"norm": "never"}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(PLUGINS, plugin)
+    message = rf"^XLSTM7B_PLUGINS: {plugin} cannot be .*{reason}"
     for _ in range(2):
-        with pytest.raises(ValueError, match=rf"^XLSTM7B_PLUGINS: {plugin} cannot be .*{reason}"):
+        with pytest.raises(ValueError, match=message):
             replace(SMALL, norm="never")
+    with pytest.raises(ValueError, match=message):  # the config is not to blame
+        ModelConfig.from_file(tmp_path / "config.json")
 
 
 @pytest.mark.usefixtures("page")

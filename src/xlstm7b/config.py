@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from xlstm7b.quantize.config import check_supported
-from xlstm7b.registry import STANDARD, find
+from xlstm7b.registry import STANDARD, PluginError, find
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"embedding_dim": 256, "num_blocks": 4, "num_heads": 4, "vocab_size": 320},
@@ -293,7 +293,7 @@ class ModelConfig:
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """Reads a `config.json`. Every problem is a `ValueError` that names the file."""
+        """Reads a `config.json`. Every problem of it is a `ValueError` that names the file."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
@@ -302,6 +302,8 @@ class ModelConfig:
             raise ValueError(f"{path} holds a JSON {type(values).__name__}, not an object")
         try:
             config = cls.from_dict(values)
+        except PluginError:
+            raise
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{path}: {error}") from error
         warn_of_unknown(values, path)

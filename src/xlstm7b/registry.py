@@ -28,6 +28,11 @@ STANDARD = {
 }
 PLUGINS = "XLSTM7B_PLUGINS"  # an environment variable: files or modules that register classes
 
+
+class PluginError(ValueError):
+    """A plugin cannot be loaded. It is not the mistake of the config that names a class of it."""
+
+
 _Class = TypeVar("_Class", bound=type)
 _classes: dict[tuple[str, str], Any] = {}
 _loaded: set[str] = set()
@@ -95,7 +100,13 @@ def _load(plugin: str) -> None:
         load_file(path, f"xlstm7b_plugin_{path.stem}")
     except Exception as error:
         _loaded.discard(plugin)
-        raise ValueError(f"{PLUGINS}: {plugin} cannot be loaded: {error!r}") from error
+        raise PluginError(f"{PLUGINS}: {plugin} cannot be loaded: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, SyntaxError) and error.lineno is not None:
+        return f"{error.filename} line {error.lineno}: {error.msg}"
+    return f"{type(error).__name__}: {error}"
 
 
 def load_file(path: Path, name: str) -> ModuleType:
