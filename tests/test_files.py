@@ -180,6 +180,23 @@ def test_a_failed_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         assert "No space left" in attempt(OSError, tensors.items())
 
 
+@pytest.mark.parametrize("function", ["mkdir", "open"])
+def test_an_error_names_the_folder_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    ordinary = getattr(os, function)
+
+    def fails(path: str | Path, *arguments: object, **options: object) -> object:
+        if ".model.saving-" not in str(path) or (function, Path(path).parent) == ("open", tmp_path):
+            return ordinary(path, *arguments, **options)
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(os, function, fails)
+    with pytest.raises(OSError, match=rf"Read-only file system: '{tmp_path}/model['/]"):
+        save_checkpoint(tmp_path / "model", CONFIG, draw().items())
+    assert names_in(tmp_path) == set()
+
+
 def test_temporary_folders_of_killed_saves_are_removed(tmp_path: Path) -> None:
     dead, alive = tmp_path / ".model.saving-dead", tmp_path / ".model.saving-alive"
     other = tmp_path / ".mode.saving-x"
@@ -330,6 +347,12 @@ def test_a_file_is_replaced_only_when_it_is_complete(tmp_path: Path) -> None:
         aside.write_text("new")
         assert path.read_text() == "old"
     assert contents(tmp_path) == {"file": b"new"}
+
+
+def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "none" / "a.json"
+    with pytest.raises(FileNotFoundError, match=f"No such file or directory: '{path}'"):
+        files.write_json(path, 1)
 
 
 def test_json_files_hold_numbers_and_unicode(tmp_path: Path) -> None:

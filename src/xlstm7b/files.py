@@ -64,12 +64,28 @@ def write_aside(path: Path) -> Iterator[Path]:
     themselves (`StateStore`, `data/prepare.py`).
     """
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        yield aside
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with _naming_target(aside, path):
+        try:
+            yield aside
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
     _sync(path.parent)
+
+
+@contextmanager
+def _naming_target(aside: Path, target: Path) -> Iterator[None]:
+    """Names `target` in an error of the system that names the temporary `aside`, or a file in it.
+
+    The user knows only `target`, for example on a file system that is read-only.
+    """
+    try:
+        yield
+    except OSError as error:
+        named = str(error.filename)
+        if error.errno is None or not named.startswith(str(aside)):
+            raise
+        raise OSError(error.errno, error.strerror, f"{target}{named[len(str(aside)) :]}") from error
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -391,8 +407,9 @@ def replacing(target: Path, dropped: Callable[[str], bool]) -> Iterator[Path]:
     prefix = f".{target.name}.saving-"
     _sweep(target.parent, prefix)
     aside = target.parent / f"{prefix}{secrets.token_hex(4)}"
-    aside.mkdir()
-    with _descriptor(aside) as descriptor:
+    with _naming_target(aside, target):
+        aside.mkdir()
+    with _naming_target(aside, target), _descriptor(aside) as descriptor:
         try:
             with suppress(OSError):  # without locks, `_sweep` removes nothing
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
