@@ -46,7 +46,7 @@ class Datasets:
         english_words: Path | None = None,
     ) -> "Datasets":
         for path in (haystack, squad, hotpotqa, english_words):
-            if path is not None and not path.is_file():
+            if path is not None and (path.is_dir() or not path.exists()):
                 raise ValueError(f"there is no file {path}")
         return cls(
             None if haystack is None else _read_haystack(haystack),
