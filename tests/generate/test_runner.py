@@ -543,7 +543,7 @@ def test_memory_is_known_beforehand():
     assert state_bytes(config, torch.float32) == saved.nbytes
     assert fitting_slots(config, device, torch.float32, None, 0) == CPU_SLOTS
     assert fitting_slots(config, device, torch.float32, 300, 1 << 60) == 300
-    with pytest.raises(ValueError, match=r"^1,000,000,000 slots of 0.0 MB cannot fit into"):
+    with pytest.raises(ValueError, match=r"^1,000,000,000 slots of 0.0 MB do not fit into"):
         fitting_slots(config, device, torch.float32, 10**9, 0)
 
 

@@ -386,7 +386,7 @@ def largest_batch(
             break
         result = attempt(replace(case, batch=batch), timed, Exception)
         release(plan.device)
-        if result.error is None or not re.search("memory|do not fit", result.error):
+        if result.error is None or not re.search("memory|not fit", result.error):
             break
         batch = batch * 7 // 8
     return result

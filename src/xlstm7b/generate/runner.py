@@ -96,8 +96,8 @@ def fitting_slots(
         return max(1, min(MAX_SLOTS, fitting)) if on_gpu else CPU_SLOTS
     if (slots + 1) * slot > memory:  # one more row holds the state that prompts start from
         raise ValueError(
-            f"{counted(slots, 'slot')} of {slot / 1e6:,.1f} MB cannot fit into "
-            f"{memory / 1e9:,.1f} GB"
+            f"{counted(slots, 'slot')} of {slot / 1e6:,.1f} MB {'does' if slots == 1 else 'do'} "
+            f"not fit into {memory / 1e9:,.1f} GB"
         )
     return slots
 
