@@ -41,7 +41,7 @@ def measured(name: str) -> list[Result]:
         return list(speed.measure_model(name, SPEED_PARTS, PLAN.to_dict()))
 
 
-@pytest.mark.parametrize("name", speed.SMOKE_RUNS)
+@pytest.mark.parametrize("name", [*speed.SMOKE_RUNS, "ours-bf16-state"])
 def test_every_figure_is_complete(name: str) -> None:
     results = measured(name)
     assert [result.error for result in results if result.error] == []

@@ -88,7 +88,7 @@ RUNS = {
     KERNELS: "the cell's kernels",
 }
 _SMALL_PEERS = "transformers", "llama2", "llama3", "falcon-mamba", "codestral-mamba"
-SMOKE_RUNS = ("ours", "ours-bf16-state", "ours-int4", *_SMALL_PEERS)
+SMOKE_RUNS = ("ours", "ours-int4", *_SMALL_PEERS)
 PARTS = {
     **{name: generation.PARTS[name] for name in ("ways", "check", "context", "first", "prefill")},
     "generated": Part("generating without a prompt", ("tokens", "s", "GB")),
