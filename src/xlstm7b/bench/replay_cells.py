@@ -37,19 +37,13 @@ class ReplayCell:
         sizes = ring_sizes(MAX_DRAFT if positions else 0)
         interval, size = sizes["interval"], sizes["size"]
 
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, heads, device=device)
+        shape = (batch, positions, heads) if positions else (batch, heads)
 
-        def gates(*shape: int) -> tuple[Tensor, Tensor]:
-            return normal(*shape) - 6, normal(*shape) + 4  # like those of a trained model
+        def normal(*width: int) -> Tensor:
+            return torch.randn(*shape, *width, device=device)
 
-        def vectors(*shape: int) -> list[Tensor]:
-            widths = (d_qk, d_qk, d_hv, d_hv)
-            return [normal(*shape, width).transpose(-1, -2).to(dtype) for width in widths]
-
-        shape = (batch, positions) if positions else (batch,)
-        q, k, v, self.gate = (x.contiguous() for x in vectors(*shape))
-        self.tokens = q, k, v, *gates(*shape)
+        q, k, v, self.gate = (normal(width).to(dtype) for width in (d_qk, d_qk, d_hv, d_hv))
+        self.tokens = q, k, v, normal() - 6, normal() + 4  # gates like those of a trained model
         self.norm = torch.ones(heads * d_hv, dtype=dtype, device=device)
         self.states, self.rings = [], []
         for _ in range(layers):
