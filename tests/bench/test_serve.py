@@ -97,7 +97,6 @@ def test_a_server_under_load(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     generator = Generator(spelling_model("abcdefgh"), ByteTokenizer())
     lengths = {"prompt_tokens": (5, 9), "new_tokens": (4, 8), "api_key": "key"}
     with serving(generator, keys=("key",)) as live:
-        wait_for(lambda: live.client.get("/health").status_code == 200)
         files = {"json": tmp_path / "load.json", "plot": tmp_path / "load.png"}
         results = cases.run(Serve.of(url=live.url, rate=40.0, seconds=1.0, **lengths), **files)
         assert {result.error for result in results} == {None}

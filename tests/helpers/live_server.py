@@ -118,8 +118,12 @@ def serving(
     send_buffer: int | None = None,
     adapters: Mapping[str, tuple[Adapter, ChatFormat]] | None = None,
     speculate: Speculation = None,
+    is_warm: bool = True,
 ) -> Iterator[LiveServer]:
-    """Serves the generator's model. The generator itself can be used at the same time."""
+    """Serves the generator's model. The generator itself can be used at the same time.
+
+    is_warm: wait until the engine is warmed up. Before that, /health says "starting".
+    """
     engine = Engine(
         generator.model,
         generator.tokenizer,
@@ -152,7 +156,7 @@ def serving(
     server_thread.start()
     headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
     try:
-        wait_for(lambda: server.started)
+        wait_for(lambda: server.started and (thread.healthy or not is_warm))
         with httpx.Client(base_url=url, headers=headers, timeout=30, verify=False) as client:
             yield LiveServer(url, app, service, client)
     finally:

@@ -127,19 +127,18 @@ def test_outputs_that_wait_are_merged(live: LiveServer, generator: Generator) ->
 def test_requests_wait_for_a_cold_engine(
     generator: Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_warm = threading.Event()
-    monkeypatch.setattr(Engine, "warm_up", lambda _: is_warm.wait())
-    with serving(generator) as live:
+    warm_up = threading.Event()
+    monkeypatch.setattr(Engine, "warm_up", lambda _: warm_up.wait())
+    with serving(generator, is_warm=False) as live:
         cold = live.client.get("/health")
         assert (cold.status_code, cold.json()) == (503, {"status": "starting"})
-        is_warm.set()
+        warm_up.set()
         assert live.post(PATH, prompt="a", max_tokens=2)["usage"]["completion_tokens"] == 2
         assert live.client.get("/health").json() == {"status": "ok"}
 
 
 def test_a_failed_engine_is_reported(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(generator) as live:
-        wait_for(lambda: live.client.get("/health").json() == {"status": "ok"})
         with live.client.stream("POST", PATH, json={**ENDLESS, "stream": True}) as answer:
             lines = answer.iter_lines()
             assert next(lines).startswith("data: {")
