@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xlstm7b.chat_format import ChatTemplate, PlainFormat
@@ -389,6 +389,7 @@ def test_json_files_hold_lines_or_an_array(tmp_path, ending):
         assert texts(path) == []
 
 
+@settings(max_examples=40)
 @given(
     records=st.lists(
         st.dictionaries(st.just("text"), st.text(max_size=20)) | st.integers() | st.booleans(),

@@ -338,7 +338,7 @@ def test_variable_chains_resolve(version: str, seed: int) -> None:
 
 
 @given(versions, seeds, st.sampled_from([2048, 8192]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_common_words_are_counted(version: str, seed: int, length: int) -> None:
     (sample,) = build("cwe", 1, version, length, seed=seed, count=count_bpe())
     counts = listed_words(sample.prompt)

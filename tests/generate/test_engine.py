@@ -196,7 +196,7 @@ def arriving(length, end, params, kind) -> Request:
 
 
 @pytest.mark.long
-@settings(max_examples=50)
+@settings(max_examples=35)
 @given(
     asked=st.lists(arrivals, min_size=1, max_size=10),
     slots=st.integers(1, 5),

@@ -33,7 +33,7 @@ def test_clients_that_disconnect_leave_nothing_behind(
 ) -> None:
     draw, reason = random.Random(0), "request_aborts_total"
     aborted = live.metric(reason)
-    for number in range(1000):
+    for number in range(400):
         with live.connect() as connection:
             choices = draw.choice((1, 1, 3))
             send_body(connection, **ENDLESS, stream=number % 4 > 0, n=choices)
