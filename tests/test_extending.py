@@ -467,6 +467,8 @@ def test_names_that_are_taken_or_unknown():
 
     with pytest.raises(ValueError, match=r"^norm 'rms_norm' is xlstm7b\.model\.layers\.RMSNorm"):
         register("norm", "rms_norm")(type("RMSNorm", (RMSNorm,), {}))
+    with pytest.raises(ValueError, match=r"^norm 'mine' must be a class, not 5$"):
+        register("norm", "mine")(5)
     with pytest.raises(ValueError, match=r"^there is no norm 'mine', only .*own_norm, "):
         replace(SMALL, norm="mine")
     with pytest.raises(ValueError, match=r"^norm must be of type str, not 3$"):

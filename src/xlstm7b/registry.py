@@ -49,6 +49,8 @@ def register(kind: str, name: str) -> Callable[[_Class], _Class]:
         raise ValueError(f"there is no kind {kind!r}; choose from {', '.join(STANDARD)}")
 
     def add(cls: _Class) -> _Class:
+        if not isinstance(cls, type):
+            raise ValueError(f"{kind} {name!r} must be a class, not {cls!r}")
         taken = _classes.get((kind, name))
         is_ours = taken is not None and taken.__module__.startswith("xlstm7b.")
         if taken is not None and (is_ours or not _is_defined_again(taken, cls)):

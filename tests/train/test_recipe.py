@@ -345,6 +345,8 @@ def test_a_missing_model_is_named(tmp_path: Path) -> None:
         ('run.hooks=["a.py"]', r"run.hooks has .* in its list, not 'a.py'"),
         ('run.hooks=["a.py:B-C"]', r"run.hooks has .* in its list, not 'a.py:B-C'"),
         ('run.hooks=[":B"]', r"run.hooks has .* in its list, not ':B'"),
+        ('run.hooks=["./a:B"]', r"run.hooks has .* in its list, not './a:B'"),
+        ('run.hooks=["a/b:C"]', r"run.hooks has .* in its list, not 'a/b:C'"),
         ("run.hooks=[1]", r"run.hooks\[0\] must be a valid string, not 1"),
         # Ranges.
         ("run.steps=0", "run.steps must be greater than or equal to 1, not 0"),

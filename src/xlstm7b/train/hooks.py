@@ -4,7 +4,8 @@ A recipe names them (`run.hooks`), or Python gives them (`Trainer(recipe, hooks=
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -69,13 +70,9 @@ class Hooks:
 
     def __init__(self, names: Sequence[str], hooks: Sequence[Hook]) -> None:
         self._hooks = load_hooks(names)
-        for hook in hooks:
+        for position, hook in enumerate(hooks):
+            _check_hook(f"hooks[{position}]", hook)
             self._hooks.append((f"{type(hook).__module__}:{type(hook).__qualname__}", hook))
-        for _, hook in self._hooks:
-            if not isinstance(hook, Hook):
-                raise ValueError(
-                    f"a hook must be an instance of a subclass of xlstm7b.train.Hook, not {hook!r}"
-                )
         self._losses = [(name, hook) for name, hook in self._hooks if _overrides(hook, "loss")]
         if len(self._losses) > 1:
             given = " and ".join(name for name, _ in self._losses)
@@ -146,15 +143,28 @@ def load_hooks(names: Sequence[str]) -> list[tuple[str, Hook]]:
     hooks = []
     for name in names:
         place, _, attribute = name.rpartition(":")
-        try:
+        with _naming_hook(name):
             if place not in modules:
                 is_file = place.endswith(".py")
                 modules[place] = _load_file(place) if is_file else import_module(place)
-            make: Callable[[], Hook] = getattr(modules[place], attribute)
-            hooks.append((name, make()))
-        except Exception as error:
-            raise ValueError(f"hook {name} cannot be loaded: {_describe(error)}") from error
+            make = getattr(modules[place], attribute, None)
+        if not callable(make):
+            raise ValueError(
+                f"hook {name} cannot be loaded: {place} has no class or function {attribute}"
+            )
+        with _naming_hook(name):
+            hook = make()
+        _check_hook(f"hook {name}", hook)
+        hooks.append((name, hook))
     return hooks
+
+
+@contextmanager
+def _naming_hook(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"hook {name} cannot be loaded: {_describe(error)}") from error
 
 
 def _load_file(file: str) -> ModuleType:
@@ -178,6 +188,15 @@ def _fingerprint(hook: Hook) -> str | None:
 
 
 # Checks
+
+
+def _check_hook(name: str, hook: Any) -> None:
+    if isinstance(hook, Hook):
+        return
+    found = f"of type {type(hook).__qualname__}"
+    if isinstance(hook, type):
+        found = f"the class {hook.__qualname__}"
+    raise ValueError(f"{name} is {found}, not an instance of a subclass of xlstm7b.train.Hook")
 
 
 def _check_numbers(returned: Any, metrics: Metrics) -> None:

@@ -204,7 +204,8 @@ class Schedule:
 
 def _check_hook(name: str) -> str:
     place, _, attribute = name.rpartition(":")
-    if place and attribute.isidentifier():
+    is_file = place.endswith(".py")
+    if place and attribute.isidentifier() and (is_file or not re.search(r"^\.|/", place)):
         return name
     raise ValueError(
         f'run.hooks has "file.py:Class" or "package.module:Class" in its list, not {name!r}'
