@@ -139,7 +139,7 @@ def test_unsharded_float32_weights_are_not_held_twice() -> None:
     ("options", "sentence"),
     [
         ({"gpus": 96}, "processes is 96, but dp_replicate 16 × dp_shard 8 × tp 1 needs 128"),
-        ({"gpus": 0}, "the number of processes is 0, but"),
+        ({"gpus": 0}, "the number of GPUs must be at least 1, not 0"),
         ({"mfu": 0.0}, "the MFU must be above 0 and at most 1, not 0.0"),
         ({"mfu": 40.0}, "the MFU must be above 0 and at most 1, not 40.0"),
         ({"peak_flops": 0.0}, "the peak must be a positive number of FLOP/s, not 0.0"),

@@ -100,6 +100,8 @@ def make_plan(
     peak_flops: float = H100_FLOPS,
 ) -> Plan:
     """The plan for a number of GPUs, by default the smallest that the recipe's layout allows."""
+    if gpus is not None and gpus < 1:
+        raise ValueError(f"the number of GPUs must be at least 1, not {gpus}")
     if not 0 < mfu <= 1:
         raise ValueError(f"the MFU must be above 0 and at most 1, not {mfu}")
     if not 0 < peak_flops < float("inf"):
