@@ -1,10 +1,14 @@
-"""Text tables and figures of results, and the machine they were measured on."""
+"""Text tables and figures of results, files of results, and the machine they were measured on."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -21,6 +25,38 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def counted(count: int, noun: str) -> str:
     """A number with its noun: "1 token", "2,000 tokens"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def read_results(
+    path: Path, model: "type[BaseModel]", experiment: str | None = None
+) -> dict[str, Any]:
+    """The content of a `results.json`. `ValueError` if it is not what the model describes.
+
+    If a name is given, the file must be of the experiment of this name.
+    """
+    from pydantic import ValidationError
+
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: it is not JSON ({error})") from error
+    found = content.get("experiment") if isinstance(content, dict) else None
+    if experiment is not None and isinstance(found, str) and found != experiment:
+        raise ValueError(
+            f"{path.parent} holds the experiment {found}, not {experiment}: choose another --output"
+        )
+    try:
+        model.model_validate(content, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        said = {
+            "missing": "is missing",
+            "model_type": "must be an object",
+            "dict_type": "must be an object",
+        }.get(first["type"], first["msg"].replace("Input should be", "must be", 1))
+        raise ValueError(f"{path} is damaged: {where} {said}") from error
+    return content
 
 
 def check_matplotlib() -> None:

@@ -472,9 +472,26 @@ def test_other_settings_need_another_folder(
     run(tmp_path, "ours")
     with pytest.raises(ValueError, match=r"have first 3, not 5: choose another --output"):
         run(tmp_path, "llama2", plan=Speed.of(device="cpu", first=5, peak_tflops=1.0, peak_tbs=0.1))
-    (tmp_path / speed.NAME).write_text("{")
-    with pytest.raises(ValueError, match="is damaged"):
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("{", "is damaged: it is not JSON "),
+        ("[]", "is damaged: the file must be an object"),
+        ('{"experiment": "speed", "plan": [], "runs": {}}', "is damaged: plan must be an object"),
+        (
+            '{"experiment": "speed", "plan": {}, "runs": {"ours": {"status": "finished"}}}',
+            r"is damaged: runs\.ours\.figures is missing",
+        ),
+        ('{"experiment": "soft-cap", "runs": {}}', "holds the experiment soft-cap, not speed: "),
+    ],
+)
+def test_damaged_results_are_named(content: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / speed.NAME).write_text(content)
+    with pytest.raises(ValueError, match=sentence):
         run(tmp_path, "ours")
+    assert (tmp_path / speed.NAME).read_text() == content
 
 
 @given(

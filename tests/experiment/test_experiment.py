@@ -469,14 +469,59 @@ def test_leftovers_of_a_killed_call_do_not_stop_the_next(tmp_path: Path) -> None
     assert runs == {}
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"experiment": "seeds"}', "\xff", "5", '{"one": {}}'])
-def test_damaged_results_are_named(text: str, tmp_path: Path) -> None:
+RECORD = {
+    "status": "finished",
+    "recipe": {},
+    "parameters": 1,
+    **dict.fromkeys(("held_out_loss", "held_out_perplexity", "tokens_per_second")),
+    **dict.fromkeys(("seconds_per_step", "peak_memory_bytes")),
+    "curve": {"step": [], "loss": [], "gradient_norm": [], "learning_rate": []},
+    "held_out": {"step": [], "loss": []},
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("", "it is not JSON (Expecting value"),
+        ('{"experiment": "seeds", "ru', "it is not JSON (Unterminated string"),
+        ("\xff", "it is not JSON ("),
+        ("[" * 99999, "it is not JSON ("),
+        ("5", "the file must be an object"),
+        ("[]", "the file must be an object"),
+        ('{"one": {}}', "experiment is missing"),
+        ('{"experiment": 5, "runs": {}}', "experiment must be a valid string"),
+        ('{"experiment": "seeds"}', "runs is missing"),
+        ('{"experiment": "seeds", "runs": []}', "runs must be an object"),
+        (5, "runs.one must be an object"),
+        (["status", "recipe", "curve"], "runs.one must be an object"),
+        ({}, "runs.one.status is missing"),
+        ({"status": "done"}, "runs.one.status must be 'finished', 'diverged' or 'failed'"),
+        ({**RECORD, "recipe": 5}, "runs.one.recipe must be an object"),
+        ({**RECORD, "curve": {"step": [0]}}, "runs.one.curve.loss is missing"),
+        ({**RECORD, "held_out_loss": "3"}, "runs.one.held_out_loss must be a valid number"),
+        ({**RECORD, "evaluation": {"a": {"x": {}}}}, "runs.one.evaluation.a.x.[key] "),
+    ],
+)
+def test_damaged_results_are_named(content: object, sentence: str, tmp_path: Path) -> None:
     experiment, path = load_experiment(write(tmp_path)), tmp_path / "out" / "results.json"
     path.parent.mkdir()
-    for content in (text, json.dumps({"experiment": "seeds", "runs": {"one": text}})):
-        path.write_bytes(content.encode("latin-1"))
-        with pytest.raises(ValueError, match=r"results\.json is damaged: "):
-            run_experiment(experiment, path.parent, smoke=True)
+    if not isinstance(content, str):
+        content = json.dumps({"experiment": "seeds", "runs": {"one": content}})
+    path.write_bytes(content.encode("latin-1"))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=re.escape(f"{path} is damaged: {sentence}")) as raised:
+        run_experiment(experiment, path.parent, smoke=True)
+    assert "\n" not in str(raised.value)
+    assert path.read_bytes() == before
+    assert [*path.parent.iterdir()] == [path]
+
+
+def test_the_sample_record_of_the_tests_is_complete(tmp_path: Path) -> None:
+    experiment, path = load_experiment(write(tmp_path)), tmp_path / "results.json"
+    path.write_text(json.dumps({"experiment": "seeds", "runs": {"one": RECORD}}))
+    with pytest.raises(ValueError, match=r"the run one in .*: choose another --output"):
+        run_experiment(experiment, tmp_path, smoke=True)
 
 
 # Files

@@ -24,9 +24,10 @@ from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel
 
 from xlstm7b import __version__, accounting
 from xlstm7b.bench import cases, generation
@@ -62,7 +63,7 @@ from xlstm7b.files import lock_folder, write_json
 from xlstm7b.generate.engine import peak_memory
 from xlstm7b.generate.replay import INTERVAL
 from xlstm7b.model import XLSTM
-from xlstm7b.report import machine
+from xlstm7b.report import machine, read_results
 
 NAME = "results.json"
 TITLE = "Speed beside Llama, Mamba and the authors' xLSTM"
@@ -571,17 +572,19 @@ class _Records:
 
 def read_records(folder: Path) -> dict[str, Any]:
     """The content of `results.json`: the plan, and the records of all runs by name."""
-    path = folder / NAME
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        name, _, _ = content["experiment"], content["plan"], content["runs"]
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if name != "speed":
-        raise ValueError(
-            f"{folder} holds the experiment {name}, not speed: choose another --output"
-        )
-    return content
+    return read_results(folder / NAME, _File, "speed")
+
+
+class _Record(BaseModel):
+    status: Literal["finished", "failed", "stopped"]
+    figures: dict[str, list[dict[str, Any]]]
+    partial: list[str] = []
+
+
+class _File(BaseModel):
+    experiment: str
+    plan: dict[str, Any]
+    runs: dict[str, _Record]
 
 
 def with_sums(generated: Sequence[Record], contexts: Sequence[Record]) -> list[Record]:

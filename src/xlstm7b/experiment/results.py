@@ -14,13 +14,15 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
 
 from xlstm7b.accounting import parameter_counts
 from xlstm7b.data.shards import ShardFolder
 from xlstm7b.experiment.file import Experiment
 from xlstm7b.files import json_bytes, write_json
-from xlstm7b.report import table
+from xlstm7b.report import read_results, table
 from xlstm7b.train.recipe import Recipe
 from xlstm7b.train.run_settings import differences
 
@@ -48,12 +50,7 @@ class Results:
                     f"{folder} holds files that are not of this experiment: choose another --output"
                 )
             return
-        name, self.runs = _read(self._path)
-        if name != experiment.name:
-            raise ValueError(
-                f"{folder} holds the experiment {name}, not {experiment.name}: "
-                "choose another --output"
-            )
+        self.runs = _read(self._path, experiment.name)
 
     def status(self, run: str) -> str | None:
         return self.runs.get(run, {}).get("status")
@@ -79,23 +76,56 @@ class Results:
         write_json(self._path, {**about, "runs": in_order | others})
 
 
-def _read(path: Path) -> tuple[str, dict[str, Record]]:
-    """The name of the experiment, and its records."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        name, runs = content["experiment"], dict(content["runs"])
-        for run, record in runs.items():
-            if not {"status", "recipe", "curve"}.issubset(record):
-                raise ValueError(f"the record of {run} is not complete")
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    return name, runs
+class _Curve(BaseModel):
+    step: list[int]
+    loss: list[float | None]
+    gradient_norm: list[float | None]
+    learning_rate: list[float]
+
+
+class _HeldOut(BaseModel):
+    step: list[int]
+    loss: list[float]
+
+
+class _Point(BaseModel):
+    accuracy: float
+    low: float = 0.0
+    high: float = 0.0
+    chance: float = 0.0
+
+
+class _Record(BaseModel):
+    """What tables and figures show of a record, and what decides whether a run is trained."""
+
+    status: Literal["finished", "diverged", "failed"]
+    recipe: dict[str, Any]
+    parameters: int
+    held_out_loss: float | None
+    held_out_perplexity: float | None
+    tokens_per_second: float | None
+    seconds_per_step: float | None
+    peak_memory_bytes: int | None
+    curve: _Curve
+    held_out: _HeldOut
+    evaluation: dict[str, dict[Annotated[str, Field(pattern=r"^\d+$")], _Point]] = {}
+
+
+class _File(BaseModel):
+    experiment: str
+    runs: dict[str, _Record]
+
+
+def _read(path: Path, experiment: str | None = None) -> dict[str, Record]:
+    """The records of a file, which must be of the experiment of this name if one is given."""
+    records: dict[str, Record] = read_results(path, _File, experiment)["runs"]
+    return records
 
 
 def find_same(results: Path, now: Mapping[str, Any]) -> Record | None:
     """A final record in this file with the same recipe, data and evaluation, whatever its name."""
     wanted = {**now, "recipe": {**now["recipe"], "name": None}}
-    for record in _read(results)[1].values():
+    for record in _read(results).values():
         found = {**record, "recipe": {**record["recipe"], "name": None}}
         if record["status"] in _FINAL and not _changes(found, wanted):
             return record
