@@ -218,7 +218,23 @@ def test_hub_ids_are_found_in_the_cache(tmp_path: Path) -> None:
     found, failed = run(script, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)).splitlines()
     total = sum(float(tensor.double().sum()) for _, tensor in open_checkpoint(folder).tensors())
     assert found == f"{snapshot} {total}"
-    assert failed.startswith("there is no folder 'some/other', and the Hugging Face hub")
+    assert failed.startswith(
+        "there is no folder 'some/other', and the Hugging Face hub cannot be reached: give the "
+        "path of a local folder, or connect to the hub ("
+    )
+
+
+def test_what_the_hub_says_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, allow_patterns: list[str]) -> str:
+        raise RuntimeError("404 Client Error.\n\nRepository Not Found")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(
+        OSError,
+        match=r"^there is no folder 'some/other', and the Hugging Face hub did not provide it: "
+        r"404 Client Error\. Repository Not Found$",
+    ):
+        resolve("some/other")
 
 
 def test_other_names_are_refused(tmp_path: Path) -> None:
