@@ -102,14 +102,17 @@ def test_repeats_are_evenly_spread(repeat: float, records: int) -> None:
     [
         ("", "a.toml lists no sources"),
         ("[a", "a.toml cannot be read: "),
-        ("a = 1", "a.toml: a: Input should be a valid dictionary or"),
+        ("a = 1", "a.toml: a: it must be a table, not 1"),
         ("[a]", "a.toml: a.path: it is missing$"),
+        ("[a]\npath = []", "a.toml: a.path: it names no file$"),
         (
             '[a]\npath = "x"\nwieght = 2',
             "a.toml: a.wieght: no such setting; choose from path, format, ",
         ),
-        ('[a]\npath = "x"\nrepeat = 0', "a.toml: a.repeat: Input should be greater than 0"),
-        ('[a]\npath = "x"\nrepeat = nan', "a.toml: a.repeat: Input should be "),
+        ('[a]\npath = "x"\nrepeat = 0', "a.toml: a.repeat: it must be greater than 0, not 0"),
+        ('[a]\npath = "x"\nrepeat = nan', "a.toml: a.repeat: it must be "),
+        ('[a]\npath = "x"\nrepeat = true', "a.repeat: it must be a valid number, not True"),
+        ('[a]\npath = "x"\nrepeat = "3"', "a.repeat: it must be a valid number, not '3'"),
         ('[a]\npath = "x"\nformat = "csv"', "a.toml: a: unknown format 'csv'; choose from "),
         ('[a]\npath = "x"', "a.toml: a: there is no file or folder x"),
         (

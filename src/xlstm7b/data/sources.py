@@ -59,7 +59,7 @@ class Source(BaseModel):
     answer_column: str = "answer"
     include: Annotated[list[str], BeforeValidator(_as_list)] = []
     exclude: Annotated[list[str], BeforeValidator(_as_list)] = []
-    repeat: Annotated[float, Field(strict=False, gt=0, le=MAX_REPEAT)] = 1.0
+    repeat: Annotated[float, Field(gt=0, le=MAX_REPEAT)] = 1.0
 
     @property
     def columns(self) -> Columns:
@@ -137,10 +137,13 @@ def read_sources(path: Path) -> dict[str, Source]:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, (name, *first["loc"])))
+            wanted = first["msg"].removeprefix("Input should be ")
             said = {
                 "missing": "it is missing",
+                "too_short": "it names no file",
                 "extra_forbidden": f"no such setting; choose from {', '.join(Source.model_fields)}",
-            }.get(first["type"], first["msg"])
+                "model_type": f"it must be a table, not {first['input']!r}",
+            }.get(first["type"], f"it must be {wanted}, not {first['input']!r}")
             raise ValueError(f"{path}: {where}: {said}") from error
         except ValueError as error:
             raise ValueError(f"{path}: {name}: {error}") from error
