@@ -79,6 +79,18 @@ def test_version_help_and_completion(cli: Cli) -> None:
     assert "--install-completion" in succeeded(cli("-h"))
 
 
+def test_help_breaks_lines_where_the_terminal_ends(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    lines = [line.strip() for line in succeeded(cli("export", "--help")).splitlines()]
+    assert any(
+        line.startswith("A LoRA run becomes") and line.endswith(" of a server.") for line in lines
+    )
+    for _, command in every_command():
+        assert not any("\n" in part for part in str(command.help).split("\n\n"))
+
+
 def test_words_are_completed() -> None:
     words = {"COMP_WORDS": "xlstm7b serve --log-", "COMP_CWORD": "2"}
     done = subprocess.run(
@@ -107,11 +119,17 @@ def test_a_closed_pipe_is_no_error(command: str, unbuffered: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def every_option() -> Iterator[tuple[str, Any]]:
-    """Options and arguments of all commands, with the words of the command."""
+def every_command() -> list[tuple[str, Any]]:
+    """All commands, with the words of each."""
     found: list[tuple[str, Any]] = [("xlstm7b", typer.main.get_command(app))]
     for path, command in found:
         found += [(f"{path} {name}", one) for name, one in getattr(command, "commands", {}).items()]
+    return found
+
+
+def every_option() -> Iterator[tuple[str, Any]]:
+    """Options and arguments of all commands, with the words of the command."""
+    for path, command in every_command():
         yield from ((path, one) for one in command.params)
 
 

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 class Command(typer.core.TyperCommand):
     """A command that refuses empty paths: for `Path`, "" is the current folder."""
 
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        # After the first paragraph, typer would print the docstring's line breaks.
+        paragraphs = (self.help or "").split("\n\n")
+        self.help = "\n\n".join(" ".join(each.split()) for each in paragraphs)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given, _, _ = self.make_parser(ctx).parse_args(args=[*args])
         parsed: list[str] = super().parse_args(ctx, args)

@@ -54,6 +54,7 @@ def quantize(
 
     Gates, norms and the embedding stay as they are. The folder works with every command; train
     takes it only with a lora or state_tuning table in the recipe.
+
     After Ctrl-C, a kill or a full disk, the same command goes on where it stopped.
     """
     to = to_device(device)
