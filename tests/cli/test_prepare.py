@@ -1,6 +1,7 @@
 """`xlstm7b prepare`: what it prints and writes; every error is one sentence."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -205,3 +206,43 @@ def test_prepare_says_what_a_template_cannot_do(cli: Cli, tmp_path: Path) -> Non
         said = cli("prepare", tmp_path / "a.jsonl", "-o", out, "--tokenizer", tokenizer)
         first, last = "chats are written with the tokenizer's template", f"{out} is ready"
         assert succeeded(said).split(f"{first}\n")[1].split(last)[0].splitlines() == lines
+
+
+WAITING = """
+import time
+from xlstm7b.cli import main
+from xlstm7b.data import prepare
+
+def wait(output, documents, *_):
+    next(documents)
+    print("waiting", flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    prepare._write = wait
+    main()
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_without_a_warning(
+    sent: signal.Signals, cli: Cli, quotes: Path, tmp_path: Path
+) -> None:
+    """Python would warn of the semaphores of the worker processes."""
+    (tmp_path / "waiting.py").write_text(WAITING)
+    command = ["prepare", quotes, "-o", tmp_path / "out", "--text-column", "body"]
+    program = subprocess.Popen(
+        [sys.executable, tmp_path / "waiting.py", *command, "--processes", "2"],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # pytest may ignore it
+    )
+    with program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "waiting\n"
+        program.send_signal(sent)
+        _, said = program.communicate(timeout=60)
+    assert (program.returncode, said.strip()) == (128 + sent, "")
+    assert "13 tokens" in succeeded(cli(*command))

@@ -1,9 +1,14 @@
 """`xlstm7b prepare`: text files to token shards; `--verify` and `--adopt` for existing shards."""
 
 import os
+import signal
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -124,7 +129,8 @@ def prepare(
     patterns = {"include": include or (), "exclude": exclude or ()}
     _, found = find_sources(inputs, columns, endings, **patterns, output=output)
     start = time.perf_counter()
-    with byte_progress("preparing", sum(file.stat().st_size for file in found.files)) as report:
+    size = sum(file.stat().st_size for file in found.files)
+    with _exiting_on_sigterm(), byte_progress("preparing", size) as report:
         written = run(
             inputs,
             output,
@@ -147,6 +153,24 @@ def prepare(
     for message in bad[:5]:
         print(f"  {message}")
     _print_summary(output, f"is ready, after {time.perf_counter() - start:.1f} s", written)
+
+
+@contextmanager
+def _exiting_on_sigterm() -> Iterator[None]:
+    """SIGTERM ends the worker processes and their semaphores first, as Ctrl-C does.
+
+    Otherwise, Python would warn of leaked semaphores. A second SIGTERM kills.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        sys.exit(128 + number)  # what a shell reports for a signal
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _print_formats(notes: dict[str, Any]) -> None:
