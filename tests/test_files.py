@@ -14,6 +14,7 @@ import pytest
 import torch
 from checkpoint_files import CONFIG, INDEX, assert_same, draw, names_in, run, save_small
 from torch import Tensor
+from train_processes import full_disk
 
 from xlstm7b import files
 from xlstm7b.checkpoint import open_checkpoint, save_checkpoint, verify
@@ -168,7 +169,9 @@ def test_a_failed_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fails)
         said = attempt(OSError, tensors.items())
-        assert re.search(r"1\.part could not be written \(.*No space left on device\)", said)
+        assert re.match(
+            rf"{tmp_path}/model/1\.part could not be written \(.*No space left on", said
+        )
     with monkeypatch.context() as patch:
         patch.setattr(files, "_exchange", lambda first, second: False)
         ordinary = Path.rename
@@ -194,6 +197,13 @@ def test_an_error_names_the_folder_that_was_asked_for(
     monkeypatch.setattr(os, function, fails)
     with pytest.raises(OSError, match=rf"Read-only file system: '{tmp_path}/model['/]"):
         save_checkpoint(tmp_path / "model", CONFIG, draw().items())
+    assert names_in(tmp_path) == set()
+
+
+def test_a_full_disk_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    with full_disk(room=4), pytest.raises(OSError, match=rf"^{path} could not be written \("):
+        files.write_json(path, {"a": 1})
     assert names_in(tmp_path) == set()
 
 

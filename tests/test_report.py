@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from train_processes import full_disk
 
 from xlstm7b import report
 
@@ -20,6 +21,18 @@ def test_table_aligns_its_columns() -> None:
 def test_a_number_has_the_right_form_of_its_noun() -> None:
     found = [report.counted(count, "token") for count in (0, 1, 2, 2000)]
     assert found == ["0 tokens", "1 token", "2 tokens", "2,000 tokens"]
+
+
+def test_a_full_disk_names_the_figure(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "a.png"
+    with (
+        full_disk(room=100),
+        pytest.raises(OSError, match=rf"^{path} could not be written \("),
+        report.figure(path) as axes,
+    ):
+        axes.plot([1, 2])
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(

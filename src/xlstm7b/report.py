@@ -82,7 +82,8 @@ def figure(*paths: Path, columns: int = 1) -> Iterator[Any]:
         check_figure(path)
     import matplotlib as mpl
 
-    from xlstm7b.files import write_aside  # not above: commands import this module for --help
+    # Not above: commands import this module for --help.
+    from xlstm7b.files import naming, write_aside
 
     mpl.use("Agg")
     from matplotlib import pyplot
@@ -91,7 +92,7 @@ def figure(*paths: Path, columns: int = 1) -> Iterator[Any]:
     try:
         yield axes
         for path in paths:
-            with write_aside(path) as aside:
+            with write_aside(path) as aside, naming(path):
                 drawn.savefig(aside, dpi=150, format=path.suffix[1:] or "png")
             drawn.set_layout_engine("none")  # the next file has the same layout
     finally:

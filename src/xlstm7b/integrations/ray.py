@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from xlstm7b.files import lock_folder, write_aside, write_json
+from xlstm7b.files import lock_folder, naming, write_aside, write_json
 from xlstm7b.generate import Generator, Request, SamplingParams
 from xlstm7b.model.saved_state import SavedState
 from xlstm7b.tokenizer import with_first_token
@@ -122,7 +122,11 @@ class Worker:
         lines = list(_read(Part(**part)))
         results = (self.score if self.work.score else self.generate)(lines)
         target = self.output / part["name"]
-        with write_aside(target) as aside, aside.open("w", encoding="utf-8") as file:
+        with (
+            write_aside(target) as aside,
+            naming(target),
+            aside.open("w", encoding="utf-8") as file,
+        ):
             for line, result in zip(lines, results, strict=True):
                 file.write(json.dumps(line | result, ensure_ascii=False) + "\n")
         return {"name": part["name"]}

@@ -8,7 +8,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from xlstm7b.files import write_aside
+from xlstm7b.files import naming, write_aside
 from xlstm7b.report import figure
 
 
@@ -20,7 +20,7 @@ class MetricsLog:
 
     def __init__(self, path: Path, *, start: int, interval: int, tensorboard: bool) -> None:
         kept = [line for line in read_metrics(path) if line["step"] < start]
-        with write_aside(path) as aside:
+        with write_aside(path) as aside, naming(path):
             aside.write_text("".join(map(_as_line, kept)), encoding="utf-8")
         self._file = path.open("a", encoding="utf-8")
         self._recent: deque[dict[str, float]] = deque(maxlen=interval)
