@@ -14,7 +14,15 @@ import torch
 from commands import CHATML
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from live_server import GREEDY, LiveServer, error_of, events, serving, wait_for
+from live_server import (
+    GREEDY,
+    LiveServer,
+    error_of,
+    events,
+    serving,
+    spelling_model,
+    wait_for,
+)
 
 from xlstm7b.chat_format import ChatFormat, ChatTemplate
 from xlstm7b.config import ModelConfig
@@ -115,6 +123,21 @@ def test_an_answer_is_sent_even_if_its_state_cannot_be_saved(
     assert "".join(e["choices"][0]["text"] for e in events) == whole["choices"][0]["text"]
     assert (events[-1]["state_id"], events[-1]["state_error"]) == (None, why)
     assert live.refused(STATES, 507, prompt="a") == why
+
+
+@torch.no_grad()
+def test_a_state_of_damaged_weights_is_not_saved(tmp_path: Path) -> None:
+    model = spelling_model("abc")
+    model.backbone.embeddings.weight[ByteTokenizer().encode("~")[-1]] = torch.nan
+    with serving(Generator(model, ByteTokenizer()), states=tmp_path) as live:
+        why = "the state was not saved: the model's logits are not numbers"
+        assert live.refused(STATES, 500, prompt="a~b") == why
+        streamed = live.client.post(STATES, json={"prompt": "a~b", "stream": True})
+        assert json.loads(streamed.text.split("data: ")[-1])["error"]["message"] == why
+        assert live.client.get(STATES).json()["data"] == []
+        saved = live.post(STATES, prompt="ab")
+        assert live.refused(STATES, 500, prompt="~", state=saved["id"]) == why
+        assert [state["id"] for state in live.client.get(STATES).json()["data"]] == [saved["id"]]
 
 
 @pytest.mark.parametrize("broken", ["pathlib.Path.write_bytes", "tempfile._mkstemp_inner"])

@@ -10,6 +10,9 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import BinaryIO
 
+import torch
+
+from xlstm7b.generate.request import LOGITS_ARE_BAD
 from xlstm7b.generate.state import (
     NO_LABEL,
     SavedState,
@@ -53,6 +56,9 @@ class SavedStates:
         `text_after_answer`: what the state has read after the end of the answer, such as a stop
         string. The next prompt must not repeat it.
         """
+        if not state.logits.amax() < torch.inf:  # NaN, if there is one
+            _LOG.error("a state was not saved: %s", LOGITS_ARE_BAD)
+            raise ApiError(500, "the state was not saved: the model's logits are not numbers")
         notes = {_NOTE: text_after_answer, ADAPTER_NOTE: adapter}
         if self._weights is not None:
             notes[WEIGHTS_NOTE] = json.dumps(self._weights)
