@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+import yaml
 from commands import environment
 from engines import Driver, greedy
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from xlstm7b import (
     SavedState,
     accounting,
 )
-from xlstm7b.checkpoint import open_checkpoint
+from xlstm7b.checkpoint import open_checkpoint, read_config
 from xlstm7b.data.shards import ShardWriter, write_manifest
 from xlstm7b.generate.state import state_bytes
 from xlstm7b.model.contract import check_model
@@ -359,15 +360,21 @@ def test_two_plugins_cannot_register_one_name(tmp_path, monkeypatch):
 def test_a_plugin_that_cannot_be_loaded(tmp_path, monkeypatch, plugin, reason):
     (tmp_path / "broken.py").write_text("1 / 0")
     (tmp_path / "bad.py").write_text("a = 1\nb = = 2\n")
-    (tmp_path / "config.json").write_text(json.dumps(SMALL.to_dict() | {"norm": "never"}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(PLUGINS, plugin)
     message = rf"^XLSTM7B_PLUGINS: {plugin} cannot be .*{reason}"
     for _ in range(2):
         with pytest.raises(ValueError, match=message):
             replace(SMALL, norm="never")
-    with pytest.raises(ValueError, match=message):  # the config is not to blame
-        ModelConfig.from_file(tmp_path / "config.json")
+    config = SMALL.to_dict() | {"norm": "never"}
+    del config["architectures"]  # a list, which the authors' config.yaml does not have
+    for name in ("config.json", "config.yaml"):  # neither is to blame
+        folder = tmp_path / name.replace(".", "-")
+        folder.mkdir()
+        write = json.dumps if name == "config.json" else yaml.safe_dump
+        (folder / name).write_text(write(config))
+        with pytest.raises(ValueError, match=message):
+            read_config(folder)
 
 
 @pytest.mark.usefixtures("page")

@@ -23,6 +23,7 @@ from xlstm7b.config import ModelConfig, warn_of_unknown
 from xlstm7b.files import Progress, Stored
 from xlstm7b.quantize.config import GROUP_SIZES, Quantization, Scheme, schemes_in
 from xlstm7b.quantize.weight import QuantizedWeight, unpack_int8
+from xlstm7b.registry import PluginError
 from xlstm7b.tokenizer import read_object
 
 # Layers that some files hold as one matrix, with their rows in this order.
@@ -432,6 +433,8 @@ def read_config(folder: Path) -> ModelConfig:
                 raise ValueError("it must be a flat list of fields")
             # The default of the authors' code.
             config = ModelConfig.from_dict({"ffn_proj_factor": 2.6667, **values})
+        except PluginError:
+            raise
         except Exception as error:  # PyYAML can raise any type on damaged files
             raise ValueError(f"{path}: {error}") from error
     warn_of_unknown(values, path)
