@@ -3,7 +3,7 @@
 Several processes tokenize batches of documents; one process writes the shards in input order. So
 the files do not depend on the number of processes. A run that was killed, or that ended at a bad
 record, continues after its last complete shard. Each shard notes which files and records it ends
-with, and a hash of them: files may change after that place, but not before it.
+with, and a hash of them: files may change after them, but not before.
 """
 
 import hashlib

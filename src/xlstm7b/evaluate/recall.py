@@ -1,6 +1,6 @@
 """Associative recall over long sequences: tasks on which a small model can be trained in minutes.
 
-A sequence holds pairs of a key and a value at random places in filler, then asks for values by
+A sequence holds pairs of a key and a value at random positions in filler, then asks for values by
 their keys. Two tasks differ in the filler and in what is around pairs and questions:
 
     recall   # # 7:3 # # # # 2:9 # # # 2 → 9, 7 → 3               # is a random letter
@@ -187,8 +187,8 @@ class Sampler:
     def samples(self, task: Task, length: int, pairs: int, *, exactly: bool) -> Iterator[Sample]:
         """Endless sequences with `pairs` pairs, or with 1 to `pairs`, as far as they fit."""
         most = min(pairs, _most_pairs(task, length))
-        place = [self._settings.seed, self._held_out, list(_FRAMES).index(task), length, pairs]
-        rng = np.random.default_rng(place)
+        sequence = [self._settings.seed, self._held_out, list(_FRAMES).index(task), length, pairs]
+        rng = np.random.default_rng(sequence)
         while True:
             # Log-uniform: 1 is as likely as 64 to 127.
             count = most if exactly else int(math.exp(rng.random() * math.log(most + 1)))
@@ -203,29 +203,29 @@ class Sampler:
         values = rng.integers(settings.values, size=count)
         # 1. The pairs and the questions with their answers.
         stated = np.tile(frame.statement, (count, 1))
-        stated[:, frame.place] = settings.first_pair + keys * settings.values + values
+        stated[:, frame.offset] = settings.first_pair + keys * settings.values + values
         questions = np.tile(frame.question, (count, 1))
-        questions[:, frame.place] = FIRST_KEY + keys[asked]
-        questions[:, frame.place + 1] = settings.first_value + values[asked]
-        # 2. The filler, and the places of the pairs in it.
+        questions[:, frame.offset] = FIRST_KEY + keys[asked]
+        questions[:, frame.offset + 1] = settings.first_value + values[asked]
+        # 2. The filler, and the positions of the pairs in it.
         left = length - 1 - stated.size - questions.size
         if task == "needle":
             filler = self._excerpt(rng, left)
-            places = np.flatnonzero(np.isin(filler, _SPACES)) + 1
+            starts = np.flatnonzero(np.isin(filler, _SPACES)) + 1
         else:
             filler = rng.choice(_LETTERS, left)
-            places = np.arange(left + 1)
-        if not len(places):
-            places = np.zeros(1, np.int64)
-        chosen = np.sort(rng.choice(places, count, replace=len(places) < count))
+            starts = np.arange(left + 1)
+        if not len(starts):
+            starts = np.zeros(1, np.int64)
+        chosen = np.sort(rng.choice(starts, count, replace=len(starts) < count))
         # 3. All together.
         ids = FIRST_BYTE + filler.astype(np.int64)
         body = np.insert(ids, chosen.repeat(stated.shape[1]), stated.ravel())
-        answers = len(body) + frame.place + 1 + questions.shape[1] * np.arange(count)
+        answers = len(body) + frame.offset + 1 + questions.shape[1] * np.arange(count)
         return Sample(np.concatenate([body, questions.ravel()]), answers)
 
     def _excerpt(self, rng: np.random.Generator, size: int) -> Text:
-        """Consecutive bytes of the text, from a random place on; after its end, its beginning."""
+        """Consecutive bytes of the text, from a random position; after its end, its beginning."""
         if self._text is None:
             self._text = read_text(self._settings.texts, held_out=self._held_out)
         start = int(rng.integers(len(self._text)))
@@ -240,7 +240,7 @@ class _Frame(NamedTuple):
 
     statement: Ids
     question: Ids
-    place: int  # of the pair and of the asked key; the answer is the token after the key
+    offset: int  # of the pair and of the asked key; the answer is the token after the key
 
     @property
     def size(self) -> int:

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 MAX_DRAFT = 8  # tokens of one draft
 MIN_MATCH = 3  # latest tokens that must have occurred before
-MAX_MATCH = 32  # longer matches are not told apart
+MAX_MATCH = 32  # longer ones are not compared further
 _MOST_NEEDED = 8  # tokens of a match, after drafts that were wrong
-_CANDIDATES = 16  # earlier places that are compared
+_CANDIDATES = 16  # earlier positions that are compared
 WINDOW = 1 << 16  # latest tokens that are searched
 
 _FIRST_LENGTH = 4
@@ -28,7 +28,7 @@ _FIRST_REST, _LONGEST_REST = 16, 512  # tokens without drafts, after drafts that
 class SuffixIndex:
     """A text that grows, and where its latest tokens occurred before.
 
-    Every place is linked to the latest place before it with the same `min_match` tokens. Appending
+    Every position is linked to the latest one before it with the same `min_match` tokens. Appending
     a token is one lookup. Only the latest tokens are kept: at least `window`, less than twice as
     many.
     """
@@ -50,7 +50,7 @@ class SuffixIndex:
 
     def _rebuild(self, tokens: Iterable[int]) -> None:
         self._tokens = array("i")
-        self._before = array("i")  # for each place, the one before it with the same tokens, or −1
+        self._before = array("i")  # by position: the one before it with the same tokens, or −1
         self._latest: dict[bytes, int] = {}  # by the bytes of `min_match` tokens
         self._match: tuple[int, int] | None = None  # of the latest tokens, once it was searched
         for token in tokens:
@@ -64,7 +64,7 @@ class SuffixIndex:
     def _append(self, token: int) -> None:
         self._match = None
         self._tokens.append(token)
-        end = len(self._tokens)  # a place is the number of tokens before it
+        end = len(self._tokens)  # a position is the number of tokens before it
         before = -1
         if end >= self._min_match:
             key = self._tokens[end - self._min_match :].tobytes()
@@ -83,39 +83,39 @@ class SuffixIndex:
         They are those that followed the longest match of the latest tokens. A match that overlaps
         the latest tokens is a repetition: it is continued.
         """
-        length, place = self._longest_match()
+        length, position = self._longest_match()
         if count < 1 or not length:
             return []
-        period = len(self._tokens) - place
-        followed = self._tokens[place : place + count].tolist()
+        period = len(self._tokens) - position
+        followed = self._tokens[position : position + count].tolist()
         return [followed[n % period] for n in range(count)]
 
     def _longest_match(self) -> tuple[int, int]:
-        """Its length and its place; of equally long matches, the latest.
+        """Its length and its position; of equally long matches, the latest.
 
-        Of the places that end with the last `min_match` tokens, the latest `candidates` are
+        Of the positions that end with the last `min_match` tokens, the latest `candidates` are
         compared.
         """
         if self._match is not None:
             return self._match
         longest, best = 0, -1
-        place = self._before[-1] if self._before else -1
+        position = self._before[-1] if self._before else -1
         for _ in range(self._candidates):
-            if place < 0 or longest == self._max_match:
+            if position < 0 or longest == self._max_match:
                 break
-            length = self._match_length(place)
+            length = self._match_length(position)
             if length > longest:
-                longest, best = length, place
-            place = self._before[place - 1]
+                longest, best = length, position
+            position = self._before[position - 1]
         self._match = longest, best
         return self._match
 
-    def _match_length(self, place: int) -> int:
-        """How many tokens before this place are the latest ones, up to `max_match`."""
+    def _match_length(self, position: int) -> int:
+        """How many tokens before this position are the latest ones, up to `max_match`."""
         tokens, end = self._tokens, len(self._tokens)
         length = self._min_match
-        most = min(self._max_match, place)
-        while length < most and tokens[place - 1 - length] == tokens[end - 1 - length]:
+        most = min(self._max_match, position)
+        while length < most and tokens[position - 1 - length] == tokens[end - 1 - length]:
             length += 1
         return length
 

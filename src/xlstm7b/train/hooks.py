@@ -142,15 +142,15 @@ def load_hooks(names: Sequence[str]) -> list[tuple[str, Hook]]:
     modules: dict[str, ModuleType] = {}
     hooks = []
     for name in names:
-        place, _, attribute = name.rpartition(":")
+        module, _, attribute = name.rpartition(":")
         with _naming_hook(name):
-            if place not in modules:
-                is_file = place.endswith(".py")
-                modules[place] = _load_file(place) if is_file else import_module(place)
-            make = getattr(modules[place], attribute, None)
+            if module not in modules:
+                is_file = module.endswith(".py")
+                modules[module] = _load_file(module) if is_file else import_module(module)
+            make = getattr(modules[module], attribute, None)
         if not callable(make):
             raise ValueError(
-                f"hook {name} cannot be loaded: {place} has no class or function {attribute}"
+                f"hook {name} cannot be loaded: {module} has no class or function {attribute}"
             )
         with _naming_hook(name):
             hook = make()

@@ -203,9 +203,9 @@ class Schedule:
 
 
 def _check_hook(name: str) -> str:
-    place, _, attribute = name.rpartition(":")
-    is_file = place.endswith(".py")
-    if place and attribute.isidentifier() and (is_file or not re.search(r"^\.|/", place)):
+    module, _, attribute = name.rpartition(":")
+    is_file = module.endswith(".py")
+    if module and attribute.isidentifier() and (is_file or not re.search(r"^\.|/", module)):
         return name
     raise ValueError(
         f'run.hooks has "file.py:Class" or "package.module:Class" in its list, not {name!r}'

@@ -444,15 +444,15 @@ def _find_tokenizer(
         load_tokenizer(chosen, recipe.model.vocab_size)
         return chosen
     # The folders may not exist any more, or hold another tokenizer.
-    places = [Path(source.path) for source in recipe.data.sources.values()]
+    folders = [Path(source.path) for source in recipe.data.sources.values()]
     if recipe.init_from and not recipe.start_step:
         with suppress(ValueError, OSError):
-            places.insert(0, resolve(recipe.init_from))
-    for place in places:
-        if (place / "tokenizer.json").is_file():
+            folders.insert(0, resolve(recipe.init_from))
+    for found in folders:
+        if (found / "tokenizer.json").is_file():
             with suppress(ValueError, OSError):
-                if fingerprint in (None, tokenizer_fingerprint(place)):
-                    return place
+                if fingerprint in (None, tokenizer_fingerprint(found)):
+                    return found
     return "bytes" if fingerprint == "bytes" else None
 
 

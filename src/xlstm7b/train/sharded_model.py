@@ -192,7 +192,7 @@ def open_base(recipe: Recipe, init_from: str) -> Checkpoint:
     return opened
 
 
-def check_same_model(place: str, theirs: ModelConfig, ours: ModelConfig) -> None:
+def check_same_model(source: str, theirs: ModelConfig, ours: ModelConfig) -> None:
     """Raises a `ValueError` that names every field that differs and changes the model."""
     free = _FREE if theirs.parameter_shapes() != ours.parameter_shapes() else _FREE | _FACTORS
     if (ours.input_gate or ours.gate) != STANDARD["gate"]:
@@ -203,7 +203,7 @@ def check_same_model(place: str, theirs: ModelConfig, ours: ModelConfig) -> None
         if name not in free and getattr(theirs, name) != getattr(ours, name)
     ]
     if differing:
-        raise ValueError(f"the model in {place} {'; it '.join(differing)}: change [model]")
+        raise ValueError(f"the model in {source} {'; it '.join(differing)}: change [model]")
 
 
 def _drawn_weights(recipe: Recipe, device: torch.device) -> Iterator[tuple[str, Tensor]]:

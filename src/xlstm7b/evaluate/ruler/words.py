@@ -58,10 +58,10 @@ class Keys:
         if not 0 <= index < len(self):
             raise IndexError(index)
         number = bisect_right(self._starts, index) - 1
-        place = index - self._starts[number]
+        offset = index - self._starts[number]
         if number in self._mixed:
-            return self._mixed[number][place]
-        return self._blocks[number][0] + self._nouns[place]
+            return self._mixed[number][offset]
+        return self._blocks[number][0] + self._nouns[offset]
 
 
 def _read_list(name: str) -> list[str]:

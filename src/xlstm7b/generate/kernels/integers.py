@@ -526,7 +526,7 @@ def _rows_product(
 ):  # fmt: skip
     w, even_scales, odd_scales = tile
     if OVERLAP:
-        # The codes and scales come from far: their loads are not moved behind this, as above.
+        # The codes and scales come from far: their loads are not moved after this, as above.
         gdc_launch_dependents()
     beside, _, part, _ = _shares(1, SPLIT)
     block = _block(first + part, BLOCKS)

@@ -129,7 +129,7 @@ def run_prefill(
     norm_eps: float,
     eps: float,
 ) -> tuple[Tensor, MLSTMState]:
-    """σ(õ) ⊙ Norm(h̃) of every place in the batch, [B · T, NH · d_hv], and the states after it."""
+    """σ(õ) ⊙ Norm(h̃) of all positions of the batch, [B · T, NH · d_hv], and the states after it."""
     q, k, v, gate, i, f = (part[prefill.tokens] for part in inputs)
     if isinstance(prefill.tokens, slice):
         q, k, v, i, f = (part[None] for part in (q, k, v, i, f))
