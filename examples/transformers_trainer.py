@@ -16,7 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BatchEncoding,
-    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
     Trainer,
     TrainingArguments,
 )
@@ -40,6 +40,7 @@ def main(arguments: list[str] | None = None) -> Trainer:
     # Frozen weights can be bfloat16. Weights that are trained need more bits for small steps.
     dtype = torch.bfloat16 if on_gpu and given.rank else torch.float32
     tokenizer = AutoTokenizer.from_pretrained(given.model)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = optimize(AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype))
     if given.rank:
         lora = LoraConfig(r=given.rank, lora_alpha=2 * given.rank, task_type="CAUSAL_LM")
@@ -47,7 +48,9 @@ def main(arguments: list[str] | None = None) -> Trainer:
 
     def tokenize(row: dict[str, str]) -> BatchEncoding:
         text = row["text"] + tokenizer.eos_token
-        return tokenizer(text, truncation=True, max_length=given.max_length)
+        tokens = tokenizer(text, truncation=True, max_length=given.max_length)
+        tokens["labels"] = tokens["input_ids"].copy()
+        return tokens
 
     texts = load_dataset("json", data_files=given.texts, split="train")
     tokens = texts.map(tokenize, remove_columns=texts.column_names)
@@ -67,7 +70,9 @@ def main(arguments: list[str] | None = None) -> Trainer:
             report_to="none",
         ),
         train_dataset=tokens,
-        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        # It pads labels by their length. DataCollatorForLanguageModeling ignores every label that
+        # is the padding token, and with it the end of text if that is also the padding.
+        data_collator=DataCollatorForSeq2Seq(tokenizer),
         processing_class=tokenizer,
     )
     trainer.train()

@@ -84,6 +84,21 @@ def test_trainer(folder, tmp_path, rank):
     assert result.predictions.shape[::2] == (4, 320)
 
 
+@pytest.mark.parametrize("padding", ["<|endoftext|>", None])
+def test_trainer_learns_the_end_of_text_if_there_is_no_other_padding(folder, tmp_path, padding):
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"pad_token": padding}
+    path.write_text(json.dumps(settings))
+    data = write(tmp_path / "texts.jsonl", [{"text": text} for text in ("Yes.", "ab")])
+    trainer = example("transformers_trainer")(
+        [str(folder), data, str(tmp_path / "out"), "--steps", "1"]
+    )
+    ids = [[0, *ByteTokenizer().encode(text), 0] for text in ("Yes.", "ab")]
+    batch = trainer.data_collator([trainer.train_dataset[row] for row in (0, 1)])
+    assert batch["labels"].tolist() == [ids[0], [*ids[1], -100, -100]]
+    assert batch["attention_mask"].tolist() == [[1] * 6, [1, 1, 1, 1, 0, 0]]
+
+
 ANSWERS = [
     {"prompt": "Is the sea calm?", "completion": " Yes."},
     {"prompt": "Count.", "completion": " 1 2 3 4 5 6 7"},
