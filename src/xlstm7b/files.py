@@ -77,17 +77,18 @@ def write_aside(path: Path) -> Iterator[Path]:
 def _naming_target(aside: Path, target: Path) -> Iterator[None]:
     """Names `target` in an error of the system that names the temporary `aside`, or a file in it.
 
-    The user knows only `target`, for example on a disk that is full or read-only.
+    The user knows only `target`, for example on a file system that is read-only or full.
     """
     try:
         yield
     except OSError as error:
-        named = str(error.filename)
-        if error.errno is None and str(aside) in str(error):  # an error of `naming`
-            raise OSError(str(error).replace(str(aside), str(target))) from error
-        if error.errno is None or not named.startswith(str(aside)):
+        named = str(error) if error.errno is None else str(error.filename)  # by `naming`, or not
+        if not named.startswith(str(aside)):
             raise
-        raise OSError(error.errno, error.strerror, f"{target}{named[len(str(aside)) :]}") from error
+        known = f"{target}{named[len(str(aside)) :]}"
+        if error.errno is None:
+            raise OSError(known) from error
+        raise OSError(error.errno, error.strerror, known) from error
 
 
 def write_json(path: Path, value: Any) -> None:
