@@ -106,7 +106,7 @@ def test_quantize_mistakes(cli: Cli, speller: Path, text: Path, tmp_path: Path) 
     for length, words in ((0, "0 tokens"), (1, "1 token"), (510, "510 tokens")):
         text.write_text("a" * length)
         assert message(*gptq) == (
-            f"the calibration text has only {words}: give a text of at least 511 tokens, better "
+            f"the calibration text has only {words}: give a text of at least 512 tokens, better "
             "65,536"
         )
     text.write_text("a" * 511)

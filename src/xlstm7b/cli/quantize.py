@@ -134,7 +134,7 @@ def _calibration_tokens(
     if len(ids) < length:
         raise ValueError(
             f"the calibration text has only {counted(len(ids), 'token')}: give a text of at least "
-            f"{length} tokens, better {_SEQUENCES * _LENGTH:,}"
+            f"{_LENGTH} tokens, better {_SEQUENCES * _LENGTH:,}"
         )
     starts = range(0, len(ids) - length + 1, length)
     return [first + ids[start : start + length] for start in starts][:_SEQUENCES]
