@@ -418,9 +418,9 @@ def read_config(folder: Path) -> ModelConfig:
     if not path.is_file():
         if (folder / "adapter_config.json").is_file():
             raise ValueError(
-                f"{folder} is an adapter, not a model: give the model that it adapts, and the "
-                "adapter with --adapter; or make one model of both with `xlstm7b merge MODEL "
-                "ADAPTER TARGET`"
+                f"{folder} is an adapter, not a model: give the model that it adapts (generate, "
+                "chat, eval and serve take the adapter with --adapter), or make one model of both "
+                "with `xlstm7b merge MODEL ADAPTER TARGET`"
             )
         if (folder / "checkpoints").is_dir():
             raise ValueError(f"{folder} is the folder of a {_run_advice(folder)}")

@@ -272,7 +272,8 @@ def test_weights_of_8_bits_are_read(adapter, tmp_path):
 def test_folders_that_are_no_adapters(base, adapter, tmp_path):
     with pytest.raises(ValueError, match=r"holds no adapter_config\.json"):
         load_adapter(base, CONFIG)
-    with pytest.raises(ValueError, match="is an adapter, not a model: give the model that it"):
+    advice = r"is an adapter, not a model: give the model that it adapts \(generate, chat, eval and"
+    with pytest.raises(ValueError, match=advice):
         open_checkpoint(adapter)
     (tmp_path / "checkpoints").mkdir()
     for read in (open_checkpoint, lambda folder: load_adapter(folder, CONFIG)):
