@@ -1,6 +1,7 @@
 """Adapters: PEFT loads ours, we load PEFT's; merged weights; files that do not fit."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -275,6 +276,10 @@ def test_folders_that_are_no_adapters(base, adapter, tmp_path):
     advice = r"is an adapter, not a model: give the model that it adapts \(generate, chat, eval and"
     with pytest.raises(ValueError, match=advice):
         open_checkpoint(adapter)
+    (tmp_path / "several" / "a").mkdir(parents=True)
+    shutil.copytree(adapter, tmp_path / "several" / "b")
+    with pytest.raises(ValueError, match=r"not an adapter; give \S*several/b$"):
+        load_adapter(tmp_path / "several", CONFIG)
     (tmp_path / "checkpoints").mkdir()
     for read in (open_checkpoint, lambda folder: load_adapter(folder, CONFIG)):
         with pytest.raises(ValueError, match="give the folder that `xlstm7b export` makes of"):

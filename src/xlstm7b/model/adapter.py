@@ -148,9 +148,13 @@ def load_adapter(folder_or_hub_id: str | Path, config: ModelConfig) -> Adapter:
 def _read_settings(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
-        hint = ": give the folder that `xlstm7b export` makes of this run"
-        is_run = (folder / "checkpoints").is_dir()
-        raise ValueError(f"{folder} holds no {CONFIG}{hint if is_run else ': not an adapter'}")
+        hint = "not an adapter"
+        if (folder / "checkpoints").is_dir():
+            hint = "give the folder that `xlstm7b export` makes of this run"
+        elif inside := sorted(found.parent for found in folder.glob(f"*/{CONFIG}")):
+            # PEFT's adapters with names, and the checkpoints of Trainer.
+            hint = f"not an adapter; give {', or '.join(map(str, inside[:3]))}"
+        raise ValueError(f"{folder} holds no {CONFIG}: {hint}")
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
