@@ -205,6 +205,23 @@ def test_the_queue_is_bounded_and_recovers() -> None:
     assert receivers[1].outputs == []
 
 
+def test_requests_that_belong_together_are_queued_together_or_not_at_all() -> None:
+    engine = FakeEngine()
+    engine.may_step.clear()
+    first, refused, others = Receiver(), Receiver(), [Receiver(), Receiver()]
+    with running(engine, max_waiting=3) as thread:
+        thread.submit(request(), first)
+        with pytest.raises(QueueFull):
+            thread.submit_all({request(): refused for _ in range(3)})
+        assert thread.stats().waiting == 1
+        thread.submit_all({request(): receiver for receiver in others})
+        assert thread.stats().waiting == 3
+        engine.may_step.set()
+        for receiver in (first, *others):
+            assert_complete(receiver)
+    assert refused.outputs == []
+
+
 @pytest.mark.parametrize(("seconds", "retry_after"), [(0.0, 1.0), (1e6, 60.0)])
 def test_retry_after_is_between_1_and_60_seconds(
     seconds: float, retry_after: float, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,7 @@ import copy
 import httpx
 from live_server import GREEDY, serving, wait_for
 
-from xlstm7b.generate import Generator
+from xlstm7b.generate import Generator, Request, SamplingParams
 
 PATH = "/v1/completions"
 
@@ -73,6 +73,21 @@ def test_an_abort_is_no_success_and_waiting_is_measured(generator: Generator) ->
         assert live.metric("prompt_tokens_total") == 4  # the aborted prompt was read, too
         queued = live.metric("request_queue_time_seconds_sum")
         assert 0 < queued < live.metric("time_to_first_token_seconds_sum")
+
+
+def test_choices_that_do_not_fit_into_the_queue_are_no_aborts(generator: Generator) -> None:
+    params = SamplingParams(max_new_tokens=10**9, eos_token_id=())
+    with serving(generator, slots=1, max_waiting=2) as live:
+        thread = live.service.engine
+        running = thread.submit(Request("a", params), lambda _: None)
+        wait_for(lambda: live.metric("num_requests_running") == 1)
+        waiting = thread.submit(Request("a", params), lambda _: None)
+        live.refused(PATH, 429, prompt="a", n=2)
+        assert live.metric("num_requests_waiting") == 1
+        assert live.metric("request_aborts_total") == 0
+        thread.abort(waiting)
+        thread.abort(running)
+        wait_for(live.is_idle)
 
 
 def test_speculation_is_counted(generator: Generator) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -75,18 +75,25 @@ class EngineThread:
         has a completion or an error. With `loop`, it is called in that event loop, which is woken
         once per step for the outputs of all requests; without, in the engine thread.
         """
+        self.submit_all({request: receive}, loop=loop)
+        return request
+
+    def submit_all(
+        self, receivers: Mapping[Request, Receive], *, loop: _Loop | None = None
+    ) -> None:
+        """Queues all requests as `submit` does, or none of them if there is no room for all."""
         with self._changed:
             if self._refusal is not None:
                 raise EngineStopped(self._refusal)
             waiting = self._count_waiting()
-            if waiting >= self._max_waiting:
+            if waiting + len(receivers) > self._max_waiting:
                 rounds = 1 + waiting / self.engine.slots
                 seconds = rounds * self.engine.stats().request_seconds
                 raise QueueFull(min(_MAX_RETRY_AFTER, max(1.0, seconds)))
-            self._receivers[request] = receive, loop
-            self._new.append(request)
+            for request, receive in receivers.items():
+                self._receivers[request] = receive, loop
+                self._new.append(request)
             self._changed.notify_all()
-        return request
 
     def abort(self, request: Request) -> None:
         """Ends a request without a last output. Its slot is free before the next step.

@@ -46,17 +46,15 @@ class OutputQueue:
         self._is_too_slow = False
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Submits all requests. If one is refused, aborts the others and raises an `ApiError`."""
+        """Submits all requests, or none of them if there is no room for all: an `ApiError`."""
         self._submitted = time.monotonic()
         self._last_token = [None] * len(requests)
+        receivers = {request: partial(self._put, index) for index, request in enumerate(requests)}
         try:
-            for index, request in enumerate(requests):
-                self._engine.submit(request, partial(self._put, index), loop=self._loop)
-                self._requests.append(request)
-                self._unfinished += 1
+            self._engine.submit_all(receivers, loop=self._loop)
         except (QueueFull, EngineStopped) as error:
-            self.abort()
             raise to_api_error(error) from error
+        self._requests, self._unfinished = [*requests], len(requests)
 
     def abort(self) -> None:
         """Aborts all unfinished requests."""
