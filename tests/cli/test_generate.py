@@ -190,12 +190,12 @@ def test_generate_several_outputs(cli: Cli, speller: Path) -> None:
 # Prompts
 
 
-@pytest.mark.parametrize("content", ["Ein Käse\n", "Ein Käse"])
+@pytest.mark.parametrize("content", ["Ein Käse\n", "Ein Käse\r\n", "Ein Käse"])
 def test_generate_from_a_file_and_from_a_pipe(
     cli: Cli, speller: Path, tmp_path: Path, content: str
 ) -> None:
     file = tmp_path / "prompt.txt"
-    file.write_text(content)
+    file.write_bytes(content.encode())
     short = ("--max-new-tokens", 9, *GREEDY)
     want = succeeded(cli("generate", speller, "Ein Käse", *short))
     assert succeeded(cli("generate", speller, "--file", file, *short)) == want

@@ -180,14 +180,15 @@ def generate(
 def _read_prompt(prompt: str | None, file: Path | None, *, optional: bool) -> str | None:
     """The prompt: the argument, a file's text or stdin. None if it is optional and not given.
 
-    A line break at the end of a file comes from an editor or from `echo`: it is dropped.
+    A line break at the end of a file, LF or CR LF, comes from an editor or from `echo`: it is
+    dropped.
     """
     if prompt is not None and file is not None:
         raise ValueError("two prompts are given: use an argument or --file, not both")
     if file is not None:
-        return to_text(read_input(file), file).removesuffix("\n")
+        return to_text(read_input(file), file).removesuffix("\n").removesuffix("\r")
     if prompt == "-" or (prompt is None and not optional and not sys.stdin.isatty()):
-        return to_text(sys.stdin.buffer.read(), "stdin").removesuffix("\n")
+        return to_text(sys.stdin.buffer.read(), "stdin").removesuffix("\n").removesuffix("\r")
     if prompt is None and not optional:
         raise ValueError("no prompt is given: use an argument or --file, or pipe it to stdin")
     return prompt
