@@ -134,14 +134,15 @@ def test_we_load_those_of_peft(options, base, tmp_path):
         ({"bias": "all"}, "bias = 'all' is not supported"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save = \['lm_head'\] is not supported"),
         ({"use_dora": True}, "use_dora = True is not supported"),
+        ({"target_modules": ["q", "embeddings"]}, "embedding_A' is not supported, only .* lora_B"),
     ],
-    ids=["bias", "modules_to_save", "dora"],
+    ids=["bias", "modules_to_save", "dora", "embeddings"],
 )
 @torch.no_grad()
 def test_peft_merges_those_that_we_refuse(options, refused, base, tmp_path):
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
-    config = peft.LoraConfig(r=4, target_modules=["q", "v"], **options)
+    config = peft.LoraConfig(**{"r": 4, "target_modules": ["q", "v"], **options})
     theirs = peft.get_peft_model(on_transformers(base), config).eval()
     for parameter in theirs.parameters():
         if parameter.requires_grad:

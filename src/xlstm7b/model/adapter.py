@@ -98,7 +98,10 @@ def load_adapter(folder_or_hub_id: str | Path, config: ModelConfig) -> Adapter:
             if key.endswith(".base_layer.weight"):
                 continue  # PEFT saves the head of the base too, if it is adapted
             if match is None:
-                raise ValueError(f"{path}: {key!r} is not supported, only lora_A and lora_B")
+                raise ValueError(
+                    f"{path}: {key!r} is not supported, only lora_A and lora_B: "
+                    f"{_merge_advice(folder)}"
+                )
             layer, side = match[1], match[2]
             shape = shapes.get(f"{layer}.weight", ())
             if len(shape) != 2 or layer == "backbone.embeddings":
@@ -173,17 +176,21 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     if settings.get("bias", "none") != "none":
         refused.append(f"bias = {settings['bias']!r}")
     if refused:
-        raise ValueError(
-            f"{path}: {refused[0]} is not supported: merge the adapter with PEFT first, by "
-            f"PeftModel.from_pretrained(base, {str(folder)!r}).merge_and_unload()"
-            ".save_pretrained(TARGET), and use TARGET as the model, without the adapter"
-        )
+        raise ValueError(f"{path}: {refused[0]} is not supported: {_merge_advice(folder)}")
     if str(settings.get("init_lora_weights")).startswith(_CHANGE_BASE):
         raise ValueError(
             f"{path}: init_lora_weights = {settings['init_lora_weights']!r} changes the base's "
             "weights: convert it to an ordinary adapter with PEFT first"
         )
     return settings
+
+
+def _merge_advice(folder: Path) -> str:
+    return (
+        f"merge the adapter with PEFT first, by PeftModel.from_pretrained(base, {str(folder)!r})"
+        ".merge_and_unload().save_pretrained(TARGET), and use TARGET as the model, without the "
+        "adapter"
+    )
 
 
 def _scale(path: Path, settings: Mapping[str, Any], alpha: Any, rank: int) -> float:
