@@ -1,6 +1,7 @@
 """API keys, hosts, origins, limits and request IDs: what is checked before a body is parsed."""
 
 import base64
+import gzip
 import json
 import logging
 import re
@@ -106,6 +107,12 @@ def test_limits_of_bodies(generator: Generator) -> None:
         assert live.client.post("/tokenize", content=in_parts(), headers=kind).status_code == 413
         plain = live.client.post("/tokenize", content=b'{"prompt": "a"}')
         assert plain.status_code == 415  # any web page could send this without asking
+        content = gzip.compress(b'{"prompt": "a"}')
+        answer = live.client.post(
+            "/tokenize", content=content, headers={**kind, "content-encoding": "gzip"}
+        )
+        assert answer.status_code == 415
+        assert "must not be compressed" in error_of(answer)["message"]
         for content in (b"", b"{", b"\xff", b"[]", b"1e999", b'"a"', b"[" * 900, b"9" * 900):
             answer = live.client.post("/tokenize", content=content, headers=kind)
             assert answer.status_code == 400, content

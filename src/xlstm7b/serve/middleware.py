@@ -184,6 +184,8 @@ class Gate:
         if method == "POST" and media_type != "application/json":
             # Browsers let any page send other types to any server without a preflight request.
             raise ApiError(415, "the content-type header must be application/json")
+        if headers.get("content-encoding", "identity").strip().lower() != "identity":
+            raise ApiError(415, "the request body must not be compressed (content-encoding)")
         body, messages = bytearray(), list[Message]()
         try:
             async with asyncio.timeout(seconds):
