@@ -1,5 +1,6 @@
 """Loss over whole documents and by position, compared with one forward pass for each document."""
 
+import copy
 import gzip
 import json
 import math
@@ -116,6 +117,13 @@ def test_documents_are_read_from_files(tmp_path: Path) -> None:
 def test_empty_documents_are_refused(model: XLSTM) -> None:
     with pytest.raises(ValueError, match="there is no text to measure"):
         perplexity(Scorer(model), ByteTokenizer(), ["", ""])
+
+
+def test_damaged_weights_have_no_perplexity(model: XLSTM) -> None:
+    broken = copy.deepcopy(model)
+    torch.nn.init.constant_(broken.backbone.embeddings.weight, math.nan)
+    with pytest.raises(FloatingPointError, match="the model's logits are not numbers"):
+        perplexity(Scorer(broken), ByteTokenizer(), ["abc"])
 
 
 def test_the_plot_is_the_only_file_written(model: XLSTM, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from xlstm7b.data.input_files import Columns, find_input_files, read_batches
 from xlstm7b.evaluate.peer import Peer
 from xlstm7b.evaluate.scoring import Progress, Scorer
+from xlstm7b.generate.request import LOGITS_ARE_BAD
 from xlstm7b.model import XLSTM
 from xlstm7b.model.saved_state import SavedState
 from xlstm7b.report import counted, figure, table
@@ -115,6 +116,8 @@ def perplexity(
     of the next token are compared. This is for our models, without a `state`.
     For a model without a first token, the first token of a document that continues no state is
     given: it has no loss, and its bytes do not count.
+
+    Raises a `FloatingPointError` if the model's logits are not numbers.
     """
     if reference is not None and (isinstance(scorer, Peer) or state is not None):
         raise ValueError("a reference is for our models, without a state")
@@ -140,6 +143,8 @@ def perplexity(
             buckets = _bucket_of_positions(len(logprobs))
             sums.index_add_(0, buckets, -logprobs.double())
             counts.index_add_(0, buckets, torch.ones_like(buckets))
+        if sums.isnan().any():
+            raise FloatingPointError(LOGITS_ARE_BAD)
         waiting.clear()
 
     for document in filter(None, documents):
