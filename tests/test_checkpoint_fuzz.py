@@ -264,7 +264,7 @@ def test_random_damage_is_refused_or_harmless(
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = peak_memory()
 
-    @settings(max_examples=200, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=100, database=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def check(data: st.DataObject) -> None:
         if damage == "json":

@@ -272,7 +272,7 @@ def test_a_killed_save_leaves_the_old_or_the_new_folder(tmp_path: Path) -> None:
         began = time.perf_counter()
         save(old)
         took, kept = time.perf_counter() - began, 0
-        for _ in range(30):
+        for _ in range(15):
             process = child(old + 1)
             time.sleep(random.random() * 1.3 * took)
             os.kill(process, signal.SIGKILL)

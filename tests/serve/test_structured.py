@@ -271,7 +271,7 @@ def test_large_grammars_are_limited_in_all(
     assert not service.grammars._uses
 
 
-def test_a_thousand_aborted_requests_leave_nothing_behind(live: LiveServer) -> None:
+def test_many_aborted_requests_leave_nothing_behind(live: LiveServer) -> None:
     """Streams and whole answers, with 25 schemas: more than the 16 that are kept."""
     aborted = live.metric("request_aborts_total")
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
@@ -294,10 +294,10 @@ def test_a_thousand_aborted_requests_leave_nothing_behind(live: LiveServer) -> N
                     wait_for(lambda: not live.is_idle())
         wait_for(live.is_idle)
 
-    abort(200)
+    abort(100)
     before = resident_bytes()
-    abort(800)
-    wait_for(lambda: live.metric("request_aborts_total") == aborted + 1000)
+    abort(400)
+    wait_for(lambda: live.metric("request_aborts_total") == aborted + 500)
     assert resident_bytes() - before < 16 << 20
     gc.collect()
     left = Counter(type(found) for found in gc.get_objects())
