@@ -4,6 +4,7 @@ The command is one long function, because it declares every option.
 """
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -178,20 +179,21 @@ def generate(
 
 
 def _read_prompt(prompt: str | None, file: Path | None, *, optional: bool) -> str | None:
-    """The prompt: the argument, a file's text or stdin. None if it is optional and not given.
-
-    A line break at the end of a file, LF or CR LF, comes from an editor or from `echo`: it is
-    dropped.
-    """
+    """The prompt: the argument, a file's text or stdin. None if it is optional and not given."""
     if prompt is not None and file is not None:
         raise ValueError("two prompts are given: use an argument or --file, not both")
     if file is not None:
-        return to_text(read_input(file), file).removesuffix("\n").removesuffix("\r")
+        return _without_last_break(to_text(read_input(file), file))
     if prompt == "-" or (prompt is None and not optional and not sys.stdin.isatty()):
-        return to_text(sys.stdin.buffer.read(), "stdin").removesuffix("\n").removesuffix("\r")
+        return _without_last_break(to_text(sys.stdin.buffer.read(), "stdin"))
     if prompt is None and not optional:
         raise ValueError("no prompt is given: use an argument or --file, or pipe it to stdin")
     return prompt
+
+
+def _without_last_break(text: str) -> str:
+    """Drops a line break at the end, LF or CR LF: it comes from an editor or from `echo`."""
+    return re.sub(r"\r?\n\Z", "", text)
 
 
 def _stream(

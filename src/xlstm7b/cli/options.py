@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class Command(typer.core.TyperCommand):
-    """A command that refuses empty paths: for `Path`, "" is the current folder."""
+    """A command whose help has no line breaks within a paragraph, and which refuses empty paths.
+
+    For `Path`, "" is the current folder.
+    """
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
