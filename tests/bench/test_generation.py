@@ -144,12 +144,12 @@ def test_speculation_with_forced_acceptance(monkeypatch: pytest.MonkeyPatch) -> 
     assert [*shares] == [
         "no speculation",
         "p = 0, lengths adapt",
-        *(f"p = {share}, up to 8 drafts" for share in ("0", "0.5", "0.8", "1")),
+        *(f"p = {share}, up to 15 drafts" for share in ("0", "0.5", "0.8", "1")),
     ]
     assert shares["no speculation"] is None
-    assert shares["p = 0, lengths adapt"] == shares["p = 0, up to 8 drafts"] == 0
-    assert shares["p = 1, up to 8 drafts"] == 100
-    assert 0 < shares["p = 0.5, up to 8 drafts"] < shares["p = 0.8, up to 8 drafts"] < 100
+    assert shares["p = 0, lengths adapt"] == shares["p = 0, up to 15 drafts"] == 0
+    assert shares["p = 1, up to 15 drafts"] == 100
+    assert 0 < shares["p = 0.5, up to 15 drafts"] < shares["p = 0.8, up to 15 drafts"] < 100
     assert all(r.tokens_per_second == pytest.approx(2000) for r in results)
     with pytest.raises(ValueError, match="speculation needs weights that are not quantised"):
         replace(plan, quantize="int8").check()

@@ -31,8 +31,7 @@ from speculation_cases import assert_same, grammar_requests, many_requests
 from xlstm7b.accounting import ring_bytes
 from xlstm7b.generate import Engine, Generator, Request, SamplingParams, SavedState
 from xlstm7b.generate.chat import Chat
-from xlstm7b.generate.draft_model import CONTEXT, DraftRunner, open_speculation
-from xlstm7b.generate.drafts import MAX_DRAFT
+from xlstm7b.generate.draft_model import CONTEXT, LONGEST, DraftRunner, open_speculation
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.replay import INTERVAL
 from xlstm7b.generate.runner import PrefillRow
@@ -78,7 +77,7 @@ def following(tokens: tuple[int, ...]) -> list[int]:
     """The tokens that greedily follow a text."""
     logits, state = MODEL(torch.tensor([tokens]), logits="last")
     found = []
-    for _ in range(MAX_DRAFT):
+    for _ in range(LONGEST):
         found.append(int(logits.argmax()))
         logits, state = MODEL(torch.tensor([found[-1:]]), state, logits="last")
     return found
@@ -100,7 +99,7 @@ def test_drafts_are_greedy_and_change_no_state(data, slots, runner_type):
         before = {slot: runner.saved(slot) for slot in texts}
         lengths = data.draw(
             st.dictionaries(
-                st.sampled_from(sorted(texts)), st.integers(1, MAX_DRAFT), min_size=1, max_size=4
+                st.sampled_from(sorted(texts)), st.integers(1, LONGEST), min_size=1, max_size=4
             ),
             label="draft",
         )

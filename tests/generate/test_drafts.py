@@ -63,7 +63,7 @@ def test_a_prompt_is_copied():
     drafter = LookupText([*prompt, *prompt[20:24]])
     assert drafter.propose(MAX_DRAFT) == prompt[24:28]  # the first draft is short
     drafter.record(prompt[24:29], 4, 4)
-    assert drafter.propose(MAX_DRAFT) == prompt[29 : 29 + MAX_DRAFT]
+    assert drafter.propose(MAX_DRAFT) == prompt[29:37]  # the next one is twice as long
     assert drafter.propose(2) == prompt[29:31]
     assert drafter.propose(0) == []
 
@@ -151,7 +151,7 @@ def test_drafts_are_long_when_all_are_accepted():
     for _ in range(4):
         seen.append(length.next)
         length.record(length.next, length.next, length.next + 1)
-    assert seen == [4, MAX_DRAFT, MAX_DRAFT, MAX_DRAFT]
+    assert seen == [4, 8, MAX_DRAFT, MAX_DRAFT]
 
 
 def test_drafts_are_tried_again():

@@ -67,12 +67,11 @@ class Layer:
 
     def step(self, live: Tensor, tile: Tile | None = None, **options) -> tuple[Tensor, Tensor]:
         """h of the kernel and of the reference."""
-        batch, heads = self.sizes[:2]
         q, k, v, gate, i, f = self.tokens(live, **options)
         cursor = Cursor(self.folded, self.seen, live, self.interval)
         h = launch_replay(
             q, k, v, i, f, self.state, self.ring, cursor, gate, self.norm, EPS, EPS,
-            tile or replay_tile(batch * heads, self.ring.k.shape[2], *self.sizes[2:]),
+            tile or self.tile(),
         )  # fmt: skip
         launch_advance(cursor)
         cursor = Cursor(self.want_folded, self.want_seen, live, self.interval)
@@ -81,6 +80,10 @@ class Layer:
         cursor.advance()
         want = headwise_norm(want, self.norm.double(), EPS) * torch.sigmoid(gate.double())
         return h, want
+
+    def tile(self) -> Tile:
+        batch, heads, d_qk, d_hv = self.sizes
+        return replay_tile(batch * heads, self.ring.k.shape[2], d_qk, d_hv, self.state.C.dtype)
 
     def read(
         self, lengths: Tensor, kept: Tensor, count: int, tile: Tile | None = None, **options

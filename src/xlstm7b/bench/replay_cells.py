@@ -57,7 +57,7 @@ class ReplayCell:
         self.cursor: Cursor | Pass
         if positions:
             lengths = torch.full_like(seen, positions)
-            self.cursor = Pass(seen - positions * (1 + row % 2), seen, lengths, interval)
+            self.cursor = Pass(seen - positions * (1 + row % 2) + 1, seen, lengths, interval)
         else:
             live = torch.ones_like(seen, dtype=torch.bool)
             self.cursor = Cursor(seen - row % interval, seen, live, interval)

@@ -18,7 +18,7 @@ from torch import Tensor
 from xlstm7b import accounting
 from xlstm7b.checkpoint import read_config, resolve
 from xlstm7b.config import ModelConfig
-from xlstm7b.generate.drafts import MAX_DRAFT, Drafter, DraftLength
+from xlstm7b.generate.drafts import Drafter, DraftLength
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.replay import INTERVAL
 from xlstm7b.generate.request import Request
@@ -30,6 +30,7 @@ from xlstm7b.tokenizer import AnyTokenizer, model_tokenizer
 
 Speculation = Literal["lookup"] | XLSTM | None
 CONTEXT = 4096  # tokens of a text that the draft model reads when an output starts: the latest
+LONGEST = 8  # tokens of one draft: each takes a step of the draft model
 _ROWS, _SHORT = 16, 64  # texts that are read together, and the most tokens of each
 
 
@@ -110,12 +111,12 @@ class DraftRunner(ModelRunner):
         super().__init__(model, slots, replay=True)
         # Row r is folded when the number of its tokens plus r is a multiple of `INTERVAL`. So a
         # ring that starts with these numbers is not folded for that many tokens.
-        assert MAX_DRAFT < INTERVAL
+        assert LONGEST < INTERVAL
         self._empty = -torch.arange(slots, device=self.device) % INTERVAL
         self._seen = self._empty.clone()  # tokens of each row, counted from there
         self._left = torch.zeros_like(self._seen)  # tokens of each row to draft yet
         # The latest tokens are in the last column. −1: the row drafts no more.
-        self._drafts = torch.full((slots, MAX_DRAFT), -1, device=self.device)
+        self._drafts = torch.full((slots, LONGEST), -1, device=self.device)
 
     @torch.inference_mode()
     def draft(self, lengths: Mapping[int, int]) -> dict[int, list[int]]:
@@ -128,7 +129,7 @@ class DraftRunner(ModelRunner):
         for number in range(longest):
             is_first = number == 0
             self._run(("draft", n, is_first), partial(self._draft, n, is_first))
-        (found,) = Results([self._drafts[:n, MAX_DRAFT - longest :]]).lists()
+        (found,) = Results([self._drafts[:n, LONGEST - longest :]]).lists()
         return {slot: found[slot][:length] for slot, length in lengths.items()}
 
     def _draft(self, n: int, is_first: bool) -> None:
@@ -173,7 +174,7 @@ class _Text:
 
     unread: list[int]  # tokens that its state has not read
     is_new: bool = True  # it has read none
-    length: DraftLength = field(default_factory=DraftLength)
+    length: DraftLength = field(default_factory=partial(DraftLength, LONGEST))
     drafted: int = 0  # tokens of the latest draft, until its pass is recorded
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from xlstm7b.generate.request import Request
 
-MAX_DRAFT = 8  # tokens of one draft
+MAX_DRAFT = 15  # tokens of one draft
 MIN_MATCH = 3  # latest tokens that must have occurred before
 MAX_MATCH = 32  # longer ones are not compared further
 _MOST_NEEDED = 8  # tokens of a match, after drafts that were wrong

@@ -17,7 +17,7 @@ from xlstm7b.model import ModelState
 # Tokens from one fold to the next. Twice as many would save 0.5% of a step's bytes and double the
 # rings.
 INTERVAL = 16
-_DRAFTS_RING = 32  # tokens of a ring, with drafts: the kernels pad rings to powers of two
+_DRAFTS_RING = 48  # tokens of a ring, with drafts
 
 
 class Rings(NamedTuple):

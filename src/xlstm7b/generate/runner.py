@@ -42,7 +42,7 @@ _NEEDS = (
 # The same with grammars. These graphs are captured when they are first needed.
 _GRAMMAR_NEEDS = tuple(needs._replace(grammar=True) for needs in _NEEDS)
 # Graphs that verify drafts exist for these numbers of positions: a token and the drafts after it.
-_POSITIONS = (2, 4, 8, 9)
+_POSITIONS = (2, 4, 8, 16)
 # The most tokens that a pass of all slots reads: as many as the kernels for few rows take. So most
 # of its time is that of reading the weights.
 PASS_TOKENS = 64

@@ -113,7 +113,7 @@ def replay_cell(
     It may read state, ring and cursor before the previous launch has ended, as `step_cell` does.
     """
     rows, size = q.shape[0] * q.shape[1], ring.k.shape[2]
-    tile = replay_tile(rows, size, q.shape[-1], v.shape[-1])
+    tile = replay_tile(rows, size, q.shape[-1], v.shape[-1], state.C.dtype)
     overlaps = overlap_options(q.device)["OVERLAP"]
     return launch_replay(
         q, k, v, i, f, state, ring, cursor, gate, norm, norm_eps, eps, tile, overlaps

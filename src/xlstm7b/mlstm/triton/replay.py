@@ -31,12 +31,13 @@ def replay_kernel(
     scale, eps, norm_eps, NH, DK: tl.constexpr, DV: tl.constexpr,
     SIZE: tl.constexpr, ENTRIES: tl.constexpr, INTERVAL: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PADDED_K: tl.constexpr, PADDED_V: tl.constexpr,
-    FOLDED: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    FOLDED: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_V columns of one head's C, and the same elements of h.
 
-    ENTRIES is SIZE, the entries of the ring, padded to a power of two. Vectors over tokens are in
-    the order of age: 0 is the current token, which comes from k, v, i and f, 1 the one before it.
+    ENTRIES is padded to a power of two. Vectors over tokens are in the order of age: 0 is the
+    current token, which comes from k, v, i and f, 1 the one before it.
     """
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row // NH, row % NH
@@ -86,13 +87,13 @@ def replay_kernel(
     gate_v = tl.load(gate_at, mask=in_all_v, other=0.0).to(tl.float32)
     v_new = tl.load(v + batch * v_stride_b + head * v_stride_h + d_v, mask=in_v, other=0.0)
     q_all = tl.load(q_head + all_k, mask=in_all, other=0.0).to(tl.float32)
+    k_new = tl.load(k_head + all_k, mask=in_all, other=0.0)
     i_new = tl.load(i + batch * i_stride_b + head * i_stride_h)
     f_new = tl.load(f + batch * f_stride_b + head * f_stride_h)
 
     # The new entry. No program of this launch reads it.
     tl.store(ring_v_head + newest * DV + d_v, v_new, mask=in_v)
     if tile == 0 and is_live != 0:
-        k_new = tl.load(k_head + all_k, mask=in_all, other=0.0)
         tl.store(ring_k_head + newest * DK + all_k, k_new, mask=in_all)
         tl.store(ring_i_head + newest, i_new)
         tl.store(ring_f_head + newest, f_new)
@@ -105,35 +106,30 @@ def replay_kernel(
     m_new = tl.maximum(decayed, tl.max(g_i, 0))
     decay, weight = tl.exp(decayed - m_new), tl.exp(g_i - m_new)
 
-    from_state, scores = tl.zeros([BLOCK_V], tl.float32), tl.zeros([ENTRIES], tl.float32)
-    for start in tl.static_range(0, DK, BLOCK_K):
+    # Each thread adds up its own products. They are joined once, at the end.
+    from_state = tl.zeros([PARTS, BLOCK_V], tl.float32)
+    products = tl.zeros([ENTRIES, BLOCK_K], tl.float32)
+    from_state, products = _add_block(from_state, products, q_head, C_t, K_t, d_k, in_k)
+    for start in tl.range(BLOCK_K, DK, BLOCK_K, num_stages=STAGES):
         d_k = start + tl.arange(0, BLOCK_K)
         in_k = d_k < width_k
-        if start > 0:
-            mask = in_k[:, None] & in_v[None, :]
-            C_t = tl.load(C_head + d_k[:, None] * DV, mask=mask, other=0.0)
-            K_t = tl.load(K_at + d_k[None, :], mask=held[:, None] & in_k[None, :], other=0.0)
-        q_t = tl.load(q_head + d_k, mask=in_k, other=0.0).to(tl.float32)
-        k_t = tl.load(k_head + d_k, mask=in_k, other=0.0)
-        from_state += tl.sum(q_t[:, None] * C_t.to(tl.float32), 0)
-        K_t = tl.where(age[:, None] == 0, k_t[None, :], K_t).to(tl.float32)
-        scores += tl.sum(K_t * q_t[None, :], 1)
+        mask = in_k[:, None] & in_v[None, :]
+        C_t = tl.load(C_head + d_k[:, None] * DV, mask=mask, other=0.0)
+        K_t = tl.load(K_at + d_k[None, :], mask=held[:, None] & in_k[None, :], other=0.0)
+        from_state, products = _add_block(from_state, products, q_head, C_t, K_t, d_k, in_k)
+    scores = tl.where(age == 0, tl.sum(k_new.to(tl.float32) * q_all, 0), tl.sum(products, 1))
     from_token = weight * scale * scores
     n_q = decay * scale * tl.sum(n_old * q_all, 0) + tl.sum(from_token, 0)
     V_t = tl.where(age[:, None] == 0, v_new[None, :], V_t).to(tl.float32)
-    numerator = decay * scale * from_state + tl.sum(from_token[:, None] * V_t, 0)
+    numerator = decay * scale * tl.sum(from_state, 0) + tl.sum(from_token[:, None] * V_t, 0)
     h_t = numerator / (tl.maximum(tl.abs(n_q), tl.exp(-m_new)) + eps)
     tl.store(raw + row * DV + d_v, h_t, mask=d_v < DV)
-
-    # What is folded: the ring's tokens and the current one.
-    in_fold = age <= in_ring
-    K_folded = tl.where(age[:, None] == 0, k_head, K_at)
 
     tl.debug_barrier()  # all threads have read and written their part
     if tl.atomic_add(arrived + row, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(arrived + row, 0)
         if folds:
-            fold_n(n_head, K_folded, in_fold, weight, decay, DK, FOLDED)
+            fold_n(n_head, K_at, k_head, age, held, weight, decay, DK, FOLDED)
             tl.store(m_head, m_new)
         # .cg skips the L1 cache, which may not have what other programs wrote.
         x = tl.load(raw + row * DV + all_v, mask=in_all_v, other=0.0, cache_modifier=".cg")
@@ -143,39 +139,84 @@ def replay_kernel(
 
     if folds:  # one step in INTERVAL does this
         V_in = weight[:, None] * V_t
-        fold_tile(C_head, K_folded, in_fold, in_v, V_in, decay, DK, DV, FOLDED, PRECISION)
+        fold_tile(C_head, K_at, k_head, age, held, in_v, V_in, decay, DK, DV, FOLDED, PRECISION)
 
 
 @triton.jit
-def fold_n(n_head, K_at, held, weight, decay, DK: tl.constexpr, FOLDED: tl.constexpr):
+def _add_block(from_state, products, q_head, C_t, K_t, d_k, in_k):
+    """Adds the products of the elements d_k of q with C and with the ring's k."""
+    PARTS: tl.constexpr = from_state.shape[0]
+    q_t = tl.load(q_head + d_k, mask=in_k, other=0.0).to(tl.float32)
+    q_C = q_t[:, None] * C_t.to(tl.float32)
+    q_C = tl.reshape(q_C, [C_t.shape[0] // PARTS, PARTS, C_t.shape[1]])
+    return from_state + tl.sum(q_C, 0), products + K_t.to(tl.float32) * q_t[None, :]
+
+
+@triton.jit
+def fold_n(n_head, K_at, newest, age, held, weight, decay, DK: tl.constexpr, FOLDED: tl.constexpr):
     """n ← decay n + Σ_j w_j k_j."""
     for start in range(0, DK, FOLDED):
         d_k = start + tl.arange(0, FOLDED)
-        mask = held[:, None] & (d_k < DK)[None, :]
-        K_in = tl.load(K_at + d_k[None, :], mask=mask, other=0.0).to(tl.float32)
+        K_in = _load_k(K_at, newest, age, held, d_k, d_k < DK)
         n_new = decay * tl.load(n_head + d_k, mask=d_k < DK, other=0.0)
         n_new += tl.sum(weight[:, None] * K_in, 0)
         tl.store(n_head + d_k, n_new, mask=d_k < DK)
 
 
 @triton.jit
+def _load_k(K_at, newest, age, held, d_k, in_k):
+    """Elements d_k of k in float32: of the ring's tokens, and of the one at `newest` if given."""
+    K_in = tl.load(K_at + d_k[None, :], mask=held[:, None] & in_k[None, :], other=0.0)
+    if newest is not None:
+        k_in = tl.load(newest + d_k, mask=in_k, other=0.0)
+        K_in = tl.where(age[:, None] == 0, k_in[None, :], K_in)
+    return K_in.to(tl.float32)
+
+
+@triton.jit
 def fold_tile(
-    C_head, K_at, held, in_v, V_in, decay,
+    C_head, K_at, newest, age, held, in_v, V_in, decay,
     DK: tl.constexpr, DV: tl.constexpr, FOLDED: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr = 1,
 ):  # fmt: skip
     """C ← decay C + Σ_j k_j (w_j v_j)ᵀ, for the rows w_j v_j of V_in.
 
     The tile is read a second time, most of it from the L2 cache.
     """
-    for start in range(0, DK, FOLDED):
+    for start in tl.range(0, DK, FOLDED, num_stages=STAGES):
         d_k = start + tl.arange(0, FOLDED)
         in_k = d_k < DK
-        K_mask = held[:, None] & in_k[None, :]
-        K_in = tl.load(K_at + d_k[None, :], mask=K_mask, other=0.0).to(tl.float32)
+        K_in = _load_k(K_at, newest, age, held, d_k, in_k)
         C_block, mask = C_head + d_k[:, None] * DV, in_k[:, None] & in_v[None, :]
         C_new = decay * tl.load(C_block, mask=mask, other=0.0).to(tl.float32)
-        C_new = tl.dot(tl.trans(K_in), V_in, C_new, input_precision=PRECISION)
+        C_new = dot_narrow(tl.trans(K_in), V_in, C_new, False, PRECISION)
         tl.store(C_block, C_new, mask=mask)
+
+
+@triton.jit
+def dot_narrow(a, b, total, SPLIT_A: tl.constexpr, PRECISION: tl.constexpr):
+    """total + a b, where one of them holds 16-bit numbers: b if SPLIT_A, else a.
+
+    TF32 has their digits, so two products have nearly those of float32: with the leading digits of
+    the other factor, and with the rest of it.
+    """
+    if PRECISION == "ieee":
+        total = tl.dot(a, b, total, input_precision="ieee")
+    elif SPLIT_A:
+        high = _leading_digits(a)
+        total = tl.dot(a - high, b, total, input_precision="tf32")
+        total = tl.dot(high, b, total, input_precision="tf32")
+    else:
+        high = _leading_digits(b)
+        total = tl.dot(a, b - high, total, input_precision="tf32")
+        total = tl.dot(a, high, total, input_precision="tf32")
+    return total
+
+
+@triton.jit
+def _leading_digits(x):
+    """x without the last 13 bits of float32: a number of TF32."""
+    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -192,11 +233,17 @@ def advance_kernel(folded, seen, live, rows, INTERVAL: tl.constexpr, BLOCK: tl.c
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How `tl.dot` multiplies float32 numbers, for tokens of this dtype.
+    """How `dot_narrow` multiplies, for tokens of this dtype."""
+    return "ieee" if dtype == torch.float32 else "tf32"
 
-    Three products of TF32 have nearly the digits of float32. 16-bit numbers are exact in one.
+
+def most_held(size: int, interval: int) -> int:
+    """The most tokens since the checkpoint that a ring holds before a step or a pass.
+
+    A row that has `interval` of them is folded. With a size for passes of T tokens, the latest pass
+    may have added T (see `Pass`).
     """
-    return "ieee" if dtype == torch.float32 else "tf32x3"
+    return interval - 1 + (size + 1 - interval) // 2
 
 
 def launch_replay(
@@ -222,13 +269,23 @@ def launch_replay(
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *i.stride(), *f.stride(),
         *gate.stride()[:2], *(part.stride(0) for part in (*state, *ring[:3])),
         d_k**-0.5, eps, norm_eps, heads, DK=d_k, DV=d_v,
-        SIZE=size, ENTRIES=padded(size), INTERVAL=cursor.interval,
+        SIZE=size, ENTRIES=padded(1 + most_held(size, cursor.interval)), INTERVAL=cursor.interval,
         BLOCK_K=tile.d_in, BLOCK_V=tile.d_out, PADDED_K=padded(d_k), PADDED_V=padded(d_v),
-        FOLDED=min(FOLDED_ROWS, padded(d_k)), PRECISION=precision(q.dtype), OVERLAP=overlap,
+        FOLDED=min(FOLDED_ROWS, padded(d_k)), PRECISION=precision(q.dtype),
+        PARTS=min(tile.d_in, threads_of_column(tile, state.C.itemsize)), STAGES=tile.stages,
+        OVERLAP=overlap,
         **tile.options(),
         **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     return h
+
+
+def threads_of_column(tile: Tile, itemsize: int) -> int:
+    """How many threads share a column of a tile that is loaded in pieces of 16 bytes.
+
+    That many neighbouring rows are in different threads. Rows that far apart are in one thread.
+    """
+    return max(1, 32 * tile.warps * (16 // itemsize) // tile.d_out)
 
 
 def launch_advance(cursor: Cursor) -> None:

@@ -15,7 +15,14 @@ from xlstm7b.mlstm import MLSTMState
 from xlstm7b.mlstm.replay import Pass, Ring
 from xlstm7b.mlstm.triton.chunk_gates import log_sigmoid
 from xlstm7b.mlstm.triton.launch_params import Tile, padded
-from xlstm7b.mlstm.triton.replay import FOLDED_ROWS, fold_n, fold_tile, precision
+from xlstm7b.mlstm.triton.replay import (
+    FOLDED_ROWS,
+    dot_narrow,
+    fold_n,
+    fold_tile,
+    most_held,
+    precision,
+)
 from xlstm7b.mlstm.triton.step import take_counters
 
 
@@ -29,14 +36,14 @@ def pass_kernel(
     scale, eps, norm_eps, NH, DK: tl.constexpr, DV: tl.constexpr, T: tl.constexpr,
     SIZE: tl.constexpr, ENTRIES: tl.constexpr, INTERVAL: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, FOLDED: tl.constexpr,
-    PADDED_T: tl.constexpr, PADDED_V: tl.constexpr, ROWS: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    NORMED: tl.constexpr, PADDED_V: tl.constexpr, ROWS: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_V columns of one head's C, and the same elements of h of all T tokens.
 
-    ROWS is T, padded for `tl.dot`; ENTRIES is SIZE, the entries of the ring, padded likewise.
-    Vectors over the ring are in the order of age: 0 is the token before the pass. Vectors over new
-    tokens are in the order of the text.
+    ROWS is T, padded for `tl.dot`; ENTRIES, padded likewise, are those of the ring that can be in
+    use before the pass. Vectors over them are in the order of age: 0 is the token before the pass.
+    Vectors over new tokens are in the order of the text.
     """
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row // NH, row % NH
@@ -93,13 +100,11 @@ def pass_kernel(
 
     # 3. The weights of the tokens for each query: w_tj and a_t. All sums are over what they need,
     #    never differences of sums.
-    since = tl.zeros([ROWS], tl.float32)  # Σ over new tokens up to t
-    g_new = tl.zeros([ROWS, ROWS], tl.float32)  # Σ over those after j up to t
-    for number in tl.static_range(T):
-        f_at = f + (batch * T + number) * f_stride_t + head * f_stride_h
-        log_f = log_sigmoid(tl.load(f_at, mask=number < length, other=float("inf")))
-        since += tl.where(t >= number, log_f, 0.0)
-        g_new += tl.where((t[:, None] >= number) & (t[None, :] < number), log_f, 0.0)
+    f_at = f + token * f_stride_t + head * f_stride_h
+    since = tl.cumsum(log_sigmoid(tl.load(f_at, mask=is_new, other=float("inf"))), 0)
+    log_next = log_sigmoid(tl.load(f_at + f_stride_t, mask=t + 1 < length, other=float("inf")))
+    up_to_t = tl.where(t[None, :] < t[:, None], log_next[None, :], 0.0)
+    g_new = tl.cumsum(up_to_t, 1, reverse=True)  # Σ over the tokens after j up to t
     g_new = tl.where(t[None, :] <= t[:, None], g_new + i_new[None, :], -float("inf"))
     g_old = i_old + tl.sum(tl.where(age[None, :] < age[:, None], log_old[None, :], 0.0), 1)
     decayed, largest = tl.sum(log_old, 0) + m_old, tl.max(g_old, 0)
@@ -116,12 +121,12 @@ def pass_kernel(
     from_state = tl.zeros([ROWS, BLOCK_V], tl.float32)
     scores_old = tl.zeros([ROWS, ENTRIES], tl.float32)
     scores_new = tl.zeros([ROWS, ROWS], tl.float32)
-    n_q = tl.zeros([ROWS], tl.float32)
+    n_q = tl.zeros([ROWS, BLOCK_K], tl.float32)
     from_state, scores_old, scores_new, n_q = _add_block(
         from_state, scores_old, scores_new, n_q, q_rows, k_rows, k_to, n_head, C_t, K_t,
         d_k, in_k, is_new, is_stored, PRECISION,
     )  # fmt: skip
-    for start in tl.range(BLOCK_K, DK, BLOCK_K, loop_unroll_factor=3):
+    for start in tl.range(BLOCK_K, DK, BLOCK_K, num_stages=STAGES):
         d_k = start + tl.arange(0, BLOCK_K)
         in_k = d_k < width_k
         C_t = tl.load(C_head + d_k[:, None] * DV, mask=in_k[:, None] & in_v[None, :], other=0.0)
@@ -133,10 +138,10 @@ def pass_kernel(
 
     # 5. h before the norm.
     from_old, from_new = weight_old * scale * scores_old, weight_new * scale * scores_new
-    n_q = decay * scale * n_q + tl.sum(from_old, 1) + tl.sum(from_new, 1)
+    n_q = decay * scale * tl.sum(n_q, 1) + tl.sum(from_old, 1) + tl.sum(from_new, 1)
     numerator = (decay * scale)[:, None] * from_state
-    numerator = tl.dot(from_old, V_old, numerator, input_precision=PRECISION)
-    numerator = tl.dot(from_new, V_new.to(tl.float32), numerator, input_precision=PRECISION)
+    numerator = dot_narrow(from_old, V_old, numerator, True, PRECISION)
+    numerator = dot_narrow(from_new, V_new.to(tl.float32), numerator, True, PRECISION)
     size = tl.maximum(tl.abs(n_q), tl.exp(-m_new)) + eps
     raw_at = raw + (token[:, None] * NH + head) * DV + d_v[None, :]
     tl.store(raw_at, numerator / size[:, None], mask=(t < T)[:, None] & (d_v < DV)[None, :])
@@ -150,27 +155,32 @@ def pass_kernel(
     if tl.atomic_add(arrived + row, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(arrived + row, 0)
         if folds:
-            fold_n(n_head, K_at, held, weight_fold, decay_fold, DK, FOLDED)
+            fold_n(n_head, K_at, None, age, held, weight_fold, decay_fold, DK, FOLDED)
             tl.store(m_head, m_fold)
-        all_t, all_v = tl.arange(0, PADDED_T), tl.arange(0, PADDED_V)
+        all_v = tl.arange(0, PADDED_V)
         in_all_v = all_v < DV
-        inside = (all_t < T)[:, None] & in_all_v[None, :]
-        tokens = (batch * T + all_t)[:, None]
-        at = (tokens * NH + head) * DV + all_v[None, :]
-        # .cg skips the L1 cache, which may not have what other programs wrote.
-        x = tl.load(raw + at, mask=inside, other=0.0, cache_modifier=".cg")
-        gate_at = gate + tokens * gate_stride_t + head * gate_stride_h + all_v[None, :]
-        gate_v = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
         norm_v = tl.load(norm_weight + head * DV + all_v, mask=in_all_v, other=0.0).to(tl.float32)
-        centred = tl.where(inside, x - (tl.sum(x, 1) / DV)[:, None], 0.0)
-        factor = tl.rsqrt(tl.sum(centred * centred, 1) / DV + norm_eps)
-        x = centred * factor[:, None] * norm_v[None, :]
-        tl.store(h + at, x * tl.sigmoid(gate_v), mask=inside)
+        for start in tl.range(0, T, NORMED):
+            some_t = start + tl.arange(0, NORMED)
+            inside = (some_t < T)[:, None] & in_all_v[None, :]
+            tokens = (batch * T + some_t)[:, None]
+            at = (tokens * NH + head) * DV + all_v[None, :]
+            # .cg skips the L1 cache, which may not have what other programs wrote.
+            x = tl.load(raw + at, mask=inside, other=0.0, cache_modifier=".cg")
+            gate_at = gate + tokens * gate_stride_t + head * gate_stride_h + all_v[None, :]
+            gate_v = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
+            centred = tl.where(inside, x - (tl.sum(x, 1) / DV)[:, None], 0.0)
+            factor = tl.rsqrt(tl.sum(centred * centred, 1) / DV + norm_eps)
+            x = centred * factor[:, None] * norm_v[None, :]
+            tl.store(h + at, x * tl.sigmoid(gate_v), mask=inside)
 
     # 7. Fold the tile of C.
     if folds:
         V_in = weight_fold[:, None] * V_old
-        fold_tile(C_head, K_at, held, in_v, V_in, decay_fold, DK, DV, FOLDED, PRECISION)
+        fold_tile(
+            C_head, K_at, None, age, held, in_v, V_in, decay_fold,
+            DK, DV, FOLDED, PRECISION, STAGES,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -193,8 +203,8 @@ def _add_block(
     if C_t.dtype == q_t.dtype:
         from_state = tl.dot(q_t, C_t, from_state, input_precision=PRECISION)
     else:
-        from_state = tl.dot(wide, C_t.to(tl.float32), from_state, input_precision=PRECISION)
-    return from_state, scores_old, scores_new, n_q + tl.sum(wide * n_t[None, :], 1)
+        from_state = dot_narrow(wide, C_t.to(tl.float32), from_state, False, PRECISION)
+    return from_state, scores_old, scores_new, n_q + wide * n_t[None, :]
 
 
 @triton.jit
@@ -236,10 +246,10 @@ def launch_pass(
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *i.stride(), *f.stride(),
         *gate.stride()[:2], *(part.stride(0) for part in (*state, *ring[:3])),
         d_k**-0.5, eps, norm_eps, heads, DK=d_k, DV=d_v, T=length,
-        SIZE=size, ENTRIES=padded(size), INTERVAL=rows.interval,
+        SIZE=size, ENTRIES=padded(most_held(size, rows.interval)), INTERVAL=rows.interval,
         BLOCK_K=tile.d_in, BLOCK_V=tile.d_out, FOLDED=min(FOLDED_ROWS, padded(d_k)),
-        PADDED_T=triton.next_power_of_2(length), PADDED_V=padded(d_v), ROWS=padded(length),
-        PRECISION=precision(q.dtype), OVERLAP=overlap, **tile.options(),
+        NORMED=min(4, triton.next_power_of_2(length)), PADDED_V=padded(d_v), ROWS=padded(length),
+        PRECISION=precision(q.dtype), STAGES=tile.stages, OVERLAP=overlap, **tile.options(),
         **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     return h
