@@ -26,6 +26,7 @@ from xlstm7b.bench.peer_models import COMPILED, EAGER, GRAPH, PEERS, check
 from xlstm7b.bench.plans import SPEED_PARTS, Speed
 from xlstm7b.bench.speed_figures import draw
 from xlstm7b.cli import app
+from xlstm7b.report import figure
 
 PLAN = Speed.of(device="cpu", peak_tflops=1.0, peak_tbs=0.1)
 
@@ -583,6 +584,35 @@ def test_figures_from_results_with_failures(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.png"))) == len(list(tmp_path.glob("*.svg"))) == 6
     assert "not vLLM" in speed_figures._caption(runs, "context")
     assert "vLLM" in (tmp_path / "speed-context.svg").read_text()  # in lines of any length
+
+
+def test_models_differ_by_more_than_colour() -> None:
+    """Lines may coincide, and then only their markers show that there are two."""
+    models = [name for name in speed.RUNS if name != "kernels"]
+    assert len({speed_figures._MARKERS[name] for name in models}) == len(models)
+    peers = {speed_figures._style(name)["color"] for name in models if name not in speed.OURS}
+    assert len(peers) == len(models) - len(speed.OURS)
+    assert speed_figures._style("ours")["color"] not in peers
+
+
+def test_numbers_of_sequences_do_not_lie_on_the_lines(tmp_path: Path) -> None:
+    batches = {"ours": [900] * 4, "llama2": [101, 27, 7, 1], "llama3": [394, 107, 27, 6]}
+    runs = {}
+    for name, each in batches.items():
+        rows = [
+            {"batch": batch, "length": 2048 * 4**index, "tokens_per_second": 30.0 * batch}
+            for index, batch in enumerate(each)
+        ]
+        runs[name] = {"figures": {"full": rows}}
+    with figure(tmp_path / "full.png") as axis:
+        speed_figures._full(axis, runs)
+        axis.figure.canvas.draw()
+        numbers = [text.get_text() for text in axis.texts]
+        assert numbers == [str(batch) for batch in batches["llama2"] + batches["llama3"]]
+        paths = [line.get_transform().transform_path(line.get_path()) for line in axis.lines]
+        for text in axis.texts:
+            box = text.get_window_extent()
+            assert not any(path.intersects_bbox(box, filled=False) for path in paths)
 
 
 # The command

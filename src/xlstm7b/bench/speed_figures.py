@@ -103,7 +103,7 @@ def _lines(
         measured = [point for point in points if point[0] not in summed]
         style = _style(name)
         if measured:
-            marks = {"marker": _MARKERS.get(name, "o"), "markersize": 3}
+            marks = {"marker": _MARKERS[name], "markersize": 4}
             label = RUNS[name] + (notes or {}).get(name, "")
             axis.plot(*zip(*measured, strict=True), "-", label=label, **marks, **style)
         if summed:
@@ -114,14 +114,17 @@ def _lines(
         axis.tick_params(axis="x", labelsize="small")
 
 
-_MARKERS = dict(zip(OURS, "oxs^d", strict=True))
-_PEERS = [name for name in RUNS if name not in OURS]
+_PEERS = [name for name in RUNS if name not in (*OURS, KERNELS)]
+_MARKERS = dict(zip((*OURS, *_PEERS), "oxs^dvP<>h*X", strict=True))  # lines may coincide
 
 
 def _style(name: str) -> dict[str, Any]:
-    """The colour of a model: ours is the same in all precisions."""
+    """The colour of a model: ours is the same in all precisions.
+
+    The line of `ours` is the first, and so wide that it is seen beside one that is drawn over it.
+    """
     colour = 1 + _PEERS.index(name) if name in _PEERS else 0
-    return {"color": f"C{colour}", "linewidth": 2.2 if name == "ours" else 1.2}
+    return {"color": f"C{colour}", "linewidth": 3 if name == "ours" else 1.2}
 
 
 def _log_scale(axis: Any) -> None:
@@ -183,7 +186,8 @@ def _full(axis: Any, runs: Mapping[str, Record]) -> None:
             continue
         for row in rows:
             at = row["length"], row["tokens_per_second"]
-            axis.annotate(row["batch"], at, fontsize=6, ha="center", va="bottom")
+            beside = {"xytext": (4, 2), "textcoords": "offset points"}  # lines fall to the right
+            axis.annotate(row["batch"], at, fontsize=7, **beside)
     _lines(axis, runs, "full", "tokens_per_second", notes)
     title = "a full GPU (numbers: sequences at once)"
     axis.set(xlabel="tokens before", ylabel="tokens per second", title=title)
