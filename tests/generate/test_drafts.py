@@ -61,11 +61,50 @@ def test_only_the_latest_tokens_are_kept(text, window):
 def test_a_prompt_is_copied():
     prompt = random.Random(0).sample(range(1000), 100)
     drafter = LookupText([*prompt, *prompt[20:24]])
-    assert drafter.propose(MAX_DRAFT) == prompt[24:28]  # the first draft is short
-    drafter.record(prompt[24:29], 4, 4)
-    assert drafter.propose(MAX_DRAFT) == prompt[29:37]  # the next one is twice as long
-    assert drafter.propose(2) == prompt[29:31]
+    assert drafter.propose(MAX_DRAFT) == prompt[24:31]  # the first draft is short
+    drafter.record(prompt[24:32], 7, 7)
+    assert drafter.propose(MAX_DRAFT) == prompt[32:46]  # the next one is twice as long
+    assert drafter.propose(2) == prompt[32:34]
     assert drafter.propose(0) == []
+
+
+def test_a_copy_with_edits_goes_on_near_the_edit():
+    prompt = random.Random(0).sample(range(1000), 100)
+    text = LookupText([*prompt, *prompt[20:24]])
+    assert text.propose(MAX_DRAFT) == prompt[24:31]
+    text.record([*prompt[24:27], 2000], 7, 3)  # another token instead of prompt[27]
+    assert text.wants_to_draft
+    assert text.propose(MAX_DRAFT) == []  # it is nowhere near
+    text.record(prompt[28:29], 0, 0)
+    draft = text.propose(MAX_DRAFT)
+    assert draft == prompt[29 : 29 + len(draft)]
+    text.record([*draft[:5], prompt[36]], len(draft), 5)  # two tokens are left out
+    draft = text.propose(MAX_DRAFT)
+    assert draft == prompt[37 : 37 + len(draft)]
+    text.record([2001], len(draft), 0)
+    for token in range(3000, 3005):
+        assert text.wants_to_draft
+        assert text.propose(MAX_DRAFT) == []
+        text.record([token], 0, 0)
+    assert not text.wants_to_draft  # the copy has ended
+    text.record(prompt[38:39], 0, 0)
+    assert text.propose(MAX_DRAFT) == []
+
+
+@given(data=st.data())
+def test_any_tokens_may_follow_a_draft(data):
+    """Drafts are earlier tokens, also when the index has dropped some."""
+    text, known = LookupText(()), set[int]()
+    text._index = SuffixIndex((), window=data.draw(st.integers(1, 20)))
+    for _ in range(60):
+        most = data.draw(st.integers(-1, 4))
+        draft = text.propose(most)
+        assert len(draft) <= max(0, most)
+        assert {*draft} <= known
+        accepted = data.draw(st.integers(0, len(draft)))
+        tokens = [*draft[:accepted], data.draw(st.integers(0, 3))]
+        text.record(tokens, len(draft), accepted)
+        known |= {*tokens}
 
 
 def test_short_matches_that_lead_nowhere_are_ignored():
@@ -89,9 +128,9 @@ def test_a_draft_that_is_all_right_makes_short_matches_count_again():
     text.record([2000], 0, 0)  # the match ends where a draft could follow it
 
     def copied(start: int) -> int:
-        """How many tokens are copied from the prompt until a draft is wanted."""
+        """How many tokens are copied from the prompt until there is a draft."""
         count = 0
-        while not text.wants_to_draft:
+        while not text.propose(1):
             text.record([prompt[start + count]], 0, 0)
             count += 1
         return count
@@ -102,7 +141,7 @@ def test_a_draft_that_is_all_right_makes_short_matches_count_again():
     assert copied(50) == MIN_MATCH + 2
     draft = text.propose(MAX_DRAFT)
     text.record([*draft, 2002], len(draft), len(draft))
-    assert copied(70) == MIN_MATCH
+    assert copied(90) == MIN_MATCH  # not near the last draft
 
 
 def test_a_repetition_is_continued():
@@ -151,7 +190,28 @@ def test_drafts_are_long_when_all_are_accepted():
     for _ in range(4):
         seen.append(length.next)
         length.record(length.next, length.next, length.next + 1)
-    assert seen == [4, 8, MAX_DRAFT, MAX_DRAFT]
+    assert seen == [7, 14, MAX_DRAFT, MAX_DRAFT]
+
+
+def test_a_wrong_draft_hardly_shortens_the_next_if_most_were_right():
+    length = DraftLength()
+    for _ in range(10):
+        length.record(length.next, length.next, length.next + 1)
+    length.record(MAX_DRAFT, 2, 3)
+    assert length.next >= MAX_DRAFT * 2 / 3
+    for _ in range(4):
+        length.record(length.next, 0, 1)
+    assert length.next < MAX_DRAFT / 2
+
+
+def test_costly_drafts_are_shorter():
+    length = DraftLength(8, costly=True)
+    seen = []
+    for accepted in (4, 8, 8, 2, 3, 0):
+        seen.append(length.next)
+        length.record(length.next, accepted, accepted + 1)
+    assert seen == [4, 8, 8, 8, 3, 6]
+    assert length.next == 1
 
 
 def test_drafts_are_tried_again():

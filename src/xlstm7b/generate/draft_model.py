@@ -174,7 +174,7 @@ class _Text:
 
     unread: list[int]  # tokens that its state has not read
     is_new: bool = True  # it has read none
-    length: DraftLength = field(default_factory=partial(DraftLength, LONGEST))
+    length: DraftLength = field(default_factory=partial(DraftLength, LONGEST, costly=True))
     drafted: int = 0  # tokens of the latest draft, until its pass is recorded
 
 

@@ -6,6 +6,7 @@ its prompt or itself: copies with edits, code, answers that quote a document. `M
 small model (`draft_model.py`).
 """
 
+import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -17,10 +18,12 @@ MAX_DRAFT = 15  # tokens of one draft
 MIN_MATCH = 3  # latest tokens that must have occurred before
 MAX_MATCH = 32  # longer ones are not compared further
 _MOST_NEEDED = 8  # tokens of a match, after drafts that were wrong
+_NEAR = 8  # tokens after the place where a copy broke off that are searched for the latest token
+_PATIENCE = 6  # tokens after a copy broke off until this search ends
 _CANDIDATES = 16  # earlier positions that are compared
 WINDOW = 1 << 16  # latest tokens that are searched
 
-_FIRST_LENGTH = 4
+_FIRST_LENGTH, _FIRST_COSTLY_LENGTH = 7, 4
 _LEAST_RATE = 0.15  # of accepted drafts; below it, drafting costs more than it saves
 _FIRST_REST, _LONGEST_REST = 16, 512  # tokens without drafts, after drafts that did not pay
 
@@ -72,26 +75,42 @@ class SuffixIndex:
             self._latest[key] = end
         self._before.append(before)
 
+    def __len__(self) -> int:
+        """The number of tokens that are kept. Positions change whenever it falls."""
+        return len(self._tokens)
+
     @property
     def match_length(self) -> int:
         """How many of the latest tokens have occurred before; 0 if fewer than `min_match`."""
-        return self._longest_match()[0]
+        return self.longest_match()[0]
 
     def propose(self, count: int) -> list[int]:
         """Up to `count` tokens that may come next; none if the latest tokens are new.
 
-        They are those that followed the longest match of the latest tokens. A match that overlaps
-        the latest tokens is a repetition: it is continued.
+        They are those that followed the longest match of the latest tokens.
         """
-        length, position = self._longest_match()
-        if count < 1 or not length:
-            return []
+        length, position = self.longest_match()
+        return self.following(position, count) if length else []
+
+    def following(self, position: int, count: int) -> list[int]:
+        """The tokens from this position on. At the end of the text they are repeated from there."""
         period = len(self._tokens) - position
         followed = self._tokens[position : position + count].tolist()
         return [followed[n % period] for n in range(count)]
 
-    def _longest_match(self) -> tuple[int, int]:
-        """Its length and its position; of equally long matches, the latest.
+    def find_latest(self, start: int, count: int) -> int | None:
+        """The position after the latest token's first occurrence in `count` tokens from `start` on.
+
+        None: it is not among them.
+        """
+        last = len(self._tokens) - 1
+        for position in range(start, min(start + count, last)):
+            if self._tokens[position] == self._tokens[last]:
+                return position + 1
+        return None
+
+    def longest_match(self) -> tuple[int, int]:
+        """Its length and its position; of equally long matches, the latest. (0, −1): there is none.
 
         Of the positions that end with the last `min_match` tokens, the latest `candidates` are
         compared.
@@ -123,14 +142,18 @@ class SuffixIndex:
 class DraftLength:
     """How many tokens to draft next for one request, from how many were accepted lately.
 
-    Accepted drafts double the length, rejected ones shorten it to what was accepted. When too few
-    are accepted, nothing is drafted for some tokens, then a short draft is tried. After each such
-    try that fails, the next one comes twice as late.
+    A draft that is all right doubles the length. After a wrong one the length is one more than were
+    right, or that share of the longest which was accepted lately. When too few are accepted,
+    nothing is drafted for some tokens, then a short draft is tried. After each such try that fails,
+    the next one comes twice as late.
+
+    costly: every token of a draft takes time, as with a draft model. Then drafts start shorter, and
+        after a wrong one the length is that of the tokens that were right and one more.
     """
 
-    def __init__(self, longest: int = MAX_DRAFT) -> None:
-        self._longest = longest
-        self._length = min(_FIRST_LENGTH, longest)
+    def __init__(self, longest: int = MAX_DRAFT, *, costly: bool = False) -> None:
+        self._longest, self._costly = longest, costly
+        self._length = min(_FIRST_COSTLY_LENGTH if costly else _FIRST_LENGTH, longest)
         self._rate = 0.5  # share of accepted drafts: a moving average
         self._rest = _FIRST_REST
         self._resting = 0  # tokens to generate before the next draft
@@ -148,7 +171,8 @@ class DraftLength:
         if accepted == drafted:
             self._length = min(2 * self._length, self._longest)
         else:
-            self._length = min(accepted + 1, self._longest)
+            expected = 0 if self._costly else math.ceil(self._rate * self._longest)
+            self._length = min(max(accepted + 1, expected), self._longest)
         if self._rate >= 0.5:
             self._rest = _FIRST_REST
         elif self._rate < _LEAST_RATE:
@@ -229,11 +253,17 @@ class LookupText:
     A draft needs a match of some tokens, at first `MIN_MATCH`. One more is needed after a match
     that ended before a draft could follow it, and after a draft of which nothing was right. A draft
     that was all right sets this back. So free prose, whose matches are short, has few drafts.
+
+    A text that copies another one with edits goes on near the place where the copy broke off. So
+    for some tokens after a draft a match of one token is enough, if it is there.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._index, self._length = SuffixIndex(tokens), DraftLength()
         self._needed = MIN_MATCH
+        self._source = 0  # position of the first token of the latest draft
+        self._broke_off = 0  # position of the first token that was not copied
+        self._patience = 0  # tokens until this position does not count any more
 
     @property
     def wants_to_draft(self) -> bool:
@@ -241,21 +271,38 @@ class LookupText:
 
         So the engine waits for the last token only within a repetition.
         """
-        return self._length.next > 0 and self._index.match_length >= self._needed
+        return self._length.next > 0 and (self._patience > 0 or self._has_match)
+
+    @property
+    def _has_match(self) -> bool:
+        return self._index.match_length >= self._needed
 
     def propose(self, most: int) -> list[int]:
         """The next draft, of at most this many tokens. It may be empty."""
         if not self.wants_to_draft:
             return []
-        return self._index.propose(min(most, self._length.next))
+        if self._has_match:
+            position: int | None = self._index.longest_match()[1]
+        else:
+            position = self._index.find_latest(self._broke_off, _NEAR)
+        if position is None:
+            return []
+        self._source = position
+        return self._index.following(position, min(most, self._length.next))
 
     def record(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
         """Adds the tokens that a pass generated, with a draft of which some were accepted."""
-        waited = self.wants_to_draft
+        waited, size = self._length.next > 0 and self._has_match, len(self._index)
         for token in tokens:
             self._index.append(token)
         self._length.record(drafted, accepted, len(tokens))
         if drafted and accepted == drafted:
             self._needed = MIN_MATCH
-        elif not accepted and waited and (drafted or not self.wants_to_draft):
+        elif not accepted and waited and (drafted or not self._has_match):
             self._needed = min(self._needed + 1, _MOST_NEEDED)
+        if accepted > 1 or (accepted and self._patience):  # more than chance
+            self._broke_off, self._patience = self._source + accepted, _PATIENCE
+        else:
+            self._patience = max(0, self._patience - len(tokens))
+        if len(self._index) < size + len(tokens):  # positions have changed
+            self._patience = 0
