@@ -303,7 +303,9 @@ def test_a_state_file_is_uploaded(live: LiveServer, generator: Generator, tmp_pa
     assert later["choices"][0]["message"] == whole["choices"][0]["message"]
 
 
-def test_other_files_are_not_uploaded(live: LiveServer, tmp_path: Path) -> None:
+def test_other_files_are_not_uploaded(
+    live: LiveServer, generator: Generator, tmp_path: Path
+) -> None:
     def refused(content: bytes, status: int) -> str:
         answer = live.client.put(STATES, content=content)
         assert answer.status_code == status, answer.text
@@ -320,6 +322,12 @@ def test_other_files_are_not_uploaded(live: LiveServer, tmp_path: Path) -> None:
     assert "no state of this server's model" in refused(b"", 400)
     assert "For a text file, send content-type text/plain" in refused(b"Call me Ishmael. " * 9, 400)
     assert "at most" in refused(bytes(1 << 24), 413)
+    for part in ("logits", "C"):
+        state = generator.read("a").clone()  # outside inference mode: it can be changed
+        bad = state.logits if part == "logits" else state.model_state.blocks[-1][0]
+        bad.view(-1)[-1] = torch.nan
+        state.save(file)
+        assert "some of its numbers are NaN" in refused(file.read_bytes(), 400)
     assert len(live.client.get(STATES).json()["data"]) == before
 
 
