@@ -175,6 +175,10 @@ def test_jsonl_verbose(cli: Cli, speller: Path, source: Path) -> None:
     assert code == 0
     assert f" {tokens:,} generated tokens in " in summary(closing)
     assert memory.startswith("peak memory ")
+    lookup = "--speculate", "lookup"
+    code, _, err = cli("generate", speller, "--jsonl", source, "--verbose", *COPIED, *lookup)
+    assert code == 0
+    assert re.fullmatch(r"drafted +[\d,]+ tok, of which [\d,]+ were accepted", err.splitlines()[-1])
 
 
 @pytest.mark.usefixtures("no_weights")

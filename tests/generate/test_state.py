@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_files import CONFIG, names_in, save_small
+from safetensors.torch import load_file
 
 from xlstm7b import files
 from xlstm7b.config import ModelConfig
@@ -257,6 +258,11 @@ def test_missing_tensors_and_wrong_shapes(tmp_path):
         assert refusal(path) == f"{path} is damaged: it has no {name!r}"
         rewritten(path, {}, **{name: torch.zeros(2, 3)})
         assert refusal(path) == f"{path} is damaged: its {name!r} is float32 [2, 3]"
+        rewritten(path, {})
+        spoiled = load_file(path)[name].clone()
+        spoiled.view(-1)[-1] = torch.nan
+        rewritten(path, {}, **{name: spoiled})
+        assert refusal(path) == f"{path} is damaged: some numbers of its {name!r} are NaN"
     rewritten(path, {"tokens_seen": "[5, 6, 7]"})
     assert refusal(path) == f"{path} is damaged: its 'C' is float32 [2, 3, 2, 8, 16]"
 

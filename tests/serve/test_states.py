@@ -327,7 +327,7 @@ def test_other_files_are_not_uploaded(
         bad = state.logits if part == "logits" else state.model_state.blocks[-1][0]
         bad.view(-1)[-1] = torch.nan
         state.save(file)
-        assert "some of its numbers are NaN" in refused(file.read_bytes(), 400)
+        assert f"some numbers of its {part!r} are NaN" in refused(file.read_bytes(), 400)
     assert len(live.client.get(STATES).json()["data"]) == before
 
 

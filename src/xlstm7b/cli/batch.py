@@ -92,12 +92,22 @@ def complete_lines(
 
         start = time.perf_counter()
         requests = [lines[index].request for index in missing]
-        completions = opened.load().run(requests, done=done) if requests else []
+        generator = opened.load() if requests else None
+        completions = generator.run(requests, done=done) if generator else []
         seconds = time.perf_counter() - start
     _print_summary(completions, len(finished), seconds)
-    if verbose and completions:
+    if verbose and generator:
         memory = max(completion.peak_memory for completion in completions)
         print(f"peak memory  {memory / 1e9:>8,.2f} GB", file=sys.stderr)
+        if generator.speculate is not None:
+            print(drafted_line(completions), file=sys.stderr)
+
+
+def drafted_line(completions: Sequence["Completion"]) -> str:
+    """How many tokens were drafted by speculation, for --verbose."""
+    drafted = sum(completion.drafted_tokens for completion in completions)
+    accepted = sum(completion.accepted_tokens for completion in completions)
+    return f"drafted      {drafted:>8,} tok, of which {accepted:,} were accepted"
 
 
 def _read_object(line: bytes) -> dict[str, Any]:

@@ -237,6 +237,7 @@ def _print_speeds(
 ) -> None:
     """Prints tokens per second, and bytes per second compared with the memory bandwidth."""
     from xlstm7b.accounting import decode_bytes
+    from xlstm7b.cli.batch import drafted_line
 
     # Speeds count from the first token to the last. The longest output ran for the most steps.
     longest = max(completions, key=lambda completion: len(completion.token_ids))
@@ -266,9 +267,7 @@ def _print_speeds(
         tokens, speed = longest.prompt_tokens, longest.prompt_tokens_per_second
         lines.insert(0, f"prompt       {tokens:>8,} tok {speed:>12,.1f} tok/s")
     if generator.speculate is not None:
-        drafted = sum(completion.drafted_tokens for completion in completions)
-        accepted = sum(completion.accepted_tokens for completion in completions)
-        lines.append(f"drafted      {drafted:>8,} tok, of which {accepted:,} were accepted")
+        lines.append(drafted_line(completions))
     print("\n".join(lines), file=sys.stderr)
 
 

@@ -86,7 +86,7 @@ Speculate = Annotated[
     _model_option(
         "Guess tokens and verify several at once. lookup finds them in the text so far; the folder "
         "or hub id of a small model with the same tokenizer generates them; off does not guess. "
-        "The output is the same, and sooner there if the guesses are right."
+        "The output is the same. It takes less time if the guesses are right."
     ),
 ]
 Adapter = Annotated[

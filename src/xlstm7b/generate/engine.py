@@ -123,7 +123,7 @@ class Engine:
     replay: whether decode steps read states without writing them (docs/generation.md). By default
         they do on a GPU in batches that are large enough, so that it saves time.
     speculate: guesses the next tokens of each request, and verifies them in one pass. The output is
-        the same, and sooner there if the guesses are right. "lookup" finds them in the request's
+        the same, and takes less time if the guesses are right. "lookup" finds them in the request's
         own text; an `XLSTM` is a small model with the same tokenizer that generates them.
     adapters: LoRA adapters. Each request may name one of them, and all run in one batch.
     """

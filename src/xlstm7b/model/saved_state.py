@@ -140,6 +140,8 @@ class SavedState:
                 if tensor.shape != (len(seen), *shape) or not tensor.is_floating_point():
                     kind = f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")
                     raise ValueError(f"{path} is damaged: its {name!r} is {kind}")
+                if tensor.numel() and tensor.amax().isnan():
+                    raise ValueError(f"{path} is damaged: some numbers of its {name!r} are NaN")
                 if name in own and not own[name].narrow:  # older versions kept n and m narrow
                     tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
                 # A clone: the file is memory-mapped, and may be replaced while the state is used.
