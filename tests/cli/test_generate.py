@@ -428,8 +428,8 @@ def test_a_draft_model_that_does_not_fit(
     backend.save(str(tmp_path / "words" / "tokenizer.json"))
     for name, message in {
         "missing": "there is no draft model: .*missing' is neither a folder nor .*lookup",
-        "wide": "the draft model has a vocabulary of 384 tokens, the model one of 320",
-        "words": "words has the tokenizer .{12}, the model has bytes",
+        "wide": "wide cannot be the draft model: .* vocabulary of 384 tokens, the model one of 320",
+        "words": "words cannot be the draft model: it has another tokenizer .* .{12} and bytes",
     }.items():
         arguments = ["Once"] if command == "generate" else []
         error = refused(cli(command, speller, *arguments, "--speculate", tmp_path / name))

@@ -58,13 +58,17 @@ def open_speculation(
         raise ValueError(
             f'there is no draft model: {error} (to guess from the text so far, use "lookup")'
         ) from error
-    own = read_config(folder)
-    _check_vocabulary(own, config)
-    text = model_tokenizer(folder, own, None if (folder / "tokenizer.json").exists() else chosen)
+    try:
+        own = read_config(folder)
+        _check_vocabulary(own, config)
+        chosen = None if (folder / "tokenizer.json").exists() else chosen
+        text = model_tokenizer(folder, own, chosen)
+    except ValueError as error:
+        raise ValueError(f"{folder} cannot be the draft model: {error}") from error
     if text.fingerprint != tokenizer.fingerprint:
         raise ValueError(
-            f"the draft model in {folder} has the tokenizer {text.fingerprint[:12]}, the model has "
-            f"{tokenizer.fingerprint[:12]}: a draft model needs the same"
+            f"{folder} cannot be the draft model: it has another tokenizer than the model "
+            f"(fingerprints {text.fingerprint[:12]} and {tokenizer.fingerprint[:12]})"
         )
     return folder
 
