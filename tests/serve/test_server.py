@@ -219,6 +219,7 @@ def test_the_first_line_sums_up_the_server(start: Callable[..., Any], tmp_path: 
         "dtype": "float32",
         "state_dtype": "float32",
         "slots": 3,
+        "speculate": "off",
         "cache_gb": 0.5,
         "host_cache_gb": 0,
         "cache_folder": str(cache),

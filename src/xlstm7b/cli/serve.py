@@ -249,6 +249,7 @@ def serve(
         is_local=is_loopback(bound),
     )
     summary = {
+        "speculate": speculate,
         "cache_gb": cache_gb,
         "host_cache_gb": host_cache_gb,
         "cache_folder": None if cache_folder is None else str(cache_folder),
