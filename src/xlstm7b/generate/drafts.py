@@ -18,7 +18,7 @@ MAX_DRAFT = 15  # tokens of one draft
 MIN_MATCH = 3  # latest tokens that must have occurred before
 MAX_MATCH = 32  # longer ones are not compared further
 _MOST_NEEDED = 8  # tokens of a match, after drafts that were wrong
-_NEAR = 8  # tokens after the place where a copy broke off that are searched for the latest token
+_NEAR = 8  # tokens after the position where a copy broke off: the latest token is searched in them
 _PATIENCE = 6  # tokens after a copy broke off until this search ends
 _CANDIDATES = 16  # earlier positions that are compared
 WINDOW = 1 << 16  # latest tokens that are searched
@@ -254,7 +254,7 @@ class LookupText:
     that ended before a draft could follow it, and after a draft of which nothing was right. A draft
     that was all right sets this back. So free prose, whose matches are short, has few drafts.
 
-    A text that copies another one with edits goes on near the place where the copy broke off. So
+    A text that copies another one with edits goes on near the position where the copy broke off. So
     for some tokens after a draft a match of one token is enough, if it is there.
     """
 
