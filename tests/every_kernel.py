@@ -26,6 +26,7 @@ from xlstm7b.generate.fused import FusedModel, Slots
 from xlstm7b.generate.kernels import fp8, gpu
 from xlstm7b.generate.kernels.few_rows import MAX_ROWS
 from xlstm7b.generate.replay import Rings
+from xlstm7b.generate.sampler import Needs, Sampler, mask_words
 from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
 from xlstm7b.mlstm.replay import Pass
 from xlstm7b.model import ModelState
@@ -95,6 +96,7 @@ def launch_all(heads: Sequence[tuple[int, int, torch.dtype]]) -> None:
     for scheme in SCHEMES[: 3 if ONLY_COMPILE else None]:
         run_quantized(scheme, [1, 3, 12] if ONLY_COMPILE else [1, 3, 8, 12, 20])
     run_prompts(BFLOAT16 if ONLY_COMPILE else FLOAT32, rows=3)
+    run_sampler()
 
 
 class NoGPU:
@@ -245,6 +247,21 @@ def run_prompts(dtype: torch.dtype, rows: int) -> None:
     tokens = torch.randint(331, (rows, 70), device=DEVICE)
     lengths = torch.randint(71, (rows,), device=DEVICE)
     fused.logits(fused.read(tokens, state, lengths, Slots(order, order.flip(0))))
+
+
+def run_sampler() -> None:
+    """Tokens of three rows and of several positions, greedy and drawn."""
+    sampler = Sampler(3, 5003, DEVICE)
+    sampler._uses_kernels = True
+    for row, params in enumerate([{"temperature": 0}, {"min_p": 0.1}, {"top_k": 7, "top_p": 0.9}]):
+        sampler.set_row(row, SamplingParams(max_new_tokens=99, **params), seed=row)
+    dtypes = (FLOAT32,) if ONLY_COMPILE else (FLOAT32, BFLOAT16, torch.float64)
+    for dtype in dtypes:
+        for needs in Needs(), Needs(sampling=True), Needs(sampling=True, filters=True):
+            sampler(draw(3, 5003, dtype=dtype), needs)
+    drafts = torch.randint(5003, (3, 2), device=DEVICE)
+    masks = torch.zeros(3, 2, mask_words(5003), dtype=torch.int32, device=DEVICE)
+    sampler.sample_drafts(draw(3, 3, 5003), drafts, needs, masks)
 
 
 def run_engine() -> None:

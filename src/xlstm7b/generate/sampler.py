@@ -10,6 +10,7 @@ from torch import Tensor
 
 from xlstm7b.generate.params import MAX_LOGPROBS, SamplingParams
 from xlstm7b.generate.request import BAD_LOGITS
+from xlstm7b.mlstm import has_kernels
 
 _FEW = 2048  # most likely tokens among which a CPU looks for those that top_k and top_p keep
 _REALS = (
@@ -71,6 +72,8 @@ class Sampler:
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device | str) -> None:
         self._shape, self._device = (rows, vocab_size), device
+        kind = torch.device(device)
+        self._uses_kernels = kind.type == "cuda" and has_kernels(kind)
         # The sampled tokens, end of text included. −1: the row was finished before; `BAD_LOGITS`:
         # its logits were not finite, which finishes it.
         self.tokens = self._new(rows) - 1
@@ -225,13 +228,17 @@ class Sampler:
         A row in which every token is banned gets token 0. In a row with a grammar, the tokens that
         it allows are never all banned: if bias or `min_new_tokens` ban them all, they have no say.
         """
-        best, token = self._sample(logits, needs)
-        alive, continues, sampled = self._outcome(best, token)
-        self.tokens.copy_(torch.where(alive, sampled, -1))
-        self.pending.copy_(torch.where(continues, sampled, -1))
-        self.index += alive
+        scores = self._scores(logits, needs)
+        if self._uses_kernels:
+            token, _ = self._sample_by_kernels(scores, needs, self.tokens)
+        else:
+            token, sampled = self._sample(scores, needs)
+            alive, continues = self._outcome(token, sampled)
+            self.tokens.copy_(torch.where(alive, sampled[..., 0], -1))
+            self.pending.copy_(torch.where(continues, sampled[..., 0], -1))
+            self.index += alive
         if needs.penalties:
-            self._counts.scatter_add_(-1, token, alive[:, None].int())
+            self._counts.scatter_add_(-1, token, (self.tokens != -1)[:, None].int())
         if needs.logprobs is not None:
             logprob, top_logprobs, top_tokens = _logprobs(logits, token, needs.logprobs)
             self.logprob.copy_(logprob)
@@ -250,8 +257,10 @@ class Sampler:
         [B, T − 1, words] are the grammars' masks after the drafts, as in `set_masks`.
         """
         at = self._after(drafts, needs, allowed)
-        best, token = at._sample(logits, needs)
-        alive, continues, sampled = at._outcome(best, token)
+        sample = at._sample_by_kernels if self._uses_kernels else at._sample
+        token, sampled = sample(at._scores(logits, needs), needs)
+        alive, continues = at._outcome(token, sampled)
+        sampled = sampled[..., 0]
         accepted = (continues[:, :-1] & (drafts == sampled[:, :-1])).long().cumprod(1)
         alive[:, 1:] &= accepted.bool()
         count = accepted.sum(1)
@@ -284,17 +293,37 @@ class Sampler:
             view._allowed = torch.cat([view._allowed, allowed], 1)
         return view
 
-    # These take logits [B, V], or [B, T, V] in a sampler with positions.
+    # These take logits or scores [B, V], or [B, T, V] in a sampler with positions.
 
-    def _sample(self, logits: Tensor, needs: Needs) -> tuple[Tensor, Tensor]:
-        """The best score of each row, and the token sampled, both [..., 1]."""
-        scores = self._scores(logits, needs)
+    def _sample(self, scores: Tensor, needs: Needs) -> tuple[Tensor, Tensor]:
+        """The token of each row, and the same or `BAD_LOGITS`, both [..., 1]."""
         best, token = scores.max(-1, keepdim=True)  # NaN, if there is one
         if needs.sampling:
             greedy = (self._temperature == 0) | (best == -torch.inf)
             weights = self._weights(scores, best, needs)
             token = torch.where(greedy, token, draw(weights, uniform(self._key, self.index)))
-        return best, token
+        return token, torch.where(best < torch.inf, token, BAD_LOGITS)
+
+    def _sample_by_kernels(
+        self, scores: Tensor, needs: Needs, tokens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`_sample` on a GPU. If given `tokens`, also writes them, `pending` and `index`."""
+        from xlstm7b.generate.kernels import sampling
+
+        rows = sampling.Rows(
+            pending=self.pending,
+            indices=self.index,
+            max_new=self._max_new,
+            temperature=self._temperature,
+            top_p=self._top_p,
+            min_p=self._min_p,
+            last_rank=self._last_rank,
+            key=self._key,
+            ends=self._ends,
+        )
+        return sampling.sample(
+            scores, rows, sampling=needs.sampling, filters=needs.filters, tokens=tokens
+        )
 
     def _scores(self, logits: Tensor, needs: Needs) -> Tensor:
         """Logits after bias, penalties and bans."""
@@ -339,11 +368,11 @@ class Sampler:
             weights = weights.where(weights >= self._min_p * scale, 0)
         return weights
 
-    def _outcome(self, best: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Which rows sample a token, which go on after it, and the token or `BAD_LOGITS`."""
+    def _outcome(self, token: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
+        """Which rows sample a token, and which go on after it."""
         alive = (self.pending >= 0) & (self.index < self._max_new)
-        continues = alive & ~self._ends.take_along_dim(token, -1)[..., 0]
-        return alive, continues, torch.where(best < torch.inf, token, BAD_LOGITS)[..., 0]
+        is_last = self._ends.take_along_dim(token, -1) | (sampled < 0)
+        return alive, alive & ~is_last[..., 0]
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self._device)
