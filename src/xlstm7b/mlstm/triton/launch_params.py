@@ -101,7 +101,12 @@ def replay_tile(rows: int, ring: int, d_qk: int, d_hv: int, state_dtype: torch.d
 
 def pass_tile(rows: int, d_qk: int, d_hv: int) -> Tile:
     """The tile of a pass by replay: of ten, the fastest or near it on an H200."""
-    tile = Tile(1, 256, 32, 8, 1) if rows <= 8 else Tile(1, 64, 32 if rows <= 16 else 64, 4, 1)
+    if rows <= 8:
+        tile = Tile(1, 256, 32, 8, 1)
+    elif rows <= 16:
+        tile = Tile(1, 64, 32, 4, 1)
+    else:
+        tile = Tile(1, 64, 64, 4, 1, 128)
     return tile.within(d_qk, d_hv)
 
 

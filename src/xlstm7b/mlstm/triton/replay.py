@@ -18,8 +18,6 @@ from xlstm7b.mlstm.triton.chunk_gates import log_sigmoid
 from xlstm7b.mlstm.triton.launch_params import Tile, padded
 from xlstm7b.mlstm.triton.step import take_counters
 
-FOLDED_ROWS = 32  # of C that are folded at a time
-
 
 @triton.jit
 def replay_kernel(
@@ -271,13 +269,18 @@ def launch_replay(
         d_k**-0.5, eps, norm_eps, heads, DK=d_k, DV=d_v,
         SIZE=size, ENTRIES=padded(1 + most_held(size, cursor.interval)), INTERVAL=cursor.interval,
         BLOCK_K=tile.d_in, BLOCK_V=tile.d_out, PADDED_K=padded(d_k), PADDED_V=padded(d_v),
-        FOLDED=min(FOLDED_ROWS, padded(d_k)), PRECISION=precision(q.dtype),
+        FOLDED=folded_rows(tile, d_k), PRECISION=precision(q.dtype),
         PARTS=min(tile.d_in, threads_of_column(tile, state.C.itemsize)), STAGES=tile.stages,
         OVERLAP=overlap,
         **tile.options(),
         **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     return h
+
+
+def folded_rows(tile: Tile, d_k: int) -> int:
+    """How many rows of C are folded at a time: a thread holds up to 32 elements."""
+    return max(16, min(1024 * tile.warps // tile.d_out, padded(d_k)))
 
 
 def threads_of_column(tile: Tile, itemsize: int) -> int:

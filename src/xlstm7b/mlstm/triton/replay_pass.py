@@ -16,10 +16,10 @@ from xlstm7b.mlstm.replay import Pass, Ring
 from xlstm7b.mlstm.triton.chunk_gates import log_sigmoid
 from xlstm7b.mlstm.triton.launch_params import Tile, padded
 from xlstm7b.mlstm.triton.replay import (
-    FOLDED_ROWS,
     dot_narrow,
     fold_n,
     fold_tile,
+    folded_rows,
     most_held,
     precision,
 )
@@ -247,8 +247,9 @@ def launch_pass(
         *gate.stride()[:2], *(part.stride(0) for part in (*state, *ring[:3])),
         d_k**-0.5, eps, norm_eps, heads, DK=d_k, DV=d_v, T=length,
         SIZE=size, ENTRIES=padded(most_held(size, rows.interval)), INTERVAL=rows.interval,
-        BLOCK_K=tile.d_in, BLOCK_V=tile.d_out, FOLDED=min(FOLDED_ROWS, padded(d_k)),
-        NORMED=min(4, triton.next_power_of_2(length)), PADDED_V=padded(d_v), ROWS=padded(length),
+        BLOCK_K=tile.d_in, BLOCK_V=tile.d_out, FOLDED=folded_rows(tile, d_k),
+        NORMED=min(tile.warps, triton.next_power_of_2(length)), PADDED_V=padded(d_v),
+        ROWS=padded(length),
         PRECISION=precision(q.dtype), STAGES=tile.stages, OVERLAP=overlap, **tile.options(),
         **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
