@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xlstm7b.generate.drafts import MAX_DRAFT, MIN_MATCH, DraftLength, LookupText, SuffixIndex
+from xlstm7b.generate.drafts import (
+    MAX_DRAFT,
+    MIN_MATCH,
+    DraftLength,
+    LookupDrafter,
+    LookupText,
+    SuffixIndex,
+)
+from xlstm7b.generate.params import SamplingParams
+from xlstm7b.generate.request import Request
 
 
 def searched(tokens: list[int], count: int, least: int, most: int, candidates: int) -> list[int]:
@@ -105,6 +114,26 @@ def test_any_tokens_may_follow_a_draft(data):
         tokens = [*draft[:accepted], data.draw(st.integers(0, 3))]
         text.record(tokens, len(draft), accepted)
         known |= {*tokens}
+
+
+def test_requests_without_a_draft_do_not_lose_more_than_drafts_gain():
+    prompt = random.Random(0).sample(range(1000), 100)
+    copying, other = (Request([1], SamplingParams()) for _ in range(2))
+    for cost, others, is_drafted in [
+        (0, 9, True),
+        (3.5, 1, True),
+        (3.6, 1, False),
+        (3.5, 2, False),
+    ]:
+        drafter = LookupDrafter(cost)
+        drafter.start(copying, [*prompt, *prompt[20:24]])
+        drafter.start(other, prompt)
+        most = {copying: 7, other: 7}
+        most |= {Request([1], SamplingParams()): 0 for _ in range(others - 1)}
+        found = drafter.propose(most)
+        # The first draft has 7 tokens, of which half are expected to be right.
+        assert found == ({copying: prompt[24:31]} if is_drafted else {})
+        assert drafter.propose({copying: 7}) == {copying: prompt[24:31]}
 
 
 def test_short_matches_that_lead_nowhere_are_ignored():

@@ -10,6 +10,7 @@ import types
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,11 +34,12 @@ from speculation_cases import assert_same, grammar_requests, many_requests
 
 from xlstm7b.bench import speculation
 from xlstm7b.generate import Completion, Engine, Generator, Request, SamplingParams, SavedState
+from xlstm7b.generate import runner as runner_module
 from xlstm7b.generate.chat import Chat
 from xlstm7b.generate.drafts import MAX_DRAFT, LookupText
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.replay import INTERVAL, Rings, ring_sizes
-from xlstm7b.generate.runner import ModelRunner, PrefillRow
+from xlstm7b.generate.runner import REPLAY_SLOTS, ModelRunner, PrefillRow
 from xlstm7b.generate.structured import Matcher, compile_grammar, draft_masks, next_masks
 from xlstm7b.generate.unfused import UnfusedModel
 from xlstm7b.model import XLSTM
@@ -97,13 +99,19 @@ def continued(prompt: tuple[int, ...], count: int = 120) -> list[int]:
     slots=st.integers(1, 5),
     interval=st.integers(1, 5),
     kind=st.sampled_from([ModelRunner, GraphRunner]),
+    steps=st.sampled_from([0, 1, 2, runner_module.STEPS_BY_REPLAY]),
 )
-def test_any_order_of_calls(data, slots, interval, kind):
+def test_any_order_of_calls(data, slots, interval, kind, steps):
     """Slots start, stop, move and start again; drafts are right up to any place.
 
-    Steps without drafts come in between. On a CPU they write the states.
+    Steps without drafts come in between. On a CPU they write the states, on a GPU after some steps.
     """
-    runner = exact_runner(slots, interval, kind)
+    with patch.object(runner_module, "STEPS_BY_REPLAY", steps):
+        call_in_any_order(data, slots, exact_runner(slots, interval, kind))
+
+
+def call_in_any_order(data: st.DataObject, slots: int, runner: ModelRunner) -> None:
+    runner._write_below = REPLAY_SLOTS
     read = dict[int, tuple[tuple[int, ...], int]]()  # by slot: the prompt, and how much after it
     for _ in range(12):
         free = [slot for slot in range(slots) if slot not in read]
@@ -174,6 +182,7 @@ class Oracle:
 
     texts: ClassVar[dict[tuple[int, ...], list[int]]] = {}  # outputs by what is known at first
     accuracy = 0.8
+    accepted_share = 1000.0  # a pass always pays
     draw = random.Random(0)
 
     def __init__(self, known: Sequence[int]) -> None:
@@ -423,12 +432,34 @@ def test_lookup_copies_what_the_text_had_before(make_engine, temperature):
     request = Request([4, 8], params, previous_prompt=[4, 8, *want.token_ids])
     other = Request([4, 9], params)
     driver = Driver(make_engine(MODEL, slots=2, speculate="lookup"))
+    driver.engine._drafter._pass_cost = 0.3  # as with a large model
     driver.add_all([request, other])
     driver.finish()
     got = driver.completion(request)
     assert got.token_ids == want.token_ids
     assert got.accepted_tokens > 40
     assert driver.completion(other).token_ids == run_alone(MODEL, copy_of(other)).token_ids
+
+
+def test_in_a_batch_of_a_small_model_drafts_of_a_few_requests_do_not_pay():
+    """One request copies its output, which is in `previous_prompt`. Three others repeat nothing."""
+    params = [SamplingParams(max_new_tokens=80, seed=seed, eos_token_id=()) for seed in range(3, 7)]
+    wanted = [run_alone(MODEL, Request([4, 8], each)) for each in params]
+    known = [4, 8, *wanted[0].token_ids]
+    engine = gpu_like_engine(MODEL, slots=4, speculate="lookup")
+    assert engine._runner.pass_cost > 3
+    driver = Driver(engine)
+    copying = Request([4, 8], params[0], previous_prompt=known)
+    requests = [copying, *(Request([4, 8], each) for each in params[1:])]
+    driver.add_all(requests)
+    driver.finish()
+    for request, want in zip(requests, wanted, strict=True):
+        assert driver.completion(request).token_ids == want.token_ids
+    assert driver.completion(copying).drafted_tokens < 15
+    alone = copy_of(copying)
+    driver.add(alone)
+    driver.finish()
+    assert driver.completion(alone).accepted_tokens > 40
 
 
 def test_steps_run_ahead_while_drafts_do_not_pay(oracle, monkeypatch):

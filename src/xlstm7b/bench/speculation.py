@@ -123,6 +123,10 @@ class ForcedDrafts:
     def wants_to_draft(self) -> bool:
         return self._wanted > 0
 
+    @property
+    def accepted_share(self) -> float:
+        return 1.0 if self._length is None else self._length.accepted_share
+
     def propose(self, most: int) -> list[int]:
         right = following(self._last, max(0, min(most, self._wanted)), self._vocab_size)
         wrong = ((token + 1) % self._vocab_size for token in right)

@@ -204,7 +204,8 @@ class ModelDrafter(Drafter):
         return self._texts[request].length.next > 0
 
     def propose(self, most: Mapping[Request, int]) -> dict[Request, list[int]]:
-        lengths = {one: min(count, self._texts[one].length.next) for one, count in most.items()}
+        asked = {request: count for request, count in most.items() if count > 0}
+        lengths = {one: min(count, self._texts[one].length.next) for one, count in asked.items()}
         drafting = [request for request, length in lengths.items() if length > 0]
         self._read(drafting)
         drafting = [request for request in drafting if not self._texts[request].unread]

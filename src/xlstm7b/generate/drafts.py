@@ -162,6 +162,11 @@ class DraftLength:
     def next(self) -> int:
         return 0 if self._resting else self._length
 
+    @property
+    def accepted_share(self) -> float:
+        """The share of drafts that were accepted lately."""
+        return self._rate
+
     def record(self, drafted: int, accepted: int, generated: int) -> None:
         """Counts a pass that generated tokens. `drafted` may be 0."""
         self._resting = max(0, self._resting - generated)
@@ -197,9 +202,10 @@ class Drafter(Protocol):
         """
 
     def propose(self, most: Mapping["Request", int]) -> dict["Request", list[int]]:
-        """The next drafts of requests that have started, each of at most this many tokens.
+        """The next drafts of the requests of a batch, each of at most this many tokens.
 
-        A request without a draft has an empty list, or none.
+        0: the request has no drafts, and need not have started. A request without a draft has an
+        empty list in the result, or none.
         """
 
     def record(
@@ -218,9 +224,14 @@ class Drafter(Protocol):
 
 
 class LookupDrafter(Drafter):
-    """Drafts by lookup in each request's own prompt and output."""
+    """Drafts by lookup in each request's own prompt and output.
 
-    def __init__(self) -> None:
+    A pass takes longer than a step by `pass_cost` steps, and requests of the batch without a draft
+    wait for it. So drafts must be expected to gain as many tokens as these requests lose.
+    """
+
+    def __init__(self, pass_cost: float = 0.0) -> None:
+        self._pass_cost = pass_cost
         self._texts: dict[Request, LookupText] = {}
 
     def start(self, request: "Request", tokens: Sequence[int]) -> None:
@@ -230,7 +241,11 @@ class LookupDrafter(Drafter):
         return self._texts[request].wants_to_draft
 
     def propose(self, most: Mapping["Request", int]) -> dict["Request", list[int]]:
-        return {request: self._texts[request].propose(count) for request, count in most.items()}
+        texts = {request: self._texts[request] for request, count in most.items() if count > 0}
+        found = {request: text.propose(most[request]) for request, text in texts.items()}
+        found = {request: draft for request, draft in found.items() if draft}
+        gained = sum(len(draft) * texts[one].accepted_share for one, draft in found.items())
+        return found if gained >= self._pass_cost * (len(most) - len(found)) else {}
 
     def record(
         self, request: "Request", tokens: Sequence[int], drafted: int, accepted: int
@@ -272,6 +287,11 @@ class LookupText:
         So the engine waits for the last token only within a repetition.
         """
         return self._length.next > 0 and (self._patience > 0 or self._has_match)
+
+    @property
+    def accepted_share(self) -> float:
+        """The share of drafts that were accepted lately."""
+        return self._length.accepted_share
 
     @property
     def _has_match(self) -> bool:

@@ -186,7 +186,7 @@ class Engine:
             draft_runner = DraftRunner(FusedModel(speculate), self.slots)
             self._drafter = ModelDrafter(draft_runner, prefill_tokens)
         elif speculate is not None:
-            self._drafter = LookupDrafter()
+            self._drafter = LookupDrafter(self._runner.pass_cost)
         self._scheduler = Scheduler(
             self.slots,
             prefill_limits(self.device, prefill_tokens, long_gaps),
@@ -505,13 +505,13 @@ class Engine:
         is_known = all(step.values is not None for step in self._launched)
         if self._drafter is None or not most or not is_known:
             return drafts, masks
-        lengths: dict[Request, int] = {}
+        lengths = dict.fromkeys(requests, 0)
         for request in requests:
             if request.speculate and request not in self._finishing:
                 # The last token of the output is not drafted: every position draws a token. The
                 # first token was drawn after the prompt, each other one after a read.
                 left = request.params.max_new_tokens - 1 - request.reads
-                lengths[request] = min(most, left - 1)
+                lengths[request] = max(0, min(most, left - 1))
         found = self._in_model(partial(self._drafter.propose, lengths))
         for request, draft in found.items():
             if draft and request.matcher is not None:
