@@ -16,6 +16,7 @@ from xlstm7b.generate.scheduler import (
     PrefillLimits,
     RecentPrompts,
     Scheduler,
+    UnreadPrompts,
 )
 from xlstm7b.tokenizer import ByteTokenizer
 
@@ -585,3 +586,23 @@ def test_requests_that_arrive_first_start_first(lengths, limits, others):
         for batch in simulation.step():
             started += [chunk.request for chunk in batch if chunk.request not in started]
     assert [request for request in started if request in requests] == requests
+
+
+@given(
+    prompts=st.lists(
+        st.tuples(st.lists(st.integers(0, 2), max_size=4), st.sampled_from([b"", b"adapter"])),
+        max_size=12,
+    ),
+    data=st.data(),
+)
+def test_unread_prompts_know_which_prompt_others_start_with(prompts, data):
+    unread, left = UnreadPrompts(), [HashedTokens(ids, salt=salt) for ids, salt in prompts]
+    for tokens in left:
+        unread.add(tokens)
+    while left:
+        for tokens in left:
+            others = [each for each in left if each is not tokens]
+            want = any(each.has_prefix(tokens, len(tokens)) for each in others)
+            assert unread.starts_another(tokens) == want
+        removed = left.pop(data.draw(st.integers(0, len(left) - 1)))
+        unread.remove(removed)

@@ -4,8 +4,9 @@ Plain Python over requests: no tensors, no model. The engine calls it at every s
 returns.
 """
 
+from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from xlstm7b.generate.request import BLOCK, HashedTokens, Request, RequestStatus, digest
@@ -58,7 +59,7 @@ class Scheduler:
     ) -> None:
         self.slots, self._limits = slots, limits
         self._interval, self.store_all = cache_interval, store_all
-        self._recent = RecentPrompts()
+        self._recent, self._unread = RecentPrompts(), UnreadPrompts()
         self.waiting: deque[Request] = deque()
         self.prefilling: deque[Request] = deque()  # in the order in which they read
         self.running: list[Request] = []
@@ -76,6 +77,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
+        if request.hashed is not None and not self.store_all:
+            self._unread.add(request.hashed)
 
     def admit(self) -> list[Request]:
         """Gives free slots to waiting requests, first come, first served.
@@ -212,17 +215,12 @@ class Scheduler:
         is_whole = end == len(request.read_token_ids)
         if self.store_all:
             return is_whole or end % self._interval == 0 or end == request.shared_prefix_len
-        others: Iterable[Request] = (*self.prefilling, *self.waiting)
-        return is_whole and any(
-            other is not request
-            and other.hashed is not None
-            and other.hashed.has_prefix(request.hashed, end)
-            for other in others
-        )
+        return is_whole and self._unread.starts_another(request.hashed)
 
     def start_decoding(self, request: Request) -> None:
         """Marks the prompt as read: the request generates from now on."""
         self.prefilling.remove(request)
+        self._drop_unread(request)
         self.running.append(request)
         request.status = RequestStatus.RUNNING
 
@@ -262,16 +260,23 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Removes a request from the queue or from its slot, which becomes free."""
-        if request in self.waiting:
-            self.waiting.remove(request)
+        if request.status is RequestStatus.WAITING:
+            if request in self.waiting:
+                self.waiting.remove(request)
+                self._drop_unread(request)
             return
         if request in self.prefilling:
             self.prefilling.remove(request)
+            self._drop_unread(request)
         elif request in self.running:
             self.running.remove(request)
         else:
             return
         self._free.add(request.slot)
+
+    def _drop_unread(self, request: Request) -> None:
+        if request.hashed is not None and not self.store_all:
+            self._unread.remove(request.hashed)
 
 
 class RecentPrompts:
@@ -302,3 +307,41 @@ class RecentPrompts:
         while len(self._hashes) > self._max_hashes:
             self._hashes.popitem(last=False)
         return shared
+
+
+class UnreadPrompts:
+    """The prompts of waiting requests and of those in prefill, sorted.
+
+    Prompts that start with the same tokens are neighbours. So the cost of a search hardly grows
+    with their number, which may be that of a whole data set.
+    """
+
+    def __init__(self) -> None:
+        self._sorted: list[tuple[bytes, bytes]] = []
+        self._is_sorted = True
+
+    def add(self, tokens: HashedTokens) -> None:
+        self._sorted.append(self._entry(tokens))
+        self._is_sorted = False
+
+    def remove(self, tokens: HashedTokens) -> None:
+        del self._sorted[self._find(self._entry(tokens))]
+
+    def starts_another(self, tokens: HashedTokens) -> bool:
+        """True if a prompt besides this one, which was added too, starts with all of its tokens."""
+        salt, content = self._entry(tokens)
+        following = self._find((salt, content)) + 1
+        if following == len(self._sorted):
+            return False
+        other_salt, other = self._sorted[following]
+        return other_salt == salt and other.startswith(content)
+
+    def _find(self, entry: tuple[bytes, bytes]) -> int:
+        if not self._is_sorted:
+            self._sorted.sort()
+            self._is_sorted = True
+        return bisect_left(self._sorted, entry)
+
+    @staticmethod
+    def _entry(tokens: HashedTokens) -> tuple[bytes, bytes]:
+        return tokens.salt, tokens.prefix_bytes(len(tokens))
