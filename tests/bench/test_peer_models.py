@@ -1,9 +1,11 @@
 """Models of other libraries: their cached decoding is right, and a wrong one is found."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -177,3 +179,27 @@ def test_bytes_of_a_cache() -> None:
     )
     mamba = make("falcon-mamba")
     assert mamba.cache_bytes(10) == mamba.cache_bytes(1000)
+
+
+def test_fewer_configurations_are_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+
+    def kernel(**configs: list[int]) -> Any:
+        pairs = [(w, s) for w in configs["warps"] for s in configs["stages"]]
+        tried = [triton.Config({}, num_warps=warps, num_stages=stages) for warps, stages in pairs]
+        tuned = triton.autotune(tried, key=[])(triton.jit(lambda: None))
+        return triton.heuristics({})(tuned)
+
+    def tried(kernel: Any) -> list[tuple[int, int]]:
+        return [(each.num_warps, each.num_stages) for each in kernel.fn.configs]
+
+    ours, other = ModuleType("peer.kernels"), ModuleType("another.kernels")
+    ours.many = kernel(warps=[2, 4, 8, 16], stages=[2, 3, 4])
+    ours.few = kernel(warps=[1, 2], stages=[1])
+    other.many = kernel(warps=[2, 4], stages=[2])
+    for module in (ours, other):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    peer_models._tune_less("peer.")
+    assert tried(ours.many) == [(4, 2), (4, 3), (8, 2), (8, 3)]
+    assert tried(ours.few) == [(1, 1), (2, 1)]  # none would be left
+    assert tried(other.many) == [(2, 2), (4, 2)]

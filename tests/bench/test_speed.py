@@ -228,6 +228,11 @@ def test_a_recurrent_model_is_compiled_for_one_batch(monkeypatch: pytest.MonkeyP
             (20, 1, fastest),
             (40, 1, fastest),
         ]
+        both = {"compiled_seconds": compiled, "not_compiled_seconds": 2.0}
+        assert all(row.figures == both for row in rows)
+    del seconds[COMPILED]
+    (row, _) = timer.results("full")
+    assert (row.work, row.figures) == (GRAPH, {"compiled_error": f"KeyError: '{COMPILED}'"})
 
 
 def test_only_a_cache_that_grows_is_compiled_for_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ CUDA graph. `check` compares a peer's cached decoding with its own pass over the
 
 import copy
 import inspect
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -671,6 +672,7 @@ class Rwkv7(Peer):
     def build(self) -> torch.nn.Module:
         fla: Any = import_module("fla.models.rwkv7")
         layer: Any = import_module("fla.layers.rwkv7").RWKV7Attention
+        _tune_less("fla.")
         plan = self.plan
         if plan.size.lower() == "7b":
             fields = {"hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 65536}
@@ -695,6 +697,8 @@ class Rwkv7(Peer):
             for parameter in model.parameters():
                 if parameter.ndim > 1:
                     parameter.normal_(std=0.02)
+            # Its kernels are tuned once, whatever the length: so a long prompt comes first.
+            model(torch.zeros(1, 4096, dtype=torch.long, device=plan.device), logits_to_keep=1)
         return model
 
     def logits(self, tokens: Tensor) -> Tensor:
@@ -717,6 +721,26 @@ class Rwkv7(Peer):
 
     def tensors(self, cache: Any) -> list[Tensor]:
         return list(_tensors([layer.state for layer in cache.layers]))
+
+
+def _tune_less(prefix: str) -> None:
+    """Kernels of these modules are tuned over configurations with 4 or 8 warps, 2 or 3 stages.
+
+    Triton compiles one after another. All configurations of RWKV-7's kernels, up to 135 for one of
+    them, took longer than the time limit of a model.
+    """
+    autotuner: Any = import_module("triton.runtime.autotuner")
+    for name, module in [*sys.modules.items()]:
+        for kernel in vars(module).values() if name.startswith(prefix) else ():
+            while isinstance(kernel, (autotuner.Autotuner, autotuner.Heuristics)):
+                if isinstance(kernel, autotuner.Autotuner):
+                    kept = [each for each in kernel.configs if _is_usual(each)]
+                    kernel.configs = kept or kernel.configs
+                kernel = kernel.fn
+
+
+def _is_usual(config: Any) -> bool:
+    return config.num_warps in (4, 8) and config.num_stages in (2, 3)
 
 
 def _named(package: str) -> str:

@@ -352,7 +352,11 @@ class SpeedPeer(PeerTimer):
         same_batch = replace(case, batch=result.batch)
         compiled = attempt(same_batch, partial(self._time_batch, COMPILED), Exception)
         release(self.plan.device)
-        return min(result, compiled, key=lambda each: each.seconds or math.inf)
+        if compiled.error is not None:
+            return replace(result, figures=result.figures | {"compiled_error": compiled.error})
+        other = {"compiled_seconds": compiled.seconds, "not_compiled_seconds": result.seconds}
+        fastest = min(result, compiled, key=lambda each: each.seconds or math.inf)
+        return replace(fastest, figures=fastest.figures | other)
 
     def _largest(self, case: Result, way: str) -> Result:
         per_row = self.peer.cache_bytes(_room(case)) + 16 * self.peer.vocab_size
