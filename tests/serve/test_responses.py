@@ -1,6 +1,7 @@
 """/v1/responses through the OpenAI client and as raw events, and what the server stores."""
 
 import asyncio
+import copy
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
@@ -13,6 +14,7 @@ from live_server import LiveServer, error_of, serving
 from pydantic import BaseModel
 from tool_chats import tool_format, tool_generator
 
+from xlstm7b.generate import Generator
 from xlstm7b.serve.protocol import ApiError, Limits
 from xlstm7b.serve.responses import ResponseBody, ResponseWriter, StoredResponses
 
@@ -116,6 +118,43 @@ def test_events_of_calls(live: LiveServer) -> None:
     (item,) = found[-1]["response"]["output"]
     assert item == {**added["item"], "status": "completed", "arguments": done["arguments"]}
     assert {event["item_id"] for event in [*deltas, done]} == {item["id"]}
+
+
+def test_speculation_is_counted_as_in_a_chat() -> None:
+    generator = tool_generator()
+    body = {"input": "Hi", "temperature": 0}
+    with serving(
+        generator,
+        chat_format=tool_format(),
+        speculate=copy.deepcopy(generator.model),
+        cache_bytes=0,
+    ) as live:
+        chat = live.post("/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}])
+        counts = chat["usage"]["completion_tokens_details"]
+        assert counts["accepted_prediction_tokens"] > 0
+        done = live.post(PATH, **body)
+        streamed = events(live, **body)[-1]["response"]
+        for response in (done, streamed):
+            assert response["output"][0]["content"][0]["text"] == "@ok"
+            details = response["usage"]["output_tokens_details"]
+            assert details == {"reasoning_tokens": 0, **counts}
+        drafted = live.metric("spec_decode_num_draft_tokens_total")
+        without = live.post(PATH, **body, speculate=False)
+        assert without["output"][0]["content"][0]["text"] == "@ok"
+        assert without["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}
+        assert live.metric("spec_decode_num_draft_tokens_total") == drafted
+
+
+def test_top_k(generator: Generator) -> None:
+    """With 1, sampling is greedy. -1 means all tokens, as in a chat."""
+    with serving(generator) as live:
+
+        def text(**sampling: Any) -> str:
+            done = live.post(PATH, input="Hi", max_output_tokens=20, **sampling)
+            return done["output"][0]["content"][0]["text"]
+
+        assert text(temperature=2, top_k=1) == text(temperature=0)
+        assert text(temperature=0, top_k=-1) == text(temperature=0)
 
 
 class Pet(BaseModel):
@@ -265,6 +304,8 @@ USER = {"role": "user", "content": "a"}
         ),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "must be between 1 and"),
         ({"input": "a", "temperature": -1}, "temperature", "0 or a positive number"),
+        ({"input": "a", "top_k": -2}, "top_k", "top_k must be"),
+        ({"input": "a", "speculate": "lookup"}, "speculate", "must be true or false"),
         ({"input": "a", "truncation": "auto"}, "truncation", 'must be "disabled"'),
         ({"input": "a", "background": True}, "background", "must be false"),
         ({"input": "a", "conversation": "x"}, "conversation", "not a field that this server knows"),

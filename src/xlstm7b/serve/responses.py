@@ -127,6 +127,9 @@ class ResponseBody(Body):
     tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | _ChosenTool | None = None
     parallel_tool_calls: bool | None = None
+    # Not in OpenAI's API; those of a chat:
+    top_k: int | None = None
+    speculate: bool | None = None
     # Returned, without another effect:
     metadata: Metadata | None = None
     user: Text | None = None
@@ -324,6 +327,8 @@ def _to_chat(body: ResponseBody, messages: list[Json]) -> ChatBody:
         "max_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
+        "top_k": body.top_k,
+        "speculate": body.speculate,
         "stream": body.stream,
         "stream_options": {"include_usage": True},
     }
@@ -469,7 +474,10 @@ class ResponseWriter:
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {
+                    "reasoning_tokens": 0,
+                    **usage.get("completion_tokens_details", {}),
+                },
                 "total_tokens": usage["total_tokens"],
             },
         }
