@@ -181,6 +181,23 @@ def test_jsonl_verbose(cli: Cli, speller: Path, source: Path) -> None:
     assert re.fullmatch(r"drafted +[\d,]+ tok, of which [\d,]+ were accepted", err.splitlines()[-1])
 
 
+def test_a_line_may_do_without_drafts(cli: Cli, speller: Path) -> None:
+    """The model drafts for itself, so all drafts are right."""
+    line = {"prompt": "Once", "max_new_tokens": 20, "temperature": 0, "eos_token_id": []}
+    run = ("generate", speller, "--jsonl", "-", "--verbose", "--speculate", speller)
+    texts, drafted = set(), []
+    for own in ({}, {"speculate": True}, {"speculate": None}, {"speculate": False}):
+        code, out, err = cli(*run, stdin=as_lines([line | own]))
+        assert code == 0
+        (done,) = from_lines(out)
+        assert {**done, **line, **own} == done
+        texts.add(done["text"])
+        drafted.append(int(err.splitlines()[-1].split()[1]))
+    assert len(texts) == 1
+    assert drafted[0] == drafted[1] == drafted[2] > 0
+    assert drafted[3] == 0
+
+
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize(
     ("line", "sentence"),
@@ -224,6 +241,7 @@ def test_jsonl_verbose(cli: Cli, speller: Path, source: Path) -> None:
             "structured_outputs.regex has an invalid regex: unclosed group",
         ),
         (b'{"prompt": "x", "do_sample": 0}', "do_sample must be true or false, not 0"),
+        (b'{"prompt": "x", "speculate": "lookup"}', "speculate must be true or false, not lookup"),
         (
             b'{"prompt": "x", "do_sample": false, "temperature": 1}',
             "do_sample=False contradicts temperature 1",

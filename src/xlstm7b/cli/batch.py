@@ -126,12 +126,14 @@ def _to_request(
     if "prompt" not in fields:
         raise ValueError('"prompt" is missing')
     prompt, do_sample = fields["prompt"], fields.get("do_sample")
+    speculate = fields.get("speculate")
     if not isinstance(prompt, str) and not (
         isinstance(prompt, list) and all(type(token) is int for token in prompt)
     ):
         raise ValueError("the prompt must be a string or a list of ids")
-    if do_sample is not None and not isinstance(do_sample, bool):
-        raise ValueError(f"do_sample must be true or false, not {do_sample}")
+    for name, value in (("do_sample", do_sample), ("speculate", speculate)):
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, not {value}")
     if "num_return_sequences" in fields:
         raise ValueError("a line has one output: repeat the line instead of num_return_sequences")
     for name in _RESULT_FIELDS:
@@ -139,7 +141,7 @@ def _to_request(
             raise ValueError(f"{name!r} is a field of the result: rename it in the input")
     names = ("do_sample", "json_schema", *vars(defaults))
     for name in fields:
-        if name not in ("prompt", *names, *copied):
+        if name not in ("prompt", "speculate", *names, *copied):
             raise ValueError(
                 f"{name!r} is not a sampling parameter; if it should be copied to the output, name "
                 "it in --copy-fields"
@@ -164,7 +166,7 @@ def _to_request(
                 f"{name!r} has a number that is NaN or too large for a float, which cannot be "
                 "written to the output"
             ) from None
-    return Request(prompt, params)
+    return Request(prompt, params, speculate=speculate is not False)
 
 
 @contextmanager
