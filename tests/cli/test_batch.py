@@ -108,7 +108,7 @@ def test_jsonl_round_trip(
     cli: Cli, speller: Path, source: Path, wanted: list[Completion], batch_size: int
 ) -> None:
     target = source.with_name("out.jsonl")
-    target.write_text("before")
+    target.touch()  # as `mktemp` does
     files = ("--jsonl", source, "--output", target, "--batch-size", batch_size, *COPIED)
     code, out, err = cli("generate", speller, *files, *OPTIONS)
     assert (code, out) == (0, "")
@@ -268,11 +268,9 @@ def test_jsonl_malformed_lines(
 ) -> None:
     source.write_bytes(b'{"prompt": "x"}\n\n' + line + b'\n{"prompt": "y"}\n')
     target = source.with_name("out")
-    target.write_text("before")
     got = refused(cli("generate", speller, "--jsonl", source, "--output", target))
     assert got.startswith(f"{source}, line 3: {sentence}")
-    assert target.read_text() == "before"
-    assert names_in(source.parent) == {source.name, target.name}
+    assert names_in(source.parent) == {source.name}
 
 
 @pytest.mark.usefixtures("no_weights")
@@ -294,6 +292,10 @@ def test_jsonl_mistakes(cli: Cli, speller: Path, source: Path, tmp_path: Path) -
     assert refused(cli(*lines, "--output", "/dev/null")) == want
     want = f"--output {source} is the input of --jsonl: choose another file"
     assert refused(cli(*lines, "--output", source)) == want
+    (tmp_path / "old").write_text("precious")
+    want = f"{tmp_path / 'old'} exists already: choose another file"
+    assert refused(cli(*lines, "--output", tmp_path / "old")) == want
+    assert (tmp_path / "old").read_text() == "precious"
     partial = tmp_path / "out.partial"
     partial.write_text("precious")
     want = f"{partial} holds the results of another input, model or sampling options: repeat its "
@@ -333,7 +335,6 @@ def test_jsonl_keeps_what_was_finished(
     lengths = (6, 3, 7, 2)  # two at a time: line 1 is finished first, then 0, then 3, then 2
     jobs = [{"prompt": "x", "id": n, "max_new_tokens": most} for n, most in enumerate(lengths)]
     source.write_text(as_lines(jobs))
-    target.write_text("before")
     run = ("generate", speller, "--jsonl", source, "--batch-size", 2, "--ignore-eos", "--seed", 0)
     everything = from_lines(completed(cli(*run)))
 
@@ -355,7 +356,7 @@ def test_jsonl_keeps_what_was_finished(
                 kept += "same command continues"
                 assert (outcome.code, outcome.out) == (code, "")
                 assert outcome.err.splitlines()[:1] == ([f"xlstm7b: {kept}"] if finished else [])
-        assert target.read_text() == "before"
+        assert not target.exists()
         assert partial.exists() == bool(finished)
         if finished:
             _, *kept = from_lines(partial.read_text())
@@ -364,7 +365,7 @@ def test_jsonl_keeps_what_was_finished(
             partial.write_text(partial.read_text() + '[2, {"prompt": "x", "id"')
             before, other = partial.read_text(), refused(cli(*run, "--seed", 1, "--output", target))
             assert other.startswith(f"{partial} holds the results of another input, model or ")
-            assert (partial.read_text(), target.read_text()) == (before, "before")
+            assert (partial.read_text(), target.exists()) == (before, False)
             outcome = cli(*run, "--output", target)
             there = f"which holds {len(finished)} of 4 lines"
             continuing, closing = outcome.err.splitlines()
@@ -373,13 +374,30 @@ def test_jsonl_keeps_what_was_finished(
             assert f"{counted(4 - len(finished), 'line')} completed" in closing
             assert f", {len(finished)} there already; " in closing
             assert from_lines(target.read_text()) == everything
-            target.write_text("before")
-        assert names_in(tmp_path) == {"in", "out"}
+            target.unlink()
+        assert names_in(tmp_path) == {"in"}
     with monkeypatch.context() as patch:
         fail_at(patch, 17, KeyboardInterrupt())
         outcome = cli(*run)
     assert outcome == Outcome(130, outcome.out, "")
     assert from_lines(outcome.out) == [everything[n] for n in (0, 1, 3)]
+
+
+def test_a_run_that_was_killed_between_its_two_last_steps_continues(
+    cli: Cli, speller: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output is there, and the partial file not yet removed."""
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.write_text(as_lines([{"prompt": "x", "id": n} for n in range(2)]))
+    run = ("generate", speller, "--jsonl", source, "--output", target, "--seed", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda path, missing_ok=False: None)
+        assert cli(*run).code == 0
+    done = target.read_text()
+    assert names_in(tmp_path) == {"in", "out", "out.partial"}
+    assert "0 lines completed, 2 there already" in cli(*run).err
+    assert target.read_text() == done
+    assert names_in(tmp_path) == {"in", "out"}
 
 
 def test_a_full_disk_names_the_file_and_keeps_what_was_finished(

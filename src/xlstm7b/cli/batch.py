@@ -61,6 +61,18 @@ def read_lines(path: str, defaults: SamplingParams, copied: Sequence[str] = ()) 
     return lines
 
 
+def check_output(target: Path) -> None:
+    """`ValueError` if the file holds something, except if an interrupted run may continue."""
+    is_new = not target.exists() or not target.stat().st_size  # `mktemp` makes an empty file
+    if not is_new and not _partial(target).exists():
+        raise ValueError(f"{target} exists already: choose another file")
+
+
+def _partial(target: Path) -> Path:
+    """Where finished lines are until the last one is. The same command continues it."""
+    return target.with_name(f"{target.name}.partial")
+
+
 def complete_lines(
     opened: "OpenedModel", lines: list[Line], target: Path | None, *, token_ids: bool, verbose: bool
 ) -> None:
@@ -250,7 +262,7 @@ def _to_file(
     """
     from xlstm7b.files import write_aside, write_hashed
 
-    partial = target.with_name(f"{target.name}.partial")
+    partial = _partial(target)
     run = _hash_run(lines, opened, token_ids)
     # Without a buffer: closing the file would try to write what did not fit on the disk again.
     with partial.open("a+b", buffering=0) as file:

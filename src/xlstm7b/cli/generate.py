@@ -126,7 +126,7 @@ def generate(
     if peak_tbs is not None and not 0 < peak_tbs < float("inf"):
         raise ValueError(f"peak_tbs must be a positive number of TB/s, not {peak_tbs}")
     if jsonl is not None:
-        from xlstm7b.cli.batch import complete_lines, read_lines
+        from xlstm7b.cli.batch import check_output, complete_lines, read_lines
 
         for name, given in {
             "a prompt argument": prompt is not None,
@@ -140,6 +140,8 @@ def generate(
         target = None if output == "-" else to_target(Path(output))
         if target is not None and jsonl != "-" and target == Path(os.path.realpath(jsonl)):
             raise ValueError(f"--output {output} is the input of --jsonl: choose another file")
+        if target is not None:
+            check_output(target)
         lines = read_lines(jsonl, params, options.listed(copy_fields))
         complete_lines(opening(), lines, target, token_ids=token_ids, verbose=verbose)
         return
