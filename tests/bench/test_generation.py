@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from commands import write_config
 from naive_scoring import save_byte_model
 
 from xlstm7b import accounting
@@ -181,10 +182,21 @@ def test_speculation_on_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         )
         if "draft model" in result.work and "prose" not in result.work:
             assert result.figures["accepted"] == 100
+    values = ModelConfig.from_file(Path(folder) / "config.json").to_dict()
+    wide, other = (
+        str(write_config(tmp_path / name, ModelConfig.from_dict({**values, **changed})))
+        for name, changed in (("wide", {"vocab_size": 384}), ("other", {"block": "previous"}))
+    )
+    short = tmp_path / "short"
+    short.write_text("One. Two.")
     for changed, message in (
         ({"folder": None}, "--draft needs --folder and the part speculation"),
         ({"parts": ("decode",)}, "--draft needs --folder and the part speculation"),
         ({"draft": str(tmp_path)}, "there is no saved model in .*: it has no config.json"),
+        ({"draft": wide}, "wide cannot be the draft model: .* a vocabulary of 384 tokens"),
+        ({"draft": other}, "other has block = 'previous', which speculation does not support"),
+        ({"folder": other, "draft": None}, "other has block = 'previous', which speculation"),
+        ({"text": str(short)}, "short has 2 sentences: the texts need 12"),
         ({"text_tokens": 1}, "text_tokens must be at least 2, not 1"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import Cli, refused
+from commands import Cli, refused, write_config
 from live_server import serving
 from models import spelling_model
 
 from xlstm7b.bench.plans import BENCHMARKS
-from xlstm7b.config import SIZES
+from xlstm7b.config import SIZES, ModelConfig
 from xlstm7b.generate import Generator
 from xlstm7b.tokenizer import ByteTokenizer
 
@@ -62,6 +62,17 @@ def test_bench_kernels_without_a_gpu(cli: Cli) -> None:
 )
 def test_mistakes_are_one_sentence(cli: Cli, arguments: list[str], message: str) -> None:
     assert refused(cli("bench", "generation", "--device", "cpu", *arguments)) == message
+
+
+def test_a_wrong_draft_model_is_refused_first(cli: Cli, tmp_path: Path) -> None:
+    model, draft = tmp_path / "model", tmp_path / "draft"
+    spelling_model("abc").save_pretrained(model)
+    write_config(draft, ModelConfig(64, 1, 1, vocab_size=384))
+    options = ("--device", "cpu", "--parts", "memory,speculation", "--folder", model)
+    assert refused(cli("bench", "generation", *options, "--draft", draft)) == (
+        f"{draft} cannot be the draft model: the draft model has a vocabulary of 384 tokens, the "
+        "model one of 320: a draft model needs the same"
+    )
 
 
 def test_a_missing_package_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

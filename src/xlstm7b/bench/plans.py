@@ -214,6 +214,10 @@ class Generation(ModelPlan):
             raise ValueError("the part speculation needs weights that are not quantised")
         if self.text is not None and not Path(self.text).is_file():
             raise ValueError(f"there is no file {self.text}")
+        if "speculation" in self.parts and self.folder is not None:
+            from xlstm7b.bench.texts import read_inputs
+
+            read_inputs(self)  # else its mistakes would show after other parts
 
 
 SPEED_PARTS = ("context", "first", "generated", "prefill", "full")

@@ -19,7 +19,7 @@ from xlstm7b.devices import to_dtype
 from xlstm7b.generate import Generator
 from xlstm7b.generate.draft_model import Speculation, open_speculation
 from xlstm7b.model import XLSTM
-from xlstm7b.tokenizer import model_tokenizer
+from xlstm7b.tokenizer import AnyTokenizer, model_tokenizer
 
 _TEXT = """
 The harbour lies at the end of a narrow bay. Every morning at six the ferry leaves for the islands
@@ -53,18 +53,38 @@ class _Outputs(NamedTuple):
     seconds: float
 
 
-def results(plan: Generation) -> Iterator[Result]:
-    """For each batch size and kind of text: without speculation, by lookup, by a draft model."""
+class Inputs(NamedTuple):
+    """What a plan names, but for the weights."""
+
+    sentences: list[str]
+    tokenizer: AnyTokenizer
+    draft: Path | None
+
+
+def read_inputs(plan: Generation) -> Inputs:
+    """`ValueError` if the text is too short, or a model cannot speculate or draft for the other."""
     assert plan.folder is not None
-    folder, dtype = Path(plan.folder), to_dtype(plan.dtype)
-    load = partial(XLSTM.from_pretrained, dtype=dtype, device=plan.device)
     sentences = read_sentences(None if plan.text is None else Path(plan.text))
+    folder = Path(plan.folder)
     config = read_config(folder)
     tokenizer = model_tokenizer(folder, config)
     draft = open_speculation(plan.draft and Path(plan.draft), config, tokenizer)
-    model = load(folder)
+    assert draft != "lookup"
+    for path in filter(None, (folder, draft)):
+        if chosen := read_config(path).other_classes():
+            names = ", ".join(f"{kind} = {name!r}" for kind, name in chosen.items())
+            raise ValueError(f"the model in {path} has {names}, which speculation does not support")
+    return Inputs(sentences, tokenizer, draft)
+
+
+def results(plan: Generation) -> Iterator[Result]:
+    """For each batch size and kind of text: without speculation, by lookup, by a draft model."""
+    assert plan.folder is not None
+    sentences, tokenizer, draft = read_inputs(plan)
+    load = partial(XLSTM.from_pretrained, dtype=to_dtype(plan.dtype), device=plan.device)
+    model = load(plan.folder)
     ways: dict[str, Speculation] = {"no speculation": None, "lookup": "lookup"}
-    if isinstance(draft, Path):
+    if draft is not None:
         ways["draft model"] = load(draft)
     for batch in plan.batches:
         for kind, prompts in make_prompts(sentences, batch).items():
