@@ -205,6 +205,15 @@ def refusal(path: Path, config: ModelConfig = SMALL) -> str:
     return str(caught.value)
 
 
+def test_a_device_that_cannot_be_used(tmp_path):
+    path = tmp_path / "state"
+    random_state(1).save(path)
+    for device in ("cuda:99", "toaster", *["cuda"] * (not torch.cuda.is_available())):
+        message = rf"^the device '{device}' cannot be used here: [^\n]+$"
+        with pytest.raises(ValueError, match=message):
+            SavedState.load(path, SMALL, device=device)
+
+
 def test_files_that_are_no_states(tmp_path):
     path = tmp_path / "file"
     assert refusal(path) == f"{path} is missing"

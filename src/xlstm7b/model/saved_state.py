@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from xlstm7b import devices
 from xlstm7b.checkpoint import Checkpoint, same_weights
 from xlstm7b.config import ModelConfig
 from xlstm7b.files import opened_safetensors, write_safetensors
@@ -118,8 +119,12 @@ class SavedState:
     def load(
         cls, path: str | Path, config: ModelConfig, *, device: torch.device | str | None = None
     ) -> Self:
-        """Reads what `save` wrote. `ValueError` for another model's state or another file."""
+        """Reads what `save` wrote, to a device; None is PyTorch's default.
+
+        `ValueError` for another model's state, another file, or a device that cannot be used.
+        """
         path = Path(path)
+        where = torch.get_default_device() if device is None else devices.to_device(device)
         with opened_safetensors(path) as file:
             metadata = _read_metadata(path, file)
             saved = cls(_config(path, metadata), ModelState((), torch.empty(0)), torch.empty(0))
@@ -145,7 +150,7 @@ class SavedState:
                 if name in own and not own[name].narrow:  # older versions kept n and m narrow
                     tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
                 # A clone: the file is memory-mapped, and may be replaced while the state is used.
-                parts[name] = tensor.clone().to(device or torch.get_default_device())
+                parts[name] = tensor.clone().to(where)
         logits = parts.pop("logits")
         blocks = zip(*(part.unbind(1) for part in parts.values()), strict=True)
         block_state = type(ModelState.zeros(config, 1, device="meta").blocks[0])
