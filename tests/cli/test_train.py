@@ -198,6 +198,20 @@ def test_dry_run_finds_what_does_not_fit_init_from(
         assert cli("train", "quickstart", *settings, *away, "--dry-run").code == 0
 
 
+@pytest.mark.parametrize("kind", ["lora={}", "state_tuning={}"])
+def test_dry_run_needs_the_folder_of_frozen_weights(cli: Cli, tmp_path: Path, kind: str) -> None:
+    """They may be quantised. Those of a hub id count as floats, and the plan says so."""
+    folder = tmp_path / "int4"
+    plan = ("train", "quickstart", "--dry-run", "--set", kind, "--set", "data.packing=documents")
+    assert refused(cli(*plan, "--set", f"init_from={folder}")) == (
+        f"there is no folder {folder}, and the plan depends on whether its weights are quantised: "
+        f"make it first, for weights of 4 bits with `xlstm7b quantize MODEL {folder} --bits 4`"
+    )
+    code, out, _ = cli(*plan, "--set", "init_from=NX-AI/xLSTM-7b")
+    assert code == 0
+    assert "(unless NX-AI/xLSTM-7b, which" in out
+
+
 def test_dry_run_prints_names_with_brackets_as_they_are(cli: Cli) -> None:
     sources = 'data.sources={"[b]" = { path = "z[/x]q" }}'
     code, out, _ = cli("train", "quickstart", "--dry-run", "--set", sources)

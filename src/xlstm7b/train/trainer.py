@@ -24,6 +24,7 @@ from xlstm7b.checkpoint import open_checkpoint, resolve
 from xlstm7b.data.loader import Batch, Loader, check_tokenizers
 from xlstm7b.data.shards import chat_template, open_folder
 from xlstm7b.files import write_json
+from xlstm7b.hub import is_hub_id
 from xlstm7b.model import ModelState
 from xlstm7b.model.initial_state import values_of
 from xlstm7b.model.saved_state import SavedState, check_state_weights
@@ -530,8 +531,9 @@ def _check_tokenizer(init_from: str, fingerprint: str | None) -> None:
 def check_init_from(recipe: Recipe, folder: Path) -> None:
     """A `ValueError` for what a start in `folder` would find wrong with the model in `init_from`.
 
-    For a plan: what is not on this machine is not looked at. A run that has a checkpoint does not
-    need the weights any more.
+    For a plan: what is not on this machine is not looked at, but a local folder of frozen weights
+    must be there, because the plan's memory depends on how they are quantised. A run that has a
+    checkpoint does not need the weights any more.
     """
     if saved_steps(folder / "checkpoints"):
         return
@@ -542,6 +544,12 @@ def check_init_from(recipe: Recipe, folder: Path) -> None:
     elif recipe.init_from and Path(recipe.init_from).exists():
         open_base(recipe, recipe.init_from)
         _first_state(recipe)
+    elif recipe.is_frozen and not is_hub_id(recipe.init_from):
+        raise ValueError(
+            f"there is no folder {recipe.init_from}, and the plan depends on whether its weights "
+            "are quantised: make it first, for weights of 4 bits with `xlstm7b quantize MODEL "
+            f"{recipe.init_from} --bits 4`"
+        )
 
 
 def _first_state(recipe: Recipe) -> ModelState | None:
