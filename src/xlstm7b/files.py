@@ -64,7 +64,7 @@ def write_aside(path: Path) -> Iterator[Path]:
     themselves (`StateStore`, `data/prepare.py`).
     """
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with _naming_target(aside, path):
+    with naming_target(aside, path):
         try:
             yield aside
             aside.replace(path)
@@ -74,7 +74,7 @@ def write_aside(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _naming_target(aside: Path, target: Path) -> Iterator[None]:
+def naming_target(aside: Path, target: Path) -> Iterator[None]:
     """Names `target` in an error of the system that names the temporary `aside`, or a file in it.
 
     The user knows only `target`, for example on a file system that is read-only or full.
@@ -410,9 +410,9 @@ def replacing(target: Path, dropped: Callable[[str], bool]) -> Iterator[Path]:
     prefix = f".{target.name}.saving-"
     _sweep(target.parent, prefix)
     aside = target.parent / f"{prefix}{secrets.token_hex(4)}"
-    with _naming_target(aside, target):
+    with naming_target(aside, target):
         aside.mkdir()
-    with _naming_target(aside, target), _descriptor(aside) as descriptor:
+    with naming_target(aside, target), _descriptor(aside) as descriptor:
         try:
             with suppress(OSError):  # without locks, `_sweep` removes nothing
                 fcntl.flock(descriptor, fcntl.LOCK_SH)

@@ -1,6 +1,9 @@
 """`xlstm7b quantize`, and every other command with the folder that it writes."""
 
+import errno
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ from checkpoint_files import names_in
 from commands import Cli, refused, succeeded
 from models import spelling_model
 from rounding import rounded_inputs
+from train_processes import full_disk
 
 from xlstm7b import files
 from xlstm7b.checkpoint import open_checkpoint
@@ -121,6 +125,35 @@ def test_quantize_mistakes(cli: Cli, speller: Path, text: Path, tmp_path: Path) 
     assert again.endswith("are quantised already")
     succeeded(cli("quantize", speller, target, "--bits", 4, "--overwrite"))
     assert open_checkpoint(target).schemes["lm_head.weight"].name == "int8"
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_a_full_disk_names_the_target_and_the_same_command_goes_on(
+    cli: Cli, speller: Path, text: Path, tmp_path: Path, calibrated: bool
+) -> None:
+    target = tmp_path / "small"
+    command = ["quantize", speller, target, "--bits", "8"]
+    command += ["--calibration", text] if calibrated else []
+    with full_disk(room=2048):  # the file of the job, but no matrix
+        said = refused(cli(*command))
+    name = r"backbone\.blocks\.0\.[\w.]+\.safetensors"
+    assert re.fullmatch(rf"{target}/{name} could not be written \(.*File too large\)", said)
+    assert names_in(tmp_path) == {"text.txt", ".small.quantizing"}
+    assert f"wrote {target}: " in succeeded(cli(*command))
+    assert names_in(tmp_path) == {"text.txt", "small"}
+
+
+def test_a_folder_that_cannot_be_made_names_the_target(
+    cli: Cli, speller: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "small"
+
+    def full(path: Path, *given: object, **named: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    said = refused(cli("quantize", speller, target, "--bits", "8"))
+    assert said == f"[Errno 28] No space left on device: '{target}'"
 
 
 def test_what_a_killed_command_left_is_named(

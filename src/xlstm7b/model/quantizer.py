@@ -75,8 +75,9 @@ def quantize_checkpoint(
         "calibration": hashlib.sha256(json.dumps([*map(list, calibration)]).encode()).hexdigest(),
     }
     work = work_folder(target)
-    work.mkdir(parents=True, exist_ok=True)
-    with files.lock_folder(work, "quantising to"):
+    with files.naming_target(work, target):
+        work.mkdir(parents=True, exist_ok=True)
+    with files.naming_target(work, target), files.lock_folder(work, "quantising to"):
         try:
             pieces = _Pieces(work, job, schemes, done)
             if calibration:
