@@ -354,11 +354,15 @@ def test_two_plugins_cannot_register_one_name(tmp_path, monkeypatch):
         ("none.py", "FileNotFoundError"),
         ("no_such_module", "ModuleNotFoundError"),
         ("broken.py", "ZeroDivisionError: division by zero$"),
+        ("exits.py", "loaded: SystemExit$"),
+        ("exits_with_3.py", "loaded: SystemExit: 3$"),
         ("bad.py", r"loaded: /.*/bad\.py line 2: invalid syntax$"),
     ],
 )
 def test_a_plugin_that_cannot_be_loaded(tmp_path, monkeypatch, plugin, reason):
     (tmp_path / "broken.py").write_text("1 / 0")
+    (tmp_path / "exits.py").write_text("import sys; sys.exit()")
+    (tmp_path / "exits_with_3.py").write_text("import sys; sys.exit(3)")
     (tmp_path / "bad.py").write_text("a = 1\nb = = 2\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(PLUGINS, plugin)

@@ -100,15 +100,15 @@ def _load(plugin: str) -> None:
         if str(path) in files:  # the caller's own program, or imported by it
             return
         load_file(path, f"xlstm7b_plugin_{path.stem}")
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # `sys.exit` would end the command without a word
         _loaded.discard(plugin)
         raise PluginError(f"{PLUGINS}: {plugin} cannot be loaded: {_reason(error)}") from error
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.lineno is not None:
         return f"{error.filename} line {error.lineno}: {error.msg}"
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def load_file(path: Path, name: str) -> ModuleType:

@@ -140,6 +140,14 @@ def test_a_failing_hook_is_named_below_its_traceback(
     assert (code, out) == (0, f"{run}: trained to step 3 of 3\n")
 
 
+def test_a_file_of_hooks_that_exits_is_named(cli: Cli, settings: list[str], tmp_path: Path) -> None:
+    file, run = tmp_path / "mine.py", tmp_path / "run"
+    file.write_text("import sys\nsys.exit(0)\n")
+    said = refused(train(cli, run, *settings, "--set", f'run.hooks=["{file}:Mine"]'))
+    assert said == f"hook {file}:Mine cannot be loaded: SystemExit: 0"
+    assert not run.exists()
+
+
 def test_each_validation_set_is_printed(cli: Cli, settings: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "data"
     sets = f'data.validation={{"[b]a" = "{folder}", "a long name of a set" = "{folder}"}}'

@@ -168,6 +168,11 @@ class Fails(Hook):
             raise KeyError("lost")
 
 
+class Exits(Hook):
+    def on_step(self, trainer, metrics):
+        sys.exit()
+
+
 class FailsInLoss(Hook):
     def loss(self, model, batch):
         raise RuntimeError("many\nlines")
@@ -204,6 +209,8 @@ def test_a_failing_hook_is_named_and_damages_no_checkpoint(plain, data, tmp_path
     ("hook", "sentence"),
     [
         (FailsInLoss(), "FailsInLoss failed in loss at step 1: RuntimeError: many; none is saved"),
+        (Answers(loss=lambda *_: sys.exit(3)), "Answers failed in loss at step 1: SystemExit: 3;"),
+        (Exits(), "Exits failed in on_step at step 1: SystemExit; none is saved"),
         (Answers(5), "Answers failed in on_validation at step 4: TypeError: it must return a dict"),
         (Answers({"loss": 1.0}), "ValueError: it returned 'loss', which is not a new name"),
         (
@@ -245,10 +252,13 @@ def test_a_failure_in_one_process_ends_all(data, tmp_path):
             r"hook json:JSONDecoder is of type JSONDecoder, not an instance of a subclass of xl",
         ),
         ("{files}/bad.py:A", "bad.py:A cannot be loaded: SyntaxError: "),
+        ("{files}/exits.py:A", "exits.py:A cannot be loaded: SystemExit$"),
+        ("sys:exit", "hook sys:exit cannot be loaded: SystemExit$"),
     ],
 )
 def test_hooks_that_cannot_be_loaded_are_named(data, files, tmp_path, hooks, sentence):
     (files / "bad.py").write_text("class A(:\n", encoding="utf-8")
+    (files / "exits.py").write_text("import sys\nsys.exit()\n", encoding="utf-8")
     chosen = recipe(data, f'run.hooks=["{hooks.format(files=files)}"]')
     with pytest.raises(ValueError, match=sentence):
         Trainer(chosen, tmp_path / "run", "cpu")

@@ -100,7 +100,7 @@ class Hooks:
                 try:
                     returned = getattr(hook, event)(trainer, so_far) or {}
                     _check_numbers(returned, so_far)
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     raise _error(name, event, trainer.step, error) from error
             added |= returned
         return added
@@ -113,7 +113,7 @@ class Hooks:
         try:
             loss = hook.loss(model, batch)
             _check_loss(loss)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _error(name, "loss", step, error) from error
         return loss
 
@@ -163,7 +163,7 @@ def load_hooks(names: Sequence[str]) -> list[tuple[str, Hook]]:
 def _naming_hook(name: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # `sys.exit` would end the command without a word
         raise ValueError(f"hook {name} cannot be loaded: {_describe(error)}") from error
 
 
@@ -223,10 +223,10 @@ def _check_loss(loss: Any) -> None:
         raise ValueError("it returned a number without a gradient")
 
 
-def _error(name: str, method: str, step: int, failure: Exception | None) -> HookError:
+def _error(name: str, method: str, step: int, failure: BaseException | None) -> HookError:
     reason = _describe(failure) if failure else "in another process, whose message says why"
     return HookError(f"hook {name} failed in {method} at step {step}: {reason}")
 
 
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+def _describe(error: BaseException) -> str:
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
