@@ -163,16 +163,18 @@ def weights_kernel(
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     best = load_best(row, scores, best_keys, best_ids, V, chunks, CHUNKS)[0]
     is_finite = (best > float("-inf")) & (best < float("inf"))
-    heat = tl.load(temperature + row // T)
-    is_drawn = is_asked(row, pending, index, max_new, T) & (heat > 0) & is_finite
+    row_temperature = tl.load(temperature + row // T)
+    is_drawn = is_asked(row, pending, index, max_new, T) & (row_temperature > 0) & is_finite
     has_filter = (tl.load(last_rank + row // T) < V - 1) | (tl.load(top_p + row // T) < 1)
     if chunk == 0:
         tl.store(modes + row, tl.where(is_drawn, tl.where(has_filter, _FILTER, _DRAW), _BEST))
     if is_drawn:
         token = chunk * BLOCK + tl.arange(0, BLOCK)
         score, key = load_scores(scores + row * V, token, token < V)
-        heat = tl.maximum(heat, 1e-300)  # the sampler's clamp: it only avoids NaN
-        weight = round_even(tl.exp((score.to(tl.float64) - best) / heat) * SCALE)
+        row_temperature = tl.maximum(
+            row_temperature, 1e-300
+        )  # the sampler's clamp: it only avoids NaN
+        weight = round_even(tl.exp((score.to(tl.float64) - best) / row_temperature) * SCALE)
         first = (row * chunks + chunk) * THRESHOLDS
         if not (FILTERS and has_filter):
             weight = drop_small(weight, tl.load(min_p + row // T) * SCALE)
@@ -181,7 +183,7 @@ def weights_kernel(
             number = tl.arange(0, CHUNKS)
             lows = tl.load(lowest + row * chunks + number, mask=number < chunks, other=float("inf"))
             # A little more than all scores: the last threshold may be rounded.
-            span = tl.minimum((best - tl.min(lows, 0)) * 1.001, heat * REACH)
+            span = tl.minimum((best - tl.min(lows, 0)) * 1.001, row_temperature * REACH)
             threshold = key_like(best, scores)
             for step in range(THRESHOLDS):
                 below = span / THRESHOLDS * (step + 1)
