@@ -112,10 +112,12 @@ def test_several_sequences_share_one_state_and_are_reported_when_done(monkeypatc
     several = {"num_return_sequences": 4, "done": lambda *news: reported.append(news), **SAMPLED}
     texts = generator.generate(PROMPTS[:2], **several)
     assert all(map(same, texts, want))
-    read, forked = started[:2], started[2:]
-    assert read == [None, None]
-    assert [state is forked[0] for state in forked] == [True] * 4 + [False] * 4
-    assert all(state is forked[4] for state in forked[4:])
+    # The second prompt is read when fewer copies of the first wait than there are slots.
+    assert [state is None for state in started] == [True, *[False] * 4] * 2
+    first, second = started[1:5], started[6:]
+    assert all(state is first[0] for state in first)
+    assert all(state is second[0] for state in second)
+    assert first[0] is not second[0]
     assert sorted(index for index, _ in reported) == list(range(8))
     assert all(completion == texts[index] for index, completion in reported)
     # Three at a time, in order: the first two are done before the last two start.
@@ -123,8 +125,42 @@ def test_several_sequences_share_one_state_and_are_reported_when_done(monkeypatc
     assert max(position[0], position[1]) < min(position[6], position[7])
 
 
+@pytest.mark.parametrize(("batch_size", "count"), [(1, 2), (2, 3), (4, 2)])
+def test_several_sequences_of_many_prompts_keep_few_states(monkeypatch, batch_size, count):
+    prompts = [[70 + n, 80, 90] for n in range(12)]
+    several = {"num_return_sequences": count, **SAMPLED}
+    want = GENERATOR.generate(prompts, **several)
+    added, kept = [], []
+    add_request, step = Engine.add_request, Engine.step
+
+    def counted_step(engine):
+        kept.append(len({id(request.state) for request in added if request.state is not None}))
+        return step(engine)
+
+    monkeypatch.setattr(
+        Engine,
+        "add_request",
+        lambda engine, request: (added.append(request), add_request(engine, request))[1],
+    )
+    monkeypatch.setattr(Engine, "step", counted_step)
+    generator = Generator(MODEL, ByteTokenizer(), batch_size=batch_size)
+    assert all(map(same, generator.generate(prompts, **several), want))
+    assert sum(request.prefill_only for request in added) == 12  # each prompt is read once
+    assert max(kept) <= 2 * batch_size
+
+
+def test_no_prompt_is_read_after_should_stop():
+    generator, polls = Generator(MODEL, ByteTokenizer(), batch_size=3), iter([False] * 4)
+    several = {"num_return_sequences": 3, **SAMPLED}
+    want = generator.generate(PROMPTS, **several)
+    some = generator.generate(PROMPTS, should_stop=lambda: next(polls, True), **several)
+    assert [text.token_ids for text in some] == [text.token_ids[:4] for text in want[:3]]
+    assert generator.generate(PROMPTS, should_stop=lambda: True, **several) == []
+
+
 def test_should_stop_ends_running_sequences_and_drops_waiting_ones():
-    generator, polls = Generator(MODEL, ByteTokenizer(), batch_size=3), iter([False, False])
+    # The first poll comes after the prompt was read.
+    generator, polls = Generator(MODEL, ByteTokenizer(), batch_size=3), iter([False] * 3)
     several = {"num_return_sequences": 4, **SAMPLED}
     want = generator.generate("A", **several)
     some = generator.generate("A", should_stop=lambda: next(polls, True), **several)

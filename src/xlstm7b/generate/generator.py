@@ -1,9 +1,11 @@
 """Generator: prompts in, completions out. It drives an `Engine` in the caller's thread."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -131,35 +133,9 @@ class Generator:
             raise ValueError(f"num_return_sequences must be at least 1, not {num_return_sequences}")
         for request in requests:
             request.keep_state = keep_state
-        if num_return_sequences == 1:
-            return self.run(requests, done=done, should_stop=should_stop)
-        # Each prompt is read once. Its copies start from the state after it.
-        started = time.perf_counter()
-        states = self._read(requests, None)
-        tokens = [len(request.prompt_token_ids) for request in requests]
-        speed = sum(tokens) / (time.perf_counter() - started)
-        copies = [
-            Request(
-                (),
-                request.params,
-                state=state,
-                keep_state=keep_state,
-                previous_prompt=request.prompt_token_ids,
-            ).with_seed_offset(n)
-            for request, state in zip(requests, states, strict=True)
-            for n in range(num_return_sequences)
-        ]
-
-        def with_prompt(index: int, completion: Completion) -> Completion:
-            length = tokens[index // num_return_sequences]
-            return replace(completion, prompt_tokens=length, prompt_tokens_per_second=speed)
-
-        def report(index: int, completion: Completion) -> None:
-            if done is not None:
-                done(index, with_prompt(index, completion))
-
-        completed = self._run(copies, report, should_stop)
-        return [with_prompt(index, completed[index]) for index in sorted(completed)]
+        if num_return_sequences > 1:
+            return self._run_copies(requests, num_return_sequences, done, should_stop)
+        return self.run(requests, done=done, should_stop=should_stop)
 
     def stream(
         self,
@@ -215,22 +191,41 @@ class Generator:
         `should_stop` is polled at every step. True ends running requests after their latest token
         and drops waiting ones, which then have no completion.
         """
-        completed = self._run(requests, done, should_stop)
-        return [completed[index] for index in sorted(completed)]
-
-    def _run(
-        self,
-        requests: Sequence[Request],
-        done: Callable[[int, Completion], None] | None,
-        should_stop: ShouldStop | None,
-    ) -> dict[int, Completion]:
         completed: dict[int, Completion] = {}
         for index, output in self._outputs(requests, should_stop):
             if output.completion is not None:
                 completed[index] = output.completion
                 if done is not None:
                     done(index, output.completion)
-        return completed
+        return [completed[index] for index in sorted(completed)]
+
+    def _run_copies(
+        self,
+        requests: Sequence[Request],
+        count: int,
+        done: Callable[[int, Completion], None] | None,
+        should_stop: ShouldStop | None,
+    ) -> list[Completion]:
+        """Completes `count` copies of each request, in order."""
+        prepare = partial(Request.prepare, config=self.config, tokenizer=self.tokenizer)
+        for request in requests:
+            request.prefill_only = True
+            prepare(request, shareable=len(requests) > 1)
+        copies = _Copies(requests, count, self.batch_size, prepare)
+        copies.read_prompts()
+        completed: dict[int, Completion] = {}
+        slots = min(count * len(requests), self.batch_size)
+        for _, output in self._steps(copies.queue, should_stop, None, slots):
+            if output.completion is not None:
+                if output.request.prefill_only:
+                    copies.add(output.request, output.completion)
+                else:
+                    index, completion = copies.complete(output.request, output.completion)
+                    completed[index] = completion
+                    if done is not None:
+                        done(index, completion)
+            copies.read_prompts()
+        return [completed[index] for index in sorted(completed)]
 
     def _read(self, requests: Sequence[Request], progress: Progress | None) -> list[SavedState]:
         """The state after each prompt. One look at the logits after them waits for the device."""
@@ -243,8 +238,6 @@ class Generator:
             assert output.completion is not None
             assert output.completion.state is not None
             states[index] = output.completion.state
-        for request, read in zip(requests, reads, strict=True):
-            request.prompt_token_ids = read.prompt_token_ids
         found = [states[index] for index in range(len(reads))]
         largest = torch.stack([state.logits.amax() for state in found])  # NaN, if there is one
         if not (largest < torch.inf).all():
@@ -289,23 +282,28 @@ class Generator:
         for request in requests:
             # A single prompt shares its prefix with no other.
             request.prepare(self.config, self.tokenizer, shareable=len(requests) > 1)
-        return self._steps(requests, should_stop, progress)
+        return self._steps(requests, should_stop, progress, min(len(requests), self.batch_size))
 
     def _steps(
         self,
         requests: Sequence[Request],
         should_stop: ShouldStop | None,
         progress: Progress | None,
+        slots: int,
     ) -> Iterator[tuple[int, RequestOutput]]:
+        """Runs requests to the end. The caller may append more of them after each output."""
         if not requests:
             return
-        indices = {request: index for index, request in enumerate(requests)}
-        with self._engine(min(len(requests), self.batch_size)) as engine:
+        indices: dict[Request, int] = {}
+        with self._engine(slots) as engine:
             try:
-                for request in requests:
-                    engine.add_request(request)
-                read = 0
-                while engine.has_requests:
+                read, is_stopping = 0, False
+                while True:
+                    for request in () if is_stopping else requests[len(indices) :]:
+                        indices[request] = len(indices)
+                        engine.add_request(request)
+                    if not engine.has_requests:
+                        break
                     outputs = engine.step()
                     if progress is not None:
                         position = sum(_prompt_tokens_read(request) for request in requests)
@@ -317,6 +315,7 @@ class Generator:
                             raise output.error
                         yield indices[output.request], output
                     if should_stop is not None and should_stop():
+                        is_stopping = True
                         for request in requests:
                             if request.status is RequestStatus.WAITING:
                                 engine.abort(request)
@@ -382,6 +381,72 @@ def _check_decoding(model: XLSTM, fused: bool, replay: bool | None, speculate: S
         raise ValueError(
             f"the draft model cannot be used: {reason}, which the fused path would ignore, and "
             "drafts need that path: undo this change of the draft model, or give another one"
+        )
+
+
+class _Copies:
+    """Copies of requests, which start from the state after their prompt. It is read once.
+
+    The next prompt is read when fewer copies wait than there are slots. So the states in memory are
+    those of the next copies, however many prompts there are.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        count: int,
+        slots: int,
+        prepare: Callable[[Request], Request],
+    ) -> None:
+        """`requests` are prepared, and read their prompts only."""
+        self._count, self._slots, self._prepare = count, slots, prepare
+        self.queue: list[Request] = []  # prompts and copies in the order in which they run
+        self._unread = deque(enumerate(requests))
+        self._reading: dict[Request, int] = {}  # the number of each prompt
+        self._waiting: deque[Request] = deque()  # copies without a slot
+        self._copies: dict[Request, tuple[int, Completion]] = {}  # index, and what read the prompt
+
+    def read_prompts(self) -> None:
+        """Adds prompts to the queue, if their copies are needed next."""
+        while self._waiting and self._waiting[0].status is not RequestStatus.WAITING:
+            self._waiting.popleft()
+        while self._unread:
+            if len(self._waiting) + self._count * len(self._reading) >= self._slots:
+                break
+            number, request = self._unread.popleft()
+            self._reading[request] = number
+            self.queue.append(request)
+
+    def add(self, request: Request, read: Completion) -> None:
+        """Adds the copies of a request whose prompt was read."""
+        assert read.state is not None
+        if not read.state.logits.amax() < torch.inf:  # NaN, if there is one. Waits for the device.
+            raise FloatingPointError(LOGITS_ARE_BAD)
+        seconds = time.monotonic() - request.admitted
+        speed = len(request.prompt_token_ids) / max(seconds, 1e-9)
+        index = self._count * self._reading.pop(request)
+        start = Request(
+            (),
+            request.params,
+            state=read.state,
+            keep_state=request.keep_state,
+            previous_prompt=request.prompt_token_ids,
+        )
+        self._prepare(start)  # once: a prompt may be long
+        read = replace(read, state=None, prompt_tokens_per_second=speed)
+        for n in range(self._count):
+            copy = start.with_seed_offset(n)
+            self._copies[copy] = index + n, read
+            self._waiting.append(copy)
+            self.queue.append(copy)
+
+    def complete(self, copy: Request, completion: Completion) -> tuple[int, Completion]:
+        """The index of a copy, and its completion with the properties of the prompt."""
+        index, read = self._copies.pop(copy)
+        return index, replace(
+            completion,
+            prompt_tokens=read.prompt_tokens,
+            prompt_tokens_per_second=read.prompt_tokens_per_second,
         )
 
 
