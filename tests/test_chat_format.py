@@ -260,3 +260,24 @@ def test_any_answers_are_found(turns: list[str], source: str) -> None:
     if source == PlainFormat.template:
         want[-1] = want[-1].removesuffix(end)
     assert counted(template, messages) == want
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["system", "user", "assistant", "tool"]),
+            st.text("ab \n:\ufdd0\ufdd1") | st.sampled_from(["User: a\nUser:", "Assistant: b"]),
+        ),
+        max_size=6,
+    )
+)
+def test_the_marks_of_the_plain_format_are_around_the_answers(turns: list[tuple[str, str]]) -> None:
+    """They are those found without marks, which takes time with the square of the messages."""
+    messages = [{"role": role, "content": content} for role, content in turns]
+    messages.append({"role": "assistant", "content": "b"})
+    plain = ChatTemplate(PlainFormat.template, {})
+    unmarked = ChatTemplate(PlainFormat.template + "{# another source #}", {})
+    assert plain.conversation(messages) == unmarked.conversation(messages)
+    for options in ({}, {"add_generation_prompt": True}):
+        assert plain.render(messages, **options) == unmarked.render(messages, **options)

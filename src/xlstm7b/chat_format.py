@@ -51,8 +51,12 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self.source = source
+        # It writes the same text, and its marks make `conversation` take less time.
+        self._is_plain = source == PlainFormat.template
         try:
-            self._template = environment.from_string(source)
+            self._template = environment.from_string(
+                PlainFormat.marked_template if self._is_plain else source
+            )
         except TemplateError as error:
             raise ValueError(f"the chat template cannot be read: {error}") from error
         self._special_tokens = dict(special_tokens)
@@ -116,8 +120,10 @@ class ChatTemplate:
         if not messages:
             raise ValueError("no message has the role 'assistant'")
         whole = self.render(messages)
-        has_all = True
-        if self._generation.is_used:
+        has_all, has_marks = True, self._generation.is_used
+        if self._is_plain and (_START in whole or _END in whole):
+            has_marks = False  # a message has these characters, so that no marks can be found
+        if has_marks:
             spans = self._marked_spans(messages, whole)
         else:
             spans = []
@@ -271,6 +277,12 @@ class PlainFormat(ChatFormat):
         "{% elif message.role == 'assistant' %}"
         "{{ 'Assistant: ' + (message.content | trim) + '\\n' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+    )
+    # The same with marks, which other programs may not know.
+    marked_template = template.replace(
+        "{{ 'Assistant: ' + (message.content | trim) + '\\n' }}",
+        "{{ 'Assistant:' }}{% generation %}{{ ' ' + (message.content | trim) }}"
+        "{% endgeneration %}{{ '\\n' }}",
     )
 
     def __init__(self) -> None:
