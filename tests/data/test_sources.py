@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from xlstm7b.data.input_files import Columns
@@ -90,6 +90,7 @@ def test_sources_of_different_formats_in_one_folder(raw: Path, shard_tokens: int
 
 
 @given(repeat=st.floats(0.01, 100), records=st.integers(0, 200))
+@example(repeat=1.0, records=200)
 def test_repeats_are_evenly_spread(repeat: float, records: int) -> None:
     source = SourceFile(Path("a"), Columns(), repeat)
     times = Counter(source.times(position) for position in range(records))

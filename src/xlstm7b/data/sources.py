@@ -39,6 +39,8 @@ class SourceFile(NamedTuple):
 
     def times(self, position: int) -> int:
         """How often the record at this position is written. The repeats are evenly spread."""
+        if self.repeat == 1:  # mostly, and a fraction takes as long as to write a short document
+            return 1
         repeat = Fraction(str(self.repeat))
         return math.floor((position + 1) * repeat) - math.floor(position * repeat)
 
