@@ -104,7 +104,7 @@ some_scores = {
 }
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     rows=st.lists(row_params, min_size=1, max_size=4),
     idle=st.sets(st.integers(0, 3)),
@@ -131,7 +131,7 @@ def test_tokens_are_those_of_pytorch(
         assert_same(*both)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     rows=st.lists(row_params, min_size=1, max_size=3),
     positions=st.integers(1, 3),
