@@ -19,21 +19,27 @@ from xlstm7b.generate.request import Request
 
 
 def searched(tokens: list[int], count: int, least: int, most: int, candidates: int) -> list[int]:
-    """`SuffixIndex.propose`, by comparing all earlier places."""
+    """What `continued` returns, by comparing all earlier positions."""
     matches = []
-    for place in range(len(tokens) - 1, 0, -1):
+    for position in range(len(tokens) - 1, 0, -1):
         length = 0
-        while length < min(most, place) and tokens[place - 1 - length] == tokens[-1 - length]:
+        while length < min(most, position) and tokens[position - 1 - length] == tokens[-1 - length]:
             length += 1
         if length >= least:
-            matches.append((length, place))
+            matches.append((length, position))
     if not matches:
         return []
-    _, place = max(matches[:candidates])
+    _, position = max(matches[:candidates])
     text = tokens.copy()
     for _ in range(count):
-        text.append(text[place + len(text) - len(tokens)])
+        text.append(text[position + len(text) - len(tokens)])
     return text[len(tokens) :]
+
+
+def continued(index: SuffixIndex, count: int) -> list[int]:
+    """The tokens that followed the longest match; none if the latest tokens are new."""
+    length, position = index.longest_match()
+    return index.following(position, count) if length else []
 
 
 few_kinds = st.lists(st.integers(0, 2), max_size=60)
@@ -49,7 +55,7 @@ def test_the_longest_match_is_found(start, rest, sizes, count):
     for token in rest:
         index.append(token)
         text.append(token)
-        assert index.propose(count) == searched(text, count, least, least + more, candidates)
+        assert continued(index, count) == searched(text, count, least, least + more, candidates)
 
 
 @given(text=st.lists(st.integers(0, 2), max_size=100), window=st.integers(1, 12))
@@ -62,7 +68,7 @@ def test_only_the_latest_tokens_are_kept(text, window):
         assert len(kept) >= min(end, window)
         assert len(index._latest) <= len(kept)
         assert kept == text[end - len(kept) : end]
-        assert index.propose(4) == searched(kept, 4, 2, 5, 100)
+        assert continued(index, 4) == searched(kept, 4, 2, 5, 100)
     longer = SuffixIndex(text, min_match=2, max_match=5, candidates=100, window=window)
     assert longer._tokens.tolist() == text[-window:]
 
@@ -175,13 +181,13 @@ def test_a_draft_that_is_all_right_makes_short_matches_count_again():
 
 def test_a_repetition_is_continued():
     index = SuffixIndex([7, 1, 2, 1, 2, 1, 2], min_match=2)
-    assert index.propose(5) == [1, 2, 1, 2, 1]
-    assert SuffixIndex([4] * 9).propose(3) == [4, 4, 4]
+    assert continued(index, 5) == [1, 2, 1, 2, 1]
+    assert continued(SuffixIndex([4] * 9), 3) == [4, 4, 4]
 
 
 def test_nothing_is_known():
     for tokens in ([], [1], [1, 2, 3, 4], [1, 2, 9, 1, 2]):
-        assert SuffixIndex(tokens).propose(5) == []
+        assert continued(SuffixIndex(tokens), 5) == []
 
 
 def test_wrong_sizes():

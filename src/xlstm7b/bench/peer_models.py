@@ -727,7 +727,7 @@ def _tune_less(prefix: str) -> None:
     """Kernels of these modules are tuned over configurations with 4 or 8 warps, 2 or 3 stages.
 
     Triton compiles one after another. All configurations of RWKV-7's kernels, up to 135 for one of
-    them, took longer than the time limit of a model.
+    them, took most of the time limit of a model.
     """
     autotuner: Any = import_module("triton.runtime.autotuner")
     for name, module in [*sys.modules.items()]:

@@ -84,14 +84,6 @@ class SuffixIndex:
         """How many of the latest tokens have occurred before; 0 if fewer than `min_match`."""
         return self.longest_match()[0]
 
-    def propose(self, count: int) -> list[int]:
-        """Up to `count` tokens that may come next; none if the latest tokens are new.
-
-        They are those that followed the longest match of the latest tokens.
-        """
-        length, position = self.longest_match()
-        return self.following(position, count) if length else []
-
     def following(self, position: int, count: int) -> list[int]:
         """The tokens from this position on. At the end of the text they are repeated from there."""
         period = len(self._tokens) - position
