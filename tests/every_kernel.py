@@ -247,6 +247,7 @@ def run_prompts(dtype: torch.dtype, rows: int) -> None:
     tokens = torch.randint(331, (rows, 70), device=DEVICE)
     lengths = torch.randint(71, (rows,), device=DEVICE)
     fused.logits(fused.read(tokens, state, lengths, Slots(order, order.flip(0))))
+    fused.logits(draw(MAX_ROWS + 1, fused.config.embedding_dim, dtype=dtype))
 
 
 def run_sampler() -> None:

@@ -153,7 +153,9 @@ def test_one_row(k, n, tile, option, dtype):
     [(5, 37, 22, (16, 16)), (17, 100, 34, (32, 64)), (64, 48, 2, (16, 64))],
 )
 def test_few_rows(batch, k, n, tile, option, dtype):
-    tile = replace(few_rows.tile_for(batch, n), rows=tile[0], columns=tile[1])
+    tile = replace(
+        few_rows.tile_for(batch, n, dtype, option == "swiglu"), rows=tile[0], columns=tile[1]
+    )
     product = multiply_both(few_rows.multiply_rows, batch, k, n, option, dtype, tile=tile)
     assert_close(*product, LARGEST[dtype])
 

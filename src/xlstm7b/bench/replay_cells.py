@@ -5,6 +5,7 @@ from torch import Tensor
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate.drafts import MAX_DRAFT
+from xlstm7b.generate.kernels.gpu import ordered
 from xlstm7b.generate.replay import ring_sizes
 from xlstm7b.mlstm import MLSTMState, headwise_norm
 from xlstm7b.mlstm.replay import Cursor, Pass, Ring, replay_pass, replay_step
@@ -60,7 +61,7 @@ class ReplayCell:
             self.cursor = Pass(seen - positions * (1 + row % 2) + 1, seen, lengths, interval)
         else:
             live = torch.ones_like(seen, dtype=torch.bool)
-            self.cursor = Cursor(seen - row % interval, seen, live, interval)
+            self.cursor = ordered(Cursor(seen - row % interval, seen, live, interval))
 
     def run(self, layer: int, tile: Tile) -> Tensor:
         """h of all tokens. Updates the layer's ring, and the states of rows that are due."""

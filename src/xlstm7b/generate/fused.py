@@ -128,6 +128,7 @@ class FusedModel:
             state.tokens_seen.add_(live)
         else:
             cursor = Cursor(rings.folded, state.tokens_seen, live, rings.interval)
+            cursor = self.operations.ordered(cursor)
             for number, memory in enumerate(state.blocks):
                 ring = rings.blocks[number], cursor
                 self._block(x, number, memory, live, None, None, masks, ring)

@@ -63,6 +63,7 @@ class Cursor(NamedTuple):
     seen: Tensor  # tokens that the row has read, int64
     live: Tensor  # bool: whether the row reads a token now
     interval: int  # tokens from one fold to the next; no more than the ring holds
+    order: Tensor | None = None  # int64: the rows in the order in which a kernel starts them
 
     def is_due(self) -> Tensor:
         """True for rows [B] that are folded after the current token.

@@ -53,7 +53,7 @@ def multiply_rows(
     if norm is not None:
         x = rms_norm(x, norm, eps)
     rows = len(W) // 2 if swiglu else len(W)
-    tile = tile or tile_for(batch, rows, W.dtype)
+    tile = tile or tile_for(batch, rows, W.dtype, swiglu)
     out = residual
     if out is None:
         out = torch.empty(batch, rows, dtype=out_dtype or x.dtype, device=x.device)
@@ -77,15 +77,19 @@ def multiply_rows(
     return out, out_gates
 
 
-def tile_for(batch: int, rows: int, dtype: torch.dtype = torch.bfloat16) -> RowsTile:
+def tile_for(batch: int, rows: int, dtype: torch.dtype, swiglu: bool) -> RowsTile:
     """The fastest tile on an H200, by `xlstm7b bench tune`.
 
-    float32 has fewer stages: twice the bytes must fit into the same shared memory.
+    float32 has fewer stages: twice the bytes must fit into the same shared memory. With SwiGLU, two
+    tiles of W must.
     """
     if batch > 16:
-        tile = RowsTile(64, 128, 8, 5) if rows < 8192 else RowsTile(128, 64, 4, 5)
+        tile = RowsTile(64, 128, 8, 5) if rows < 8192 else RowsTile(64, 128, 4, 3)
+        tile = RowsTile(64, 64, 4, 4) if swiglu else tile
+    elif rows < 8192:
+        tile = RowsTile(16, 256, 1, 4)
     else:
-        tile = RowsTile(16, 256, 1, 4) if rows < 8192 else RowsTile(32, 128, 2, 4)
+        tile = RowsTile(32, 64, 2, 5) if swiglu else RowsTile(32, 128, 2, 4)
     return tile if dtype.itemsize == 2 else replace(tile, stages=3)
 
 
@@ -116,10 +120,8 @@ def rows_kernel(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    y = product(x, weights, row, B, limit, K, BLOCK, ROWS, BATCH, PRECISION)
+    y, y_up = product(x, weights, row, B, limit, K, SWIGLU, BLOCK, ROWS, BATCH, PRECISION)
     if SWIGLU:
-        W_up = W + tl.full((), K, tl.int64) * N
-        y_up = product(x, W_up, row, B, limit, K, BLOCK, ROWS, BATCH, PRECISION)
         y = y * tl.sigmoid(y) * y_up
     if is_gate:
         store_gates(y, row, bias, live, out_gates, cap, B, N_GATES, HAS_CAP, HAS_LIVE, BATCH)
@@ -163,18 +165,27 @@ def store_rows(
 @triton.jit
 def product(
     x, W, row, B, N,
-    K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BATCH: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, SWIGLU: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    BATCH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """W[row] Xᵀ [ROWS, BATCH] in float32."""
+    """W[row] Xᵀ and, with SWIGLU, W[N + row] Xᵀ, each [ROWS, BATCH] in float32.
+
+    Both in one loop, so that X is read once.
+    """
     b = tl.arange(0, BATCH)
     w_rows = W + row.to(tl.int64)[:, None] * K
+    up_rows = w_rows + tl.full((), K, tl.int64) * N
     acc = tl.zeros([ROWS, BATCH], tl.float32)
+    acc_up = tl.zeros([ROWS, BATCH], tl.float32)
     for start in range(0, K, BLOCK):
         k = start + tl.arange(0, BLOCK)
         in_k = (k < K) | (K % BLOCK == 0)
-        w = tl.load(w_rows + k[None, :], mask=(row < N)[:, None] & in_k[None, :], other=0.0)
+        inside_w = (row < N)[:, None] & in_k[None, :]
+        w = tl.load(w_rows + k[None, :], mask=inside_w, other=0.0)
         inside = (b < B)[None, :] & in_k[:, None]
         x_k = tl.load(x + b[None, :] * K + k[:, None], mask=inside, other=0.0)
         acc = tl.dot(w, x_k, acc, input_precision=PRECISION)
-    return acc
+        if SWIGLU:
+            w_up = tl.load(up_rows + k[None, :], mask=inside_w, other=0.0)
+            acc_up = tl.dot(w_up, x_k, acc_up, input_precision=PRECISION)
+    return acc, acc_up

@@ -21,7 +21,7 @@ from xlstm7b.generate.kernels.slot_states import gather_states, scatter_states
 from xlstm7b.mlstm import MLSTMState
 from xlstm7b.mlstm.replay import Cursor, Pass, Ring
 from xlstm7b.mlstm.triton.launch_params import pass_tile, replay_tile, step_tile
-from xlstm7b.mlstm.triton.replay import launch_advance, launch_replay
+from xlstm7b.mlstm.triton.replay import launch_advance, launch_order, launch_replay
 from xlstm7b.mlstm.triton.replay_pass import launch_advance_pass, launch_pass
 from xlstm7b.mlstm.triton.step import launch_step
 from xlstm7b.model.layers import product_float32
@@ -36,6 +36,7 @@ __all__ = [
     "head",
     "head_norm",
     "multiply",
+    "ordered",
     "pass_cell",
     "project",
     "replay_cell",
@@ -45,6 +46,8 @@ __all__ = [
     "step_cell",
     "swiglu",
 ]
+
+_ORDERED_ROWS = 16
 
 
 def project(
@@ -118,6 +121,16 @@ def replay_cell(
     return launch_replay(
         q, k, v, i, f, state, ring, cursor, gate, norm, norm_eps, eps, tile, overlaps
     )
+
+
+def ordered(cursor: Cursor) -> Cursor:
+    """The cursor with an order of its rows, if the operations gain by one.
+
+    The programs of few rows all run at once.
+    """
+    if len(cursor.seen) < _ORDERED_ROWS:
+        return cursor
+    return cursor._replace(order=launch_order(cursor))
 
 
 def advance(cursor: Cursor) -> None:
@@ -212,7 +225,9 @@ def head(
         return _multiply(x, W, norm=norm, eps=eps, cap=cap, out_dtype=torch.float32)[0]
     x = rms_norm(x, norm, eps)
     products = product_float32(x, W if isinstance(W, Tensor) else W.dequantize(x.dtype))
-    return products if cap is None else products.div_(cap).tanh_().mul_(cap)
+    if cap is not None:
+        pointwise.cap_logits(products, cap)
+    return products
 
 
 def _multiply(x: Tensor, W: Tensor | QuantizedWeight, **options: Any) -> tuple[Tensor, Tensor]:

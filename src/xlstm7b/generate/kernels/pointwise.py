@@ -77,6 +77,21 @@ def cap_gates_kernel(
     tl.store(gates + at, y, mask=inside)
 
 
+def cap_logits(logits: Tensor, cap: float) -> None:
+    """Soft-caps contiguous logits in float32, in place."""
+    size, block = logits.numel(), 2048
+    cap_logits_kernel[(triton.cdiv(size, block),)](logits, cap, size, BLOCK=block)
+
+
+@triton.jit
+def cap_logits_kernel(logits, cap, SIZE, BLOCK: tl.constexpr):
+    """BLOCK elements per program."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < SIZE
+    y = tl.load(logits + at, mask=inside, other=0.0)
+    tl.store(logits + at, soft_cap(y, cap), mask=inside)
+
+
 @triton.jit
 def mask_gates(y, is_live, gate, N_GATES):
     """Gates of a row that is not live: input gates −∞, forget gates +∞. The state stays as it is.

@@ -93,7 +93,7 @@ def replay_tile(rows: int, ring: int, d_qk: int, d_hv: int, state_dtype: torch.d
     elif ring > 16:
         tile = Tile(1, 64, 64, 4, 1, 128)
     elif state_dtype == torch.bfloat16:
-        tile = Tile(1, 32, 64, 2, 3, 128)
+        tile = Tile(1, 16, 128, 2, 4, 128)
     else:
         tile = Tile(1, 64, 64, 2, 1, 168)
     return tile.within(d_qk, d_hv)

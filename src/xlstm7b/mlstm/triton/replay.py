@@ -22,7 +22,7 @@ from xlstm7b.mlstm.triton.step import take_counters
 @triton.jit
 def replay_kernel(
     q, k, v, i, f, gate, norm_weight, C, n, m, ring_k, ring_v, ring_i, ring_f,
-    folded, seen, live, h, raw, arrived,
+    folded, seen, live, order, h, raw, arrived,
     q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h,
     i_stride_b, i_stride_h, f_stride_b, f_stride_h, gate_stride_b, gate_stride_h,
     C_stride_b, n_stride_b, m_stride_b, ring_k_stride_b, ring_v_stride_b, ring_i_stride_b,
@@ -30,7 +30,7 @@ def replay_kernel(
     SIZE: tl.constexpr, ENTRIES: tl.constexpr, INTERVAL: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PADDED_K: tl.constexpr, PADDED_V: tl.constexpr,
     FOLDED: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    HAS_ORDER: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_V columns of one head's C, and the same elements of h.
 
@@ -39,6 +39,9 @@ def replay_kernel(
     """
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row // NH, row % NH
+    if HAS_ORDER:
+        batch = tl.load(order + batch)
+        row = batch * NH + head
     # A row that is not live has a head and a ring of size 0: nothing of it is read or written.
     is_live = tl.load(live + batch).to(tl.int32)
     width_k, width_v = DK * is_live, DV * is_live
@@ -230,6 +233,20 @@ def advance_kernel(folded, seen, live, rows, INTERVAL: tl.constexpr, BLOCK: tl.c
     tl.store(folded + row, tokens, mask=mask & is_live & crosses)
 
 
+@triton.jit
+def order_kernel(folded, seen, live, order, rows, INTERVAL: tl.constexpr, BLOCK: tl.constexpr):
+    """`launch_order` in one program."""
+    row = tl.arange(0, BLOCK)
+    mask = row < rows
+    tokens = tl.load(seen + row, mask=mask, other=0)
+    before = tl.load(folded + row, mask=mask, other=0)
+    crosses = (tokens + 1 + row) // INTERVAL > (before + row) // INTERVAL
+    is_due = (tl.load(live + row, mask=mask, other=0) != 0) & crosses
+    due = is_due.to(tl.int32)
+    at = tl.where(is_due, tl.cumsum(due, 0) - 1, tl.sum(due, 0) + tl.cumsum(1 - due, 0) - 1)
+    tl.store(order + at, row.to(tl.int64), mask=mask)
+
+
 def precision(dtype: torch.dtype) -> str:
     """How `dot_narrow` multiplies, for tokens of this dtype."""
     return "ieee" if dtype == torch.float32 else "tf32"
@@ -262,16 +279,16 @@ def launch_replay(
     h = torch.empty(batch, heads, d_v, dtype=v.dtype, device=v.device)
     raw = torch.empty(batch, heads, d_v, dtype=torch.float32, device=v.device)
     replay_kernel[(triton.cdiv(d_v, tile.d_out), batch * heads)](
-        q, k, v, i, f, gate, norm_weight, *state, *ring, *cursor[:3], h, raw,
+        q, k, v, i, f, gate, norm_weight, *state, *ring, *cursor[:3], cursor.order, h, raw,
         take_counters(batch * heads, q.device),
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *i.stride(), *f.stride(),
         *gate.stride()[:2], *(part.stride(0) for part in (*state, *ring[:3])),
         d_k**-0.5, eps, norm_eps, heads, DK=d_k, DV=d_v,
         SIZE=size, ENTRIES=padded(1 + most_held(size, cursor.interval)), INTERVAL=cursor.interval,
         BLOCK_K=tile.d_in, BLOCK_V=tile.d_out, PADDED_K=padded(d_k), PADDED_V=padded(d_v),
-        FOLDED=folded_rows(tile, d_k), PRECISION=precision(q.dtype),
+        FOLDED=min(32, folded_rows(tile, d_k)), PRECISION=precision(q.dtype),
         PARTS=min(tile.d_in, threads_of_column(tile, state.C.itemsize)), STAGES=tile.stages,
-        OVERLAP=overlap,
+        HAS_ORDER=cursor.order is not None, OVERLAP=overlap,
         **tile.options(),
         **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
@@ -279,7 +296,10 @@ def launch_replay(
 
 
 def folded_rows(tile: Tile, d_k: int) -> int:
-    """How many rows of C are folded at a time: a thread holds up to 32 elements."""
+    """How many rows of C are folded at a time: a thread holds up to 32 elements.
+
+    A step folds at most 32 rows: it folds seldom, and more of them need more shared memory.
+    """
     return max(16, min(1024 * tile.warps // tile.d_out, padded(d_k)))
 
 
@@ -298,3 +318,17 @@ def launch_advance(cursor: Cursor) -> None:
         *cursor[:3], rows, INTERVAL=cursor.interval, BLOCK=max(16, triton.next_power_of_2(rows)),
         num_warps=1,
     )  # fmt: skip
+
+
+def launch_order(cursor: Cursor) -> Tensor:
+    """The rows [B], int64: those first that are folded after the current token (`is_due`).
+
+    Programs that fold take the longest. If they start first, they are not the last to end.
+    """
+    rows = len(cursor.seen)
+    order = torch.empty_like(cursor.seen)
+    order_kernel[(1,)](
+        *cursor[:3], order, rows, INTERVAL=cursor.interval,
+        BLOCK=max(16, triton.next_power_of_2(rows)), num_warps=4,
+    )  # fmt: skip
+    return order

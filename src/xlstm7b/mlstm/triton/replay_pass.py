@@ -87,16 +87,16 @@ def pass_kernel(
     t = tl.arange(0, ROWS)
     is_new = t < length
     token = batch * T + t
-    place = ((first + t) % SIZE).to(tl.int32)
+    new_entry = ((first + t) % SIZE).to(tl.int32)
     new_v = is_new[:, None] & in_v[None, :]
     v_at = v + token[:, None] * v_stride_t + head * v_stride_h + d_v[None, :]
     V_new = tl.load(v_at, mask=new_v, other=0.0)
     i_new = tl.load(i + token * i_stride_t + head * i_stride_h, mask=is_new, other=-float("inf"))
-    tl.store(ring_v_head + place[:, None] * DV + d_v[None, :], V_new, mask=new_v)
+    tl.store(ring_v_head + new_entry[:, None] * DV + d_v[None, :], V_new, mask=new_v)
     if tile == 0:
         f_new = tl.load(f + token * f_stride_t + head * f_stride_h, mask=is_new, other=0.0)
-        tl.store(ring_i_head + place, i_new, mask=is_new)
-        tl.store(ring_f_head + place, f_new, mask=is_new)
+        tl.store(ring_i_head + new_entry, i_new, mask=is_new)
+        tl.store(ring_f_head + new_entry, f_new, mask=is_new)
 
     # 3. The weights of the tokens for each query: w_tj and a_t. All sums are over what they need,
     #    never differences of sums.
@@ -116,7 +116,7 @@ def pass_kernel(
     # 4. Products of the queries with C, n and all k.
     q_rows = q + token[:, None] * q_stride_t + head * q_stride_h
     k_rows = k + token[:, None] * k_stride_t + head * k_stride_h
-    k_to = ring_k_head + place[:, None] * DK
+    k_to = ring_k_head + new_entry[:, None] * DK
     is_stored = t < tl.where(tile == 0, length, 0)
     from_state = tl.zeros([ROWS, BLOCK_V], tl.float32)
     scores_old = tl.zeros([ROWS, ENTRIES], tl.float32)
