@@ -136,10 +136,12 @@ def test_requests_without_a_draft_do_not_lose_more_than_drafts_gain():
         drafter.start(other, prompt)
         most = {copying: 7, other: 7}
         most |= {Request([1], SamplingParams()): 0 for _ in range(others - 1)}
+        assert drafter.wants_to_draft(most) == is_drafted  # else the engine need not wait
         found = drafter.propose(most)
         # The first draft has 7 tokens, of which half are expected to be right.
         assert found == ({copying: prompt[24:31]} if is_drafted else {})
         assert drafter.propose({copying: 7}) == {copying: prompt[24:31]}
+        assert not drafter.wants_to_draft({copying: 0, other: 7})
 
 
 def test_short_matches_that_lead_nowhere_are_ignored():

@@ -200,8 +200,10 @@ class ModelDrafter(Drafter):
             del unread[0]  # every text starts from the state after it
         self._texts[request] = _Text(unread)
 
-    def wants_to_draft(self, request: Request) -> bool:
-        return self._texts[request].length.next > 0
+    def wants_to_draft(self, most: Mapping[Request, int]) -> bool:
+        return any(
+            count > 0 and self._texts[request].length.next > 0 for request, count in most.items()
+        )
 
     def propose(self, most: Mapping[Request, int]) -> dict[Request, list[int]]:
         asked = {request: count for request, count in most.items() if count > 0}

@@ -186,11 +186,10 @@ class Drafter(Protocol):
         `tokens` are those of the text so far that are known. After a loaded state they may be few.
         """
 
-    def wants_to_draft(self, request: "Request") -> bool:
-        """True if `propose` may find a draft once the last token is known. It must have started.
+    def wants_to_draft(self, most: Mapping["Request", int]) -> bool:
+        """True if `propose` may find drafts for this batch once the last tokens are known.
 
-        The engine asks this before it knows the last token. It waits for that token only if this
-        is True.
+        The engine asks this before it knows them. It waits for them only if this is True.
         """
 
     def propose(self, most: Mapping["Request", int]) -> dict["Request", list[int]]:
@@ -229,15 +228,25 @@ class LookupDrafter(Drafter):
     def start(self, request: "Request", tokens: Sequence[int]) -> None:
         self._texts[request] = LookupText(tokens)
 
-    def wants_to_draft(self, request: "Request") -> bool:
-        return self._texts[request].wants_to_draft
+    def wants_to_draft(self, most: Mapping["Request", int]) -> bool:
+        longest = {
+            request: count
+            for request, count in most.items()
+            if count > 0 and self._texts[request].wants_to_draft
+        }
+        return bool(longest) and self._pays(longest, len(most))
 
     def propose(self, most: Mapping["Request", int]) -> dict["Request", list[int]]:
-        texts = {request: self._texts[request] for request, count in most.items() if count > 0}
-        found = {request: text.propose(most[request]) for request, text in texts.items()}
+        asked = {request: count for request, count in most.items() if count > 0}
+        found = {request: self._texts[request].propose(count) for request, count in asked.items()}
         found = {request: draft for request, draft in found.items() if draft}
-        gained = sum(len(draft) * texts[one].accepted_share for one, draft in found.items())
-        return found if gained >= self._pass_cost * (len(most) - len(found)) else {}
+        lengths = {request: len(draft) for request, draft in found.items()}
+        return found if self._pays(lengths, len(most)) else {}
+
+    def _pays(self, lengths: Mapping["Request", int], batch: int) -> bool:
+        """True if drafts of these lengths are expected to gain enough for a batch of this size."""
+        gained = sum(count * self._texts[one].accepted_share for one, count in lengths.items())
+        return gained >= self._pass_cost * (batch - len(lengths))
 
     def record(
         self, request: "Request", tokens: Sequence[int], drafted: int, accepted: int

@@ -483,14 +483,22 @@ class Engine:
 
     def _wants_to_draft(self, requests: Sequence[Request]) -> bool:
         """True if drafts may be found for a request, once its last token is known."""
-        drafter = self._drafter
-        if drafter is None:
+        if self._drafter is None or not requests:
             return False
-        highest = max((request.slot for request in requests), default=0)
-        return self._runner.most_drafts(highest) > 0 and any(
-            request.speculate and request not in self._finishing and drafter.wants_to_draft(request)
-            for request in requests
-        )
+        highest = max(request.slot for request in requests)
+        lengths = self._draft_lengths(requests, self._runner.most_drafts(highest))
+        return self._drafter.wants_to_draft(lengths)
+
+    def _draft_lengths(self, requests: Sequence[Request], most: int) -> dict[Request, int]:
+        """The longest draft that each request may have now, of at most this many tokens."""
+        lengths = dict.fromkeys(requests, 0)
+        for request in requests:
+            if request.speculate and request not in self._finishing:
+                # The last token of the output is not drafted: every position draws a token. The
+                # first token was drawn after the prompt, each other one after a read.
+                left = request.params.max_new_tokens - 1 - request.reads
+                lengths[request] = max(0, min(most, left - 1))
+        return lengths
 
     def _propose(
         self, highest: int, requests: Sequence[Request]
@@ -505,13 +513,7 @@ class Engine:
         is_known = all(step.values is not None for step in self._launched)
         if self._drafter is None or not most or not is_known:
             return drafts, masks
-        lengths = dict.fromkeys(requests, 0)
-        for request in requests:
-            if request.speculate and request not in self._finishing:
-                # The last token of the output is not drafted: every position draws a token. The
-                # first token was drawn after the prompt, each other one after a read.
-                left = request.params.max_new_tokens - 1 - request.reads
-                lengths[request] = max(0, min(most, left - 1))
+        lengths = self._draft_lengths(requests, most)
         found = self._in_model(partial(self._drafter.propose, lengths))
         for request, draft in found.items():
             if draft and request.matcher is not None:
