@@ -483,11 +483,10 @@ class Engine:
 
     def _wants_to_draft(self, requests: Sequence[Request]) -> bool:
         """True if drafts may be found for a request, once its last token is known."""
-        if self._drafter is None or not requests:
+        if self._drafter is None:
             return False
-        highest = max(request.slot for request in requests)
-        lengths = self._draft_lengths(requests, self._runner.most_drafts(highest))
-        return self._drafter.wants_to_draft(lengths)
+        most = self._runner.most_drafts(max((request.slot for request in requests), default=0))
+        return most > 0 and self._drafter.wants_to_draft(self._draft_lengths(requests, most))
 
     def _draft_lengths(self, requests: Sequence[Request], most: int) -> dict[Request, int]:
         """The longest draft that each request may have now, of at most this many tokens."""
