@@ -417,6 +417,33 @@ def test_one_model_is_measured_again_alone(tmp_path: Path, monkeypatch: pytest.M
     assert json.dumps(second["llama2"]) == before
 
 
+@pytest.mark.parametrize("reason", ["at once", "Ctrl-C"])
+def test_a_finished_run_keeps_its_rows_until_they_are_replaced(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be measured again on a machine where it cannot start, or be stopped early."""
+    every = list(SPEED_PARTS)
+    pretend(monkeypatch, {"llama2": [(every, None), ([], reason)]})
+    before = json.loads(json.dumps(run(tmp_path, "llama2")["llama2"]))
+    if reason == "at once":
+        assert run(tmp_path, "llama2", again=True)["llama2"]["status"] == "failed"
+    else:
+
+        def stopped(case: Result, *_: Any, **job: Any) -> Iterator[Result]:
+            yield Result("start", "llama2")
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(speed, "in_process", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, "llama2", again=True)
+    kept = speed.read_records(tmp_path)["runs"]["llama2"]
+    assert (kept["figures"], kept["partial"]) == (before["figures"], every)
+    calls = pretend(monkeypatch, {"llama2": [(every, None)]})
+    found = run(tmp_path, "llama2", again=True)["llama2"]
+    assert calls == [("llama2", every)]
+    assert (found["status"], found["partial"]) == ("finished", [])
+
+
 def test_a_stopped_run_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

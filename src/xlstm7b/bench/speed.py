@@ -511,7 +511,7 @@ class _Records:
 
     `status` is `finished`, `failed` (no figure could be measured, for the reason `reason`) or
     `stopped`: the next call measures the figures that are missing, and those in `partial`, which
-    have only their first rows.
+    have only their first rows, or rows of before a run was measured again.
     """
 
     def __init__(self, folder: Path, plan: Speed) -> None:
@@ -539,12 +539,11 @@ class _Records:
         return [part for part in parts if part not in record["figures"] or part in partial]
 
     def start(self, name: str, parts: Sequence[str]) -> None:
-        """A record to add these figures to. A finished run has them already: it loses them."""
+        """A record to add these figures to. A finished run keeps its rows until new ones come."""
         record = self.runs.setdefault(name, {"label": RUNS[name], "figures": {}})
         if record.get("status") == "finished":
             record.pop("choices", None)
-            for part in parts:
-                del record["figures"][part]
+            record["partial"] = list(parts)
         record.pop("reason", None)
         record["status"] = "stopped"
 
