@@ -517,6 +517,11 @@ def test_other_settings_need_another_folder(
             '{"experiment": "speed", "plan": {}, "runs": {"ours": {"status": "finished"}}}',
             r"is damaged: runs\.ours\.figures is missing",
         ),
+        (
+            '{"experiment": "speed", "plan": {}, '
+            '"runs": {"llama4": {"status": "stopped", "figures": {}}}}',
+            "is damaged: speed has no run 'llama4'",
+        ),
         ('{"experiment": "soft-cap", "runs": {}}', "holds the experiment soft-cap, not speed: "),
     ],
 )
@@ -680,6 +685,9 @@ def test_the_command_measures_in_a_process_and_draws(tmp_path: Path) -> None:
     [
         (["--smoke", "--runs", "llama4"], "speed has no run 'llama4'"),
         (["--smoke", "--figures", "first,last"], "speed has no figure 'last'"),
+        (["--smoke", "--figures", "cell"], "kernels has only the figure cell"),
+        (["--smoke", "--runs", "kernels", "--figures", "full"], "kernels has only the figure cell"),
+        (["--smoke", "--runs", "ours,kernels"], "the run kernels needs a GPU"),
         (["--smoke", "--steps", "3"], "speed trains nothing"),
         (["--device", "cpu"], "on a CPU, try it with --smoke"),
     ],

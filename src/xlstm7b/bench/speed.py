@@ -418,8 +418,15 @@ def run_speed(
     Returns the records of all runs, by name.
     """
     plan.check()
-    records = _Records(output, plan)
     wanted = {name: [part for part in _parts(name, plan) if part in figures] for name in names}
+    if not any(wanted.values()):
+        raise ValueError(
+            f"the run {KERNELS} has only the figure cell, and no other run has it: "
+            "change --runs or --figures"
+        )
+    if wanted.get(KERNELS) and plan.device != "cuda":
+        raise ValueError(f"the run {KERNELS} needs a GPU: leave it out of --runs")
+    records = _Records(output, plan)
     waiting = [name for name in names if wanted[name] and (again or not records.is_done(name))]
     if not waiting:
         return records.runs
@@ -575,7 +582,11 @@ class _Records:
 
 def read_records(folder: Path) -> dict[str, Any]:
     """The content of `results.json`: the plan, and the records of all runs by name."""
-    return read_results(folder / NAME, _File, "speed")
+    content = read_results(folder / NAME, _File, "speed")
+    for name in content["runs"]:
+        if name not in RUNS:
+            raise ValueError(f"{folder / NAME} is damaged: speed has no run {name!r}")
+    return content
 
 
 class _Record(BaseModel):
