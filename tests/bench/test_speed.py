@@ -599,6 +599,47 @@ def test_a_caption_names_what_engines_share_once(engines: list[str], expected: s
     assert caption == f"Random weights. {speed.RUNS['ours']}: {expected}."
 
 
+def test_a_caption_says_when_and_where() -> None:
+    runs: dict[str, Any] = {
+        name: {
+            "figures": {"first": [{"length": 8, "engine": "a"}]},
+            "machine": {"gpu": "G1", "date": f"2026-01-0{day}"},
+        }
+        for name, day in (("ours", 2), ("llama2", 1), ("llama3", 3))
+    }
+    runs["rwkv7"] = {"figures": {}, "machine": {"gpu": "G2", "date": "2026-02-01"}}  # not in it
+    assert speed_figures._caption(runs, "first").startswith("G1, 2026-01-01 to 2026-01-03. Random")
+
+
+def test_a_caption_names_the_shortest_length_that_failed() -> None:
+    rows = [
+        {"length": 512, "engine": "a"},
+        *({"length": n, "engine": "a", "error": "out of memory"} for n in (4096, 2048, 8192)),
+        {"length": 0, "error": "Segfault"},
+    ]
+    caption = speed_figures._caption({"llama3": {"figures": {"prefill": rows}}}, "prefill")
+    assert ": a; from 2,048 tokens on: out of memory; Segfault. The Llamas" in caption
+
+
+def test_the_caption_of_the_cell_says_what_failed() -> None:
+    case = {"work": "forward + backward", "batch": 4}
+    rows: list[dict[str, Any]] = [
+        {"name": name, "length": length, "error": "no Triton", **case}
+        for name in ("fla", "gated_deltanet")
+        for length in (512, 1024)
+    ]
+    rows.append({"name": "ours", "length": 1024, "seconds": 1e-3, **case})
+    record = {
+        "figures": {"cell": rows},
+        "machine": {"gpu": "G1", "date": "2026-01-01", "torch": "2.0"},
+        "packages": {"fla-core": "0.6", "transformers": "5.0"},
+    }
+    assert speed_figures._caption({"kernels": record}, "cell") == (
+        "G1, 2026-01-01. 4,096 random tokens of the 7B's width, bf16. torch 2.0, fla-core 0.6. "
+        "simple GLA, FLA; gated delta rule, FLA, forward + backward: no Triton."
+    )
+
+
 def test_figures_from_results_with_failures(tmp_path: Path) -> None:
     runs: dict[str, Any] = {}
     for name in ("ours", "llama2"):
@@ -610,7 +651,7 @@ def test_figures_from_results_with_failures(tmp_path: Path) -> None:
     runs["llama2"]["figures"]["context"][-1] = {"length": 80, "error": "out of memory"}
     runs["xlstm"] = {"figures": {}, "status": "failed", "reason": "not installed"}
     cell = [
-        {"name": name, "work": work, "length": length, "seconds": 1e-3}
+        {"name": name, "work": work, "batch": 64 // length, "length": length, "seconds": 1e-3}
         for name in ("ours", "sdpa")
         for work in ("forward", "forward + backward")
         for length in (32, 64)

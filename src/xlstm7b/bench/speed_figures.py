@@ -17,6 +17,7 @@ _CELLS = {
     "fla": "simple GLA, FLA",
     "gated_deltanet": "gated delta rule, FLA",
 }
+_CELL_PACKAGES = "torch", "xlstm7b", "mlstm_kernels", "fla-core"
 
 
 def draw(runs: Mapping[str, Record], folder: Path) -> list[str]:
@@ -53,21 +54,53 @@ def _rows(record: Record, part: str) -> list[Record]:
 
 
 def _caption(runs: Mapping[str, Record], part: str) -> str:
-    """What ran each model, and what failed."""
+    """Where and when a figure was measured, what ran each model, and what failed."""
+    shown = {name: record for name, record in runs.items() if record["figures"].get(part)}
+    facts = [record.get("machine", {}) for record in shown.values()]
+    where = sorted({each["gpu"] for each in facts if "gpu" in each})
+    if dates := sorted({each["date"] for each in facts if "date" in each}):
+        where.append(dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}")
+    notes = _cell_notes(shown[KERNELS]) if part == "cell" else _model_notes(shown, part)
+    return " ".join([*([f"{', '.join(where)}."] if where else []), *notes])
+
+
+def _model_notes(shown: Mapping[str, Record], part: str) -> list[str]:
     models: dict[str, list[str]] = {}
-    for name, record in runs.items():
-        rows = record["figures"].get(part, [])
-        if name == KERNELS or not rows:
-            continue
+    for name, record in shown.items():
+        rows = record["figures"][part]
         engine = _alternatives([row["engine"] for row in rows if "engine" in row])
-        failed = {row["error"]: row.get("length") for row in rows if "error" in row}
-        errors = "".join(f"; from {length} on: {error}" for error, length in failed.items())
+        failed: dict[str, int] = {}  # the shortest length with this error; 0 if a process crashed
+        for row in rows:
+            if "error" in row:
+                shortest = failed.get(row["error"], row["length"])
+                failed[row["error"]] = min(shortest, row["length"])
+        errors = "".join(
+            f"; from {length:,} tokens on: {error}" if length else f"; {error}"
+            for error, length in failed.items()
+        )
         models.setdefault(f"{engine}{errors}", []).append(RUNS[name])
     notes = [f"{'; '.join(labels)}: {note}." for note, labels in models.items()]
-    if any(name.startswith("llama") for name in runs) and part != "cell":
+    if any(name.startswith("llama") for name in shown):
         notes.append("The Llamas run under transformers, not vLLM.")
-    machines = {record.get("machine", {}).get("gpu") for record in runs.values()} - {None}
-    return " ".join([*(f"{each}." for each in sorted(machines)), "Random weights.", *notes])
+    return ["Random weights.", *notes]
+
+
+def _cell_notes(record: Record) -> list[str]:
+    rows = record["figures"]["cell"]
+    failed: dict[str, list[str]] = {}
+    for row in rows:
+        if "error" in row:
+            labels = failed.setdefault(f"{row.get('work', 'all')}: {row['error']}", [])
+            label = _CELLS.get(row["name"], RUNS[KERNELS])
+            labels += [] if label in labels else [label]
+    tokens = max(row["batch"] * row["length"] for row in rows)
+    versions = {**record.get("machine", {}), **record.get("packages", {})}
+    engines = [f"{name} {versions[name]}" for name in _CELL_PACKAGES if name in versions]
+    return [
+        f"{tokens:,} random tokens of the 7B's width, bf16.",
+        *([", ".join(engines) + "."] if engines else []),
+        *(f"{'; '.join(labels)}, {error}." for error, labels in failed.items()),
+    ]
 
 
 def _alternatives(engines: Sequence[str]) -> str:
