@@ -104,6 +104,8 @@ def test_limits_of_the_7b_on_an_h200() -> None:
     many = with_limit(Result("decode", batch=256, length=16), half, 1)
     narrow = accounting.decode_bytes(SEVEN, 256, state_itemsize=2)
     assert many.limit == pytest.approx(256 * 4.27e12 / narrow)
+    peer = with_limit(Result("decode", "transformers", batch=256, length=16), plan, 1)
+    assert peer.limit == many.limit  # its state is in bfloat16, as its weights are
 
     read = with_limit(Result("prefill", batch=8, length=8192), plan, 1.5)
     least = accounting.least_prefill_seconds(SEVEN, *peaks, 8192, 8)

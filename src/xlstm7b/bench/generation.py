@@ -144,6 +144,8 @@ def with_limit(
     assert plan.peak_tbs is not None
     config, peaks = plan.config, (1e12 * plan.peak_tflops, 1e12 * plan.peak_tbs)
     sizes = itemsizes(plan)
+    if case.name == "transformers":  # its state has the dtype of its weights
+        sizes["state_itemsize"] = to_dtype(plan.dtype).itemsize
     rings = {"replay_interval": replay_interval, "ring_itemsize": to_dtype(plan.dtype).itemsize}
     step_sizes = sizes | rings
     step = accounting.least_decode_seconds(config, *peaks, case.batch, **step_sizes)
