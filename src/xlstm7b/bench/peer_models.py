@@ -27,7 +27,7 @@ from xlstm7b.devices import to_dtype
 
 COMPILED, GRAPH, EAGER = "compiled, CUDA graph", "CUDA graph", "eager"
 MOST_STEPS = 100  # in one timing, see `measure_steps`
-_KEYS = 256  # a growing cache is attended up to a multiple of this many tokens
+_KEYS = 256  # tokens of a piece: a step attends to whole pieces of a cache that grows
 
 # The interface
 
@@ -131,7 +131,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 class Decoder:
-    """Greedy decoding of `batch` texts from one cache, one of `COMPILED`, `GRAPH`, `EAGER`."""
+    """Greedy decoding of `batch` texts from one cache. `way` is `COMPILED`, `GRAPH` or `EAGER`."""
 
     def __init__(
         self, peer: Peer, way: str, cache: Any, *, batch: int = 1, attention: str = ""
@@ -180,7 +180,7 @@ class Decoder:
         return measure_steps(run, self.peer.device, seconds=seconds)
 
     def _prepared(self, length: int) -> Callable[[], Tensor]:
-        """The step after `length` tokens or fewer, down to the piece's first."""
+        """The step after `length` tokens. All lengths that end in the same piece share one step."""
         keys = _rounded(length + 1) if self.peer.grows else 0
         case = self.attention, keys
         if case not in self._steps:
@@ -222,8 +222,8 @@ def check(
 ) -> dict[str, float]:
     """Raises a `ValueError` if cached decoding differs from a pass over the whole text.
 
-    1. The model that is timed: logits of 16 forced tokens are as close to those of float32 as the
-       logits of the whole pass are.
+    1. The model that is timed: logits of 16 forced tokens may differ from those of float32 by at
+       most three times as much as the logits of the whole pass do.
     2. Four layers in float32: 16 greedy tokens are equal.
     """
     found = {}

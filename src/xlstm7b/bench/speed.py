@@ -199,7 +199,8 @@ def _cell(plan: Speed) -> Iterator[Result]:
 
     peers = ("sdpa", "mlstm_kernels", "fla", "gated_deltanet")
     cell = Kernels.of(sizes=["7b"], lengths=list(plan.lengths), batches=[], peers=list(peers))
-    for result in kernels.results(replace(cell, tokens=plan.tokens, timeout=plan.timeout / 5)):
+    seconds = plan.timeout / (1 + len(peers))  # ours takes its share too
+    for result in kernels.results(replace(cell, tokens=plan.tokens, timeout=seconds)):
         yield replace(result, part="cell")
 
 
@@ -251,7 +252,7 @@ def _full(model: XLSTM, plan: Speed) -> Iterator[Result]:
     sizes = itemsizes(plan)
     per_row = accounting.state_bytes(plan.config, sizes["state_itemsize"])["total"]
     per_row += accounting.ring_bytes(plan.config, INTERVAL, to_dtype(plan.dtype).itemsize)
-    per_row += 16 * plan.config.vocab_size
+    per_row += _LOGIT_BYTES * plan.config.vocab_size
 
     def timed(case: Result) -> Result:
         generator = make_generator(model, plan, case.batch)
@@ -359,7 +360,7 @@ class SpeedPeer(PeerTimer):
         return replace(fastest, figures=fastest.figures | other)
 
     def _largest(self, case: Result, way: str) -> Result:
-        per_row = self.peer.cache_bytes(_room(case)) + 16 * self.peer.vocab_size
+        per_row = self.peer.cache_bytes(_room(case)) + _LOGIT_BYTES * self.peer.vocab_size
         return largest_batch(case, per_row, self.plan, partial(self._time_batch, way))
 
     def _time_batch(self, way: str, case: Result) -> Result:
@@ -399,6 +400,7 @@ def largest_batch(
 
 _TRIES = 8
 _FREE_SHARE = 0.9  # the rest is for what a step computes
+_LOGIT_BYTES = 16  # of each id in a row: its logit in float32, and what is computed from it
 
 
 # All models, one after another
