@@ -95,6 +95,13 @@ def test_parameters_train_after_loading(tmp_path: Path) -> None:
 # Errors
 
 
+@pytest.mark.parametrize("device", ["toaster", "cuda:99", "meta", torch.device("cuda:99")])
+def test_an_unusable_device_is_refused_before_anything_is_read(device: str | torch.device) -> None:
+    words = f"^the device '{device}' cannot be used here: [^\n]+$"
+    with pytest.raises(ValueError, match=words):
+        XLSTM.from_pretrained("/no/such/folder", device=device)
+
+
 def test_wrong_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"^'/no/such/folder' is neither a folder nor the id of a hub"

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from xlstm7b.checkpoint import open_checkpoint, save_checkpoint
 from xlstm7b.config import ModelConfig
+from xlstm7b.devices import to_device
 from xlstm7b.model.head import head_logprobs, head_loss
 from xlstm7b.model.init import check_initialised, check_no_buffers, small_std
 from xlstm7b.model.layers import (
@@ -208,8 +209,11 @@ class XLSTM(nn.Module):
 
         `dtype` is by default the stored one, `device` PyTorch's default. Quantised weights stay so.
         `quantize` rounds float weights while they are read: "int8", "int4" or "fp8", or a
-        `Quantization` with another group size or head.
+        `Quantization` with another group size or head. A device that cannot be used is a
+        `ValueError` before anything is read.
         """
+        if device is not None:
+            device = to_device(device)
         checkpoint = open_checkpoint(folder_or_hub_id)
         dtype = dtype or checkpoint.dtype
         schemes: dict[str, Scheme] = dict(checkpoint.schemes)
