@@ -385,6 +385,10 @@ def test_a_locked_folder_is_refused(tmp_path: Path) -> None:
         message = f"^another process is training in {tmp_path} right now$"
         with pytest.raises(ValueError, match=message), files.lock_folder(tmp_path, "training in"):
             pass
+        message = "^another process is writing model right now$"
+        named = files.lock_folder(tmp_path, "writing", name="model")
+        with pytest.raises(ValueError, match=message), named:
+            pass
     with files.lock_folder(tmp_path, "training in"):
         pass
 

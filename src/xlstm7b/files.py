@@ -152,16 +152,17 @@ def complete_lines(path: Path) -> Iterator[bytes]:
 
 
 @contextmanager
-def lock_folder(folder: Path, action: str) -> Iterator[None]:
+def lock_folder(folder: Path, action: str, *, name: str | Path | None = None) -> Iterator[None]:
     """Locks a folder or a file. If another process has the lock, a `ValueError` says so.
 
-    `action` is for the message: "another process is training in FOLDER right now".
+    `action` is for the message: "another process is training in FOLDER right now". A folder that
+    the user does not know needs `name`: the message has it instead of the folder.
     """
     with _descriptor(folder) as descriptor:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ValueError(f"another process is {action} {folder} right now") from error
+            raise ValueError(f"another process is {action} {name or folder} right now") from error
         except OSError:
             pass  # some network file systems have no locks
         yield

@@ -173,10 +173,22 @@ def test_what_a_killed_command_left_is_named(
     )
     with files.lock_folder(left, "quantising to"):
         said = refused(cli(*command))
-        assert said == f"another process is quantising to {left} right now"
+        assert said == f"another process is quantising to {target} right now"
     assert names_in(left) == kept
     succeeded(cli(*command, "--overwrite"))
     assert names_in(tmp_path) == {"small"}
+
+
+def test_a_busy_target_is_named_as_it_was_given(
+    cli: Cli, speller: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    work = tmp_path / ".small.quantizing"
+    work.mkdir()
+    with files.lock_folder(work, "quantising to"):
+        said = refused(cli("quantize", speller, "small", "--bits", 8))
+    assert said == "another process is quantising to small right now"
+    assert names_in(tmp_path) == {work.name}
 
 
 def test_a_quantised_model_is_not_trained(cli: Cli, speller: Path, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def _check_new(target: Path, overwrite: bool) -> None:
         left = work_folder(target.resolve())
         if not left.is_dir():
             raise
-        with lock_folder(left, "quantising to"):
+        with lock_folder(left, "quantising to", name=target):
             raise ValueError(
                 f"{error}; a killed command left {left}: remove it, or continue with --overwrite"
             ) from error

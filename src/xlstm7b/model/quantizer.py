@@ -65,7 +65,7 @@ def quantize_checkpoint(
     if checkpoint.schemes:
         raise ValueError(f"the weights in {checkpoint.folder} are quantised already")
     schemes = schemes_of(checkpoint.config, quantization)
-    target = check_target(target)
+    given, target = target, check_target(target)
     if target == checkpoint.folder.resolve():
         raise ValueError(f"{target} is the source; choose another folder for the quantised weights")
     job = {
@@ -77,7 +77,8 @@ def quantize_checkpoint(
     work = work_folder(target)
     with files.naming_target(work, target):
         work.mkdir(parents=True, exist_ok=True)
-    with files.naming_target(work, target), files.lock_folder(work, "quantising to"):
+    lock = files.lock_folder(work, "quantising to", name=given)
+    with files.naming_target(work, target), lock:
         try:
             pieces = _Pieces(work, job, schemes, done)
             if calibration:
