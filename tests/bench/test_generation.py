@@ -250,7 +250,11 @@ def test_drift_of_states(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="needs --folder and --text"):
         replace(plan, text=None).check()
     with pytest.raises(ValueError, match=r"has 144 tokens: give a longer text or fewer"):
-        cases.run(replace(plan, drift_tokens=1000))
+        replace(plan, drift_tokens=144).check()
+    replace(plan, drift_tokens=143).check()
+    text.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"text\.txt is not UTF-8 text: "):
+        plan.check()
 
 
 def test_a_saved_model_starts(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from torch import Tensor
 from xlstm7b.bench.cases import Result
 from xlstm7b.bench.measure import capture
 from xlstm7b.bench.plans import Generation
+from xlstm7b.bench.texts import read_text
+from xlstm7b.checkpoint import read_config
 from xlstm7b.devices import to_dtype
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.replay import Rings
@@ -24,18 +26,26 @@ from xlstm7b.tokenizer import model_tokenizer
 _ROWS = 4  # parts of the text that are decoded at the same time
 
 
-def results(plan: Generation) -> Iterator[Result]:
-    """One row for each dtype of C, with and without replay."""
+def read_tokens(plan: Generation) -> list[int]:
+    """The tokens of the text. Reads no weights. `ValueError` if the text is too short."""
     assert plan.folder is not None
     assert plan.text is not None
     folder = Path(plan.folder)
-    model = XLSTM.from_pretrained(folder, dtype=to_dtype(plan.dtype), device=plan.device)
-    ids = model_tokenizer(folder, model.config).encode(Path(plan.text).read_text("utf-8"))
+    tokenizer = model_tokenizer(folder, read_config(folder))
+    ids = tokenizer.encode(read_text(Path(plan.text)))
     if len(ids) < plan.drift_tokens + 1:
         raise ValueError(
             f"{plan.text} has {counted(len(ids), 'token')}: give a longer text or fewer "
             "--drift-tokens"
         )
+    return ids
+
+
+def results(plan: Generation) -> Iterator[Result]:
+    """One row for each dtype of C, with and without replay."""
+    assert plan.folder is not None
+    ids = read_tokens(plan)
+    model = XLSTM.from_pretrained(plan.folder, dtype=to_dtype(plan.dtype), device=plan.device)
     rows = min(_ROWS, len(ids) // (plan.drift_tokens + 1))
     tokens = torch.tensor(ids[: rows * (plan.drift_tokens + 1)], device=plan.device)
     fused, reference = FusedModel(model), None

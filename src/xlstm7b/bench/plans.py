@@ -214,10 +214,15 @@ class Generation(ModelPlan):
             raise ValueError("the part speculation needs weights that are not quantised")
         if self.text is not None and not Path(self.text).is_file():
             raise ValueError(f"there is no file {self.text}")
+        # Read here too: else a mistake in these files would show after other parts.
+        if "drift" in self.parts:
+            from xlstm7b.bench.drift import read_tokens
+
+            read_tokens(self)
         if "speculation" in self.parts and self.folder is not None:
             from xlstm7b.bench.texts import read_inputs
 
-            read_inputs(self)  # else its mistakes would show after other parts
+            read_inputs(self)
 
 
 SPEED_PARTS = ("context", "first", "generated", "prefill", "full")

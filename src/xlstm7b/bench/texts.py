@@ -151,14 +151,19 @@ def read_sentences(path: Path | None) -> list[str]:
     """The sentences of a text file from its middle on, then those before; None: built-in ones."""
     if path is None:
         return _split(_TEXT)
-    try:
-        found = _split(path.read_text("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+    found = _split(read_text(path))
     if len(found) < _SENTENCES:
         raise ValueError(f"{path} has {len(found)} sentences: the texts need {_SENTENCES}")
     middle = len(found) // 2
     return found[middle:] + found[:middle]
+
+
+def read_text(path: Path) -> str:
+    """The text of a file. `ValueError` if it is not UTF-8."""
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def _split(text: str) -> list[str]:
