@@ -241,7 +241,7 @@ def test_a_line_may_do_without_drafts(cli: Cli, speller: Path) -> None:
             "structured_outputs.regex has an invalid regex: unclosed group",
         ),
         (b'{"prompt": "x", "do_sample": 0}', "do_sample must be true or false, not 0"),
-        (b'{"prompt": "x", "speculate": "lookup"}', "speculate must be true or false, not lookup"),
+        (b'{"prompt": "x", "speculate": "false"}', 'speculate must be true or false, not "false"'),
         (
             b'{"prompt": "x", "do_sample": false, "temperature": 1}',
             "do_sample=False contradicts temperature 1",

@@ -145,7 +145,7 @@ def _to_request(
         raise ValueError("the prompt must be a string or a list of ids")
     for name, value in (("do_sample", do_sample), ("speculate", speculate)):
         if value is not None and not isinstance(value, bool):
-            raise ValueError(f"{name} must be true or false, not {value}")
+            raise ValueError(f"{name} must be true or false, not {json.dumps(value)}")
     if "num_return_sequences" in fields:
         raise ValueError("a line has one output: repeat the line instead of num_return_sequences")
     for name in _RESULT_FIELDS:
