@@ -1,11 +1,14 @@
 """/metrics counts what the server did."""
 
 import copy
+import types
+from typing import Any
 
 import httpx
 from live_server import GREEDY, serving, wait_for
 
 from xlstm7b.generate import Generator, Request, SamplingParams
+from xlstm7b.serve.handlers import _Answer
 
 PATH = "/v1/completions"
 
@@ -117,6 +120,25 @@ def test_speculation_is_counted(generator: Generator) -> None:
         assert chunks[-1]["usage"]["completion_tokens"] == 40
         assert len(chunks) < 40
         live.refused(PATH, 400, prompt="a", speculate="lookup")
+
+
+def test_usage_while_the_engine_counts_more_drafts() -> None:
+    """Usage is read in another thread than the engine's. No count of it is negative."""
+
+    class Running:
+        prompt_token_ids, cached_tokens, reads = (1, 2), 0, 0
+
+        @property
+        def drafted_tokens(self) -> int:
+            self.reads += 1  # all drafts are accepted, and each read of a count finds more
+            return 7 * self.reads
+
+        accepted_tokens = drafted_tokens
+
+    body = types.SimpleNamespace(candidates=1)
+    answer: Any = types.SimpleNamespace(requests=[Running()], body=body, _output_tokens=30)
+    details = _Answer.usage(answer)["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": 7, "rejected_prediction_tokens": 7}
 
 
 def test_drafts_of_a_model_are_counted(generator: Generator) -> None:

@@ -556,8 +556,9 @@ class _Answer:
             "total_tokens": prompt_tokens + self._output_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
+        # The engine's thread may count more meanwhile, so the smaller number is read first.
+        accepted = sum(request.accepted_tokens for request in self.requests)
         if drafted := sum(request.drafted_tokens for request in self.requests):
-            accepted = sum(request.accepted_tokens for request in self.requests)
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,
