@@ -599,6 +599,41 @@ def test_norms_of_strided_rows(width, dtype):
     assert_close(got, want, 10 * LARGEST[torch.float32] + LARGEST[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("count", "width"), [(1, 1), (7, 683), (70, 2048)])
+def test_embeddings(count, width, dtype):
+    table = draw(11, 2 * width, dtype=dtype)[:, :width]
+    tokens = (torch.arange(2 * count, device=DEVICE) % 13 - 2)[::2]  # with gaps
+    assert torch.equal(gpu.embed(tokens, table), plain.embed(tokens, table))
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, 2), (3, 1), (5, 16), (2, 9)])
+def test_tokens_of_a_pass(rows, length):
+    numbers = torch.arange(rows * 17, device=DEVICE).view(rows, 17)
+    drafts = torch.where(numbers % 5 < 3, numbers, -1)[:, : length - 1]
+    pending = torch.arange(rows, device=DEVICE) - 1
+    got, want = (path.pass_tokens(pending, drafts) for path in (gpu, plain))
+    assert [*map(torch.Tensor.tolist, got)] == [*map(torch.Tensor.tolist, want)]
+
+
+@pytest.mark.parametrize(("rows", "length", "width"), [(1, 1, 1), (5, 1, 4096), (6, 9, 5001)])
+def test_kept_logits(rows, length, width):
+    logits = draw(rows, length, width, dtype=torch.float32)
+    before = draw(rows, width, dtype=torch.float32)
+    room = draw(rows, length + 2, width, dtype=torch.float32)
+    kept = torch.arange(rows, device=DEVICE) * 2 % (length + 1)
+    for number in (kept, kept > 0) if length == 1 else (kept,):
+        last, expected = before.clone(), before.clone()
+        gpu.keep_logits(logits, number, last)
+        plain.keep_logits(logits, number, expected)
+        assert torch.equal(last, expected)
+        spaces = room.clone(), room.clone()
+        gpu.keep_logits(logits, number, last, spaces[0][:, :length])
+        plain.keep_logits(logits, number, expected, spaces[1][:, :length])
+        assert torch.equal(last, expected)
+        assert torch.equal(*spaces)
+
+
 @pytest.mark.usefixtures("_poison")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("count", "width"), [(1, 1), (3, 7), (5, 683), (2, 2048)])

@@ -175,7 +175,7 @@ def test_single_tokens_are_read_in_one_step(monkeypatch, kind):
     monkeypatch.setattr(FusedModel, "step", counted)
     before = held(runner, 1)
     runner.prefill([PrefillRow(slot, [slot + 3]) for slot in (3, 0, 2)])
-    assert steps == [[3, 0, 5, 6]]
+    assert steps == [[3, -1, 5, 6]]
     assert unchanged(runner, before, 1)
     for slot in (0, 2, 3):
         assert_has_read(runner, slot, [0, *prompts[slot], 1, slot + 3])

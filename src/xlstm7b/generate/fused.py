@@ -118,7 +118,7 @@ class FusedModel:
         A row that is not `live` keeps its state, and its logits are garbage. With `rings` the
         tokens are read into them, and into the state only every few tokens (replay decoding).
         """
-        x = F.embedding(tokens, self.embedding)
+        x = self.operations.embed(tokens, self.embedding)
         masks = self.low_ranks.masks(adapter_of)
         if rings is None:
             # One look at `live` saves an operator in each block. A GPU would wait for it.
@@ -149,7 +149,7 @@ class FusedModel:
         cursors do not move: `advance` counts the tokens that are kept.
         """
         batch, length = tokens.shape
-        x = F.embedding(tokens.flatten(), self.embedding)
+        x = self.operations.embed(tokens.flatten(), self.embedding)
         masks = self.low_ranks.masks(_repeated(adapter_of, length))
         for number, memory in enumerate(state.blocks):
             ring = rings.blocks[number], rows

@@ -40,11 +40,10 @@ class Rings(NamedTuple):
     ) -> Self:
         """Rings for `size` tokens, by default as many as the interval, with k and v in this dtype.
 
-        In memory, the blocks of a row follow each other.
+        In memory, the rows of a block follow each other.
         """
-        rows = (batch, config.num_blocks)
         joined = Ring.zeros(
-            batch * config.num_blocks,
+            config.num_blocks * batch,
             config.num_heads,
             size or interval,
             config.d_qk,
@@ -52,7 +51,8 @@ class Rings(NamedTuple):
             dtype=dtype,
             device=device,
         )
-        parts = zip(*(part.unflatten(0, rows).unbind(1) for part in joined), strict=True)
+        blocks = (config.num_blocks, batch)
+        parts = zip(*(part.unflatten(0, blocks).unbind(0) for part in joined), strict=True)
         folded = torch.zeros(batch, dtype=torch.long, device=device)
         return cls(tuple(Ring(*own) for own in parts), folded, interval)
 

@@ -437,13 +437,13 @@ class ModelRunner:
     def _step(self, part: _Part, tokens: Tensor) -> None:
         live = tokens >= 0
         adapter = self._adapter_rows(0, len(tokens))
-        inputs = tokens.clamp(min=0), part.state, live, adapter
+        inputs = tokens, part.state, live, adapter
         if part.rings is None:
             logits = self.model.step(*inputs)
         else:
             assert isinstance(self.model, FusedModel)
             logits = self.model.step(*inputs, part.rings)
-        torch.where(live[:, None], logits, part.logits, out=part.logits)
+        self.model.operations.keep_logits(logits[:, None], live, part.logits)
 
     @torch.inference_mode()
     def score(
@@ -588,10 +588,8 @@ class ModelRunner:
         sampler, n, found = part.sampler, len(part.logits), self._drafting
         drafts = found.drafts[:n, : positions - 1]
         # 1. Read the last token and the drafts.
-        live = sampler.pending >= 0
-        lengths = torch.where(live, 1 + (drafts >= 0).sum(1), 0)
+        tokens, lengths = self.model.operations.pass_tokens(sampler.pending, drafts)
         rows = Pass(part.rings.folded, part.state.tokens_seen, lengths, part.rings.interval)
-        tokens = torch.cat([sampler.pending[:, None], drafts], 1).clamp(min=0)
         adapter = self._adapter_rows(0, n)
         logits = self.model.read_drafts(tokens, part.state, rows, part.rings, adapter)
         # 2. Draw the tokens.
@@ -605,11 +603,8 @@ class ModelRunner:
             found.top_logprobs[:n, :positions, : top_tokens.shape[-1]] = top_logprobs
             found.top_tokens[:n, :positions, : top_tokens.shape[-1]] = top_tokens
         # 3. Keep the logits: those after the last token that was right, and all for `saved`.
-        found.logits[:n, :positions] = logits
-        last = (drawn.kept - 1).clamp(min=0)[:, None, None]
-        torch.where(
-            live[:, None], logits.take_along_dim(last, 1)[:, 0], part.logits, out=part.logits
-        )
+        every = found.logits[:n, :positions]
+        self.model.operations.keep_logits(logits, drawn.kept, part.logits, every)
         # 4. Count the tokens that were right. The others stay in the ring until they are replaced.
         self.model.advance(rows, drawn.kept)
 

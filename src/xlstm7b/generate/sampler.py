@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch import Tensor
 from xlstm7b.generate.params import MAX_LOGPROBS, SamplingParams
 from xlstm7b.generate.request import BAD_LOGITS
 from xlstm7b.mlstm import has_kernels
+
+if TYPE_CHECKING:
+    from xlstm7b.generate.kernels.sampling import Rows
 
 _FEW = 2048  # most likely tokens among which a CPU looks for those that top_k and top_p keep
 _REALS = (
@@ -257,19 +260,26 @@ class Sampler:
         [B, T − 1, words] are the grammars' masks after the drafts, as in `set_masks`.
         """
         at = self._after(drafts, needs, allowed)
-        sample = at._sample_by_kernels if self._uses_kernels else at._sample
-        token, sampled = sample(at._scores(logits, needs), needs)
-        alive, continues = at._outcome(token, sampled)
-        sampled = sampled[..., 0]
-        accepted = (continues[:, :-1] & (drafts == sampled[:, :-1])).long().cumprod(1)
-        alive[:, 1:] &= accepted.bool()
-        count = accepted.sum(1)
-        drawn = Drawn(torch.where(self.pending >= 0, 1 + count, 0), torch.where(alive, sampled, -1))
-        following = torch.where(continues, sampled, -1)
-        self.pending.copy_(following.gather(1, count[:, None])[:, 0])
-        self.index += alive.sum(1)
+        scores = at._scores(logits, needs)
+        if self._uses_kernels:
+            from xlstm7b.generate.kernels import sampling
+
+            token, sampled = at._sample_by_kernels(scores, needs)
+            drawn = Drawn(*sampling.accept(self._rows(), drafts, token, sampled))
+        else:
+            token, sampled = at._sample(scores, needs)
+            alive, continues = at._outcome(token, sampled)
+            sampled = sampled[..., 0]
+            accepted = (continues[:, :-1] & (drafts == sampled[:, :-1])).long().cumprod(1)
+            alive[:, 1:] &= accepted.bool()
+            count = accepted.sum(1)
+            kept = torch.where(self.pending >= 0, 1 + count, 0)
+            drawn = Drawn(kept, torch.where(alive, sampled, -1))
+            following = torch.where(continues, sampled, -1)
+            self.pending.copy_(following.gather(1, count[:, None])[:, 0])
+            self.index += alive.sum(1)
         if needs.penalties:
-            self._counts.scatter_add_(-1, token[..., 0], alive.int())
+            self._counts.scatter_add_(-1, token[..., 0], (drawn.tokens != -1).int())
         if needs.logprobs is not None:
             drawn = drawn._replace(logprobs=_logprobs(logits, token, needs.logprobs))
         return drawn
@@ -310,7 +320,14 @@ class Sampler:
         """`_sample` on a GPU. If given `tokens`, also writes them, `pending` and `index`."""
         from xlstm7b.generate.kernels import sampling
 
-        rows = sampling.Rows(
+        return sampling.sample(
+            scores, self._rows(), sampling=needs.sampling, filters=needs.filters, tokens=tokens
+        )
+
+    def _rows(self) -> "Rows":
+        from xlstm7b.generate.kernels.sampling import Rows
+
+        return Rows(
             pending=self.pending,
             indices=self.index,
             max_new=self._max_new,
@@ -320,9 +337,6 @@ class Sampler:
             last_rank=self._last_rank,
             key=self._key,
             ends=self._ends,
-        )
-        return sampling.sample(
-            scores, rows, sampling=needs.sampling, filters=needs.filters, tokens=tokens
         )
 
     def _scores(self, logits: Tensor, needs: Needs) -> Tensor:

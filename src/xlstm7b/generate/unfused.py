@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from xlstm7b.devices import as_current
+from xlstm7b.generate.kernels import plain
 from xlstm7b.generate.kernels.plain import gather_states, scatter_states
 from xlstm7b.model import XLSTM, ModelState
 
@@ -26,6 +27,7 @@ class UnfusedModel:
 
     uses_graphs = False  # a layer may do what a CUDA graph cannot record
     uses_kernels = False
+    operations = plain
     adapter_count = 0
 
     def __init__(self, model: XLSTM) -> None:
@@ -48,7 +50,7 @@ class UnfusedModel:
         self, tokens: Tensor, state: ModelState, live: Tensor, adapter_of: Tensor | None = None
     ) -> Tensor:
         """Reads one token per row [B] into the state; logits [B, V], as `FusedModel.step`."""
-        return self._read(tokens[:, None], state, live.long(), None, "last")
+        return self._read(tokens.clamp(min=0)[:, None], state, live.long(), None, "last")
 
     def read(
         self,

@@ -34,15 +34,15 @@ class ModelState(NamedTuple):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> Self:
-        """The state before the first token. In memory, the blocks of a row follow each other.
+        """The state before the first token. In memory, the rows of a block follow each other.
 
         C has this dtype. n and m are at least float32 (see `MLSTMState`). The class of a block says
         which parts of other states have it.
         """
-        rows = (batch, config.num_blocks)
+        blocks = (config.num_blocks, batch)
         block = find("block", config.block)
-        joined = block.zero_state(config, batch * config.num_blocks, dtype=dtype, device=device)
-        parts = zip(*(part.unflatten(0, rows).unbind(1) for part in joined), strict=True)
+        joined = block.zero_state(config, config.num_blocks * batch, dtype=dtype, device=device)
+        parts = zip(*(part.unflatten(0, blocks).unbind(0) for part in joined), strict=True)
         tokens_seen = torch.zeros(batch, dtype=torch.long, device=device)
         return cls(tuple(type(joined)(*own) for own in parts), tokens_seen)
 
@@ -94,7 +94,7 @@ class ModelState(NamedTuple):
 
     def clone(self) -> Self:
         """A copy that shares no memory with this state, in the memory layout of `zeros`."""
-        parts = (torch.stack(part, dim=1).unbind(1) for part in zip(*self.blocks, strict=True))
+        parts = (torch.stack(part).unbind() for part in zip(*self.blocks, strict=True))
         kind = type(self.blocks[0])
         return self._replace(
             blocks=tuple(kind(*block) for block in zip(*parts, strict=True)),

@@ -15,7 +15,13 @@ from xlstm7b.generate.kernels.few_rows import MAX_ROWS, multiply_rows
 from xlstm7b.generate.kernels.integers import multiply_integers, takes_integers
 from xlstm7b.generate.kernels.one_row import multiply_row
 from xlstm7b.generate.kernels.overlap import overlap_options
-from xlstm7b.generate.kernels.pointwise import rms_norm, silu_and_multiply
+from xlstm7b.generate.kernels.pointwise import (
+    embed,
+    keep_logits,
+    pass_tokens,
+    rms_norm,
+    silu_and_multiply,
+)
 from xlstm7b.generate.kernels.quantized import multiply_codes
 from xlstm7b.generate.kernels.slot_states import gather_states, scatter_states
 from xlstm7b.mlstm import MLSTMState
@@ -32,12 +38,15 @@ __all__ = [
     "add_product",
     "advance",
     "advance_pass",
+    "embed",
     "gather_states",
     "head",
     "head_norm",
+    "keep_logits",
     "multiply",
     "ordered",
     "pass_cell",
+    "pass_tokens",
     "project",
     "replay_cell",
     "rms_norm",

@@ -19,6 +19,11 @@ from xlstm7b.quantize.gpu import Fp8Rows
 from xlstm7b.quantize.weight import QuantizedWeight
 
 
+def embed(tokens: Tensor, table: Tensor) -> Tensor:
+    """The rows of the table [V, d] that tokens [R] name. A token below 0 has that of token 0."""
+    return F.embedding(tokens.clamp(min=0), table)
+
+
 def project(
     x: Tensor,
     norm: Tensor,
@@ -191,6 +196,24 @@ def head(
 ) -> Tensor:
     """Logits RMSNorm(x) Wᵀ in float32, soft-capped."""
     return soft_cap(linear_float32(rms_norm(x, norm, eps), W), cap)
+
+
+def pass_tokens(pending: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens [B, T] of a pass: those pending [B], then their drafts; and how many are real."""
+    lengths = torch.where(pending >= 0, 1 + (drafts >= 0).sum(1), 0)
+    return torch.cat([pending[:, None], drafts], 1), lengths
+
+
+def keep_logits(logits: Tensor, kept: Tensor, last: Tensor, every: Tensor | None = None) -> None:
+    """Copies logits [B, T, V]: of position `kept` − 1 of each row to `last` [B, V], all to `every`.
+
+    A row that keeps no position leaves `last` as it is.
+    """
+    if every is not None:
+        every.copy_(logits)
+    position = (kept.long() - 1).clamp(min=0)[:, None, None]
+    chosen = logits.take_along_dim(position, 1)[:, 0] if logits.shape[1] > 1 else logits[:, 0]
+    torch.where((kept > 0)[:, None], chosen, last, out=last)
 
 
 def gather_states(states: MLSTMState, slots: Tensor) -> MLSTMState:

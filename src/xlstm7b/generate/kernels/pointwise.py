@@ -92,6 +92,84 @@ def cap_logits_kernel(logits, cap, SIZE, BLOCK: tl.constexpr):
     tl.store(logits + at, soft_cap(y, cap), mask=inside)
 
 
+def embed(tokens: Tensor, table: Tensor) -> Tensor:
+    """The rows of the table [V, d] that tokens [R] name. A token below 0 has that of token 0."""
+    rows, width = len(tokens), table.shape[1]
+    out = torch.empty(rows, width, dtype=table.dtype, device=table.device)
+    embed_kernel[(triton.cdiv(width, 1024), rows)](
+        tokens.contiguous(), table, out, table.stride(0), width, BLOCK=1024
+    )
+    return out
+
+
+@triton.jit
+def embed_kernel(tokens, table, out, table_stride, width, BLOCK: tl.constexpr):
+    """BLOCK elements of one row per program."""
+    row = tl.program_id(1).to(tl.int64)
+    token = tl.maximum(tl.load(tokens + row), 0).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    x = tl.load(table + token * table_stride + at, mask=inside)
+    tl.store(out + row * width + at, x, mask=inside)
+
+
+def pass_tokens(pending: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens [B, T] of a pass: those pending [B], then their drafts; and how many are real."""
+    batch, length = len(pending), 1 + drafts.shape[1]
+    tokens = torch.empty(batch, length, dtype=pending.dtype, device=pending.device)
+    lengths = torch.empty_like(pending)
+    pass_tokens_kernel[(batch,)](
+        pending, drafts, tokens, lengths, drafts.stride(0), length,
+        PADDED=triton.next_power_of_2(length), num_warps=1,
+    )  # fmt: skip
+    return tokens, lengths
+
+
+@triton.jit
+def pass_tokens_kernel(pending, drafts, tokens, lengths, drafts_stride, T, PADDED: tl.constexpr):
+    """One row per program."""
+    row, t = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    first = tl.load(pending + row)
+    draft = tl.load(drafts + row * drafts_stride + t - 1, mask=(t > 0) & (t < T), other=-1)
+    tl.store(tokens + row * T + t, tl.where(t == 0, first, draft), mask=t < T)
+    real = 1 + tl.sum((draft >= 0).to(tl.int64), 0)
+    tl.store(lengths + row, tl.where(first >= 0, real, 0))
+
+
+def keep_logits(logits: Tensor, kept: Tensor, last: Tensor, every: Tensor | None = None) -> None:
+    """Copies logits [B, T, V]: of position `kept` − 1 of each row to `last` [B, V], all to `every`.
+
+    A row that keeps no position leaves `last` as it is.
+    """
+    batch, length, width = logits.shape
+    assert logits.is_contiguous()
+    assert last.is_contiguous()
+    every_stride = 0
+    if every is not None:
+        assert every[:1].is_contiguous()
+        every_stride = every.stride(0)
+    keep_logits_kernel[(triton.cdiv(width, 4096), batch * length)](
+        logits, kept, last, logits if every is None else every, every_stride, length, width,
+        EVERY=every is not None, BLOCK=4096,
+    )  # fmt: skip
+
+
+@triton.jit
+def keep_logits_kernel(
+    logits, kept, last, every, every_stride, T, V, EVERY: tl.constexpr, BLOCK: tl.constexpr
+):
+    """BLOCK elements of one position per program."""
+    row, t = tl.program_id(1).to(tl.int64) // T, tl.program_id(1) % T
+    is_last = tl.load(kept + row).to(tl.int32) == t + 1
+    if EVERY or is_last:
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        y = tl.load(logits + (row * T + t) * V + at, mask=at < V)
+        if is_last:
+            tl.store(last + row * V + at, y, mask=at < V)
+        if EVERY:
+            tl.store(every + row * every_stride + t * V + at, y, mask=at < V)
+
+
 @triton.jit
 def mask_gates(y, is_live, gate, N_GATES):
     """Gates of a row that is not live: input gates −∞, forget gates +∞. The state stays as it is.

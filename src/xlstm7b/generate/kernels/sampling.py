@@ -131,6 +131,23 @@ def sample(
     return token, sampled
 
 
+def accept(rows: Rows, drafts: Tensor, token: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
+    """How many tokens of each row were right to read [B], and what was sampled after them [B, T].
+
+    These are those of `Drawn`. `token` and `sampled` are from `sample`, with T positions. `rows`
+    has one index for each row. Writes `rows.pending` and `rows.indices`.
+    """
+    batch, length = token.shape[:2]
+    kept = torch.empty(batch, dtype=torch.int64, device=token.device)
+    tokens = torch.empty(batch, length, dtype=torch.int64, device=token.device)
+    accept_kernel[(batch,)](
+        rows.pending, rows.indices, rows.max_new, rows.ends, drafts, token, sampled, kept, tokens,
+        drafts.stride(0), length, rows.ends.shape[-1],
+        PADDED=triton.next_power_of_2(length), num_warps=1,
+    )  # fmt: skip
+    return kept, tokens
+
+
 # In the kernels T is the number of positions: the parameters of a row are those of row // T.
 
 
@@ -357,6 +374,32 @@ def draw_kernel(
         tl.store(tokens + row, tl.where(alive, result, -1))
         tl.store(pending + row, tl.where(goes_on, result, -1))
         tl.store(index + row, tl.load(index + row) + alive.to(tl.int64))
+
+
+@triton.jit
+def accept_kernel(
+    pending, index, max_new, ends, drafts, token, sampled, kept, tokens, drafts_stride, T, V,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    """One row per program. A draft is right if it equals the token sampled before it."""
+    row, t = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    inside, before = t < T, tl.load(index + row)
+    is_live = tl.load(pending + row) >= 0
+    alive = inside & is_live & (before + t < tl.load(max_new + row))
+    result = tl.load(sampled + row * T + t, mask=inside, other=0)
+    chosen = tl.load(token + row * T + t, mask=inside, other=0)
+    is_end = tl.load(ends + row * V + chosen, mask=inside, other=1) != 0
+    goes_on = alive & (result >= 0) & (is_end == 0)
+    draft = tl.load(drafts + row * drafts_stride + t, mask=t < T - 1, other=-1)
+    # The drafts before the first one that is not right.
+    count = tl.min(tl.where(goes_on & (draft == result) & (t < T - 1), PADDED, t), 0)
+    alive &= t <= count
+    tl.store(tokens + row * T + t, tl.where(alive, result, -1), mask=inside)
+    tl.store(kept + row, tl.where(is_live, 1 + count, 0).to(tl.int64))
+    tl.debug_barrier()  # all threads have read what is overwritten
+    following = tl.max(tl.where(goes_on & (t == count), result, -1), 0)
+    tl.store(pending + row, following)
+    tl.store(index + row, before + tl.sum(alive.to(tl.int64), 0))
 
 
 @triton.jit
