@@ -88,7 +88,7 @@ def test_a_copy_with_edits_goes_on_near_the_edit():
     text = LookupText([*prompt, *prompt[20:24]])
     assert text.propose(MAX_DRAFT) == prompt[24:31]
     text.record([*prompt[24:27], 2000], 7, 3)  # another token instead of prompt[27]
-    assert text.wants_to_draft
+    assert text.wanted
     assert text.propose(MAX_DRAFT) == []  # it is nowhere near
     text.record(prompt[28:29], 0, 0)
     draft = text.propose(MAX_DRAFT)
@@ -98,10 +98,10 @@ def test_a_copy_with_edits_goes_on_near_the_edit():
     assert draft == prompt[37 : 37 + len(draft)]
     text.record([2001], len(draft), 0)
     for token in range(3000, 3005):
-        assert text.wants_to_draft
+        assert text.wanted
         assert text.propose(MAX_DRAFT) == []
         text.record([token], 0, 0)
-    assert not text.wants_to_draft  # the copy has ended
+    assert not text.wanted  # the copy has ended
     text.record(prompt[38:39], 0, 0)
     assert text.propose(MAX_DRAFT) == []
 
@@ -122,7 +122,7 @@ def test_any_tokens_may_follow_a_draft(data):
         known |= {*tokens}
 
 
-def test_requests_without_a_draft_do_not_lose_more_than_drafts_gain():
+def test_a_batch_does_not_lose_more_than_drafts_gain():
     prompt = random.Random(0).sample(range(1000), 100)
     copying, other = (Request([1], SamplingParams()) for _ in range(2))
     for cost, others, is_drafted in [
@@ -140,8 +140,24 @@ def test_requests_without_a_draft_do_not_lose_more_than_drafts_gain():
         found = drafter.propose(most)
         # The first draft has 7 tokens, of which half are expected to be right.
         assert found == ({copying: prompt[24:31]} if is_drafted else {})
-        assert drafter.propose({copying: 7}) == {copying: prompt[24:31]}
+        assert drafter.propose({copying: 7}) == {copying: prompt[24:31]}  # nobody else waits
         assert not drafter.wants_to_draft({copying: 0, other: 7})
+        drafter._texts[copying]._length._length = 2  # half of 2 tokens gain less
+        assert drafter.wants_to_draft(most) == (cost == 0)
+        assert bool(drafter.propose(most)) == (cost == 0)
+
+
+@pytest.mark.parametrize(("copies", "is_drafted"), [(1, False), (2, False), (3, True), (4, True)])
+def test_requests_with_drafts_lose_time_too(copies, is_drafted):
+    """A pass takes 3.5 steps longer. Half of 7 tokens are expected to be right."""
+    prompt = random.Random(0).sample(range(1000), 100)
+    requests = [Request([1], SamplingParams()) for _ in range(4)]
+    drafter = LookupDrafter(3.5)
+    for number, request in enumerate(requests):
+        drafter.start(request, [*prompt, *prompt[20 : 24 * (number < copies)]])
+    most = dict.fromkeys(requests, 7)
+    assert drafter.wants_to_draft(most) == is_drafted
+    assert len(drafter.propose(most)) == copies * is_drafted
 
 
 def test_short_matches_that_lead_nowhere_are_ignored():
@@ -152,7 +168,7 @@ def test_short_matches_that_lead_nowhere_are_ignored():
     waits = []
     for place in range(200):
         for token in (*draw.choice(phrases), 1000 + place):
-            waits.append(text.wants_to_draft)
+            waits.append(text.wanted > 0)
             text.record([token], 0, 0)
     assert 1 <= sum(waits) <= 4
     assert not any(waits[100:])
@@ -161,7 +177,7 @@ def test_short_matches_that_lead_nowhere_are_ignored():
 def test_a_draft_that_is_all_right_makes_short_matches_count_again():
     prompt = random.Random(0).sample(range(1000), 100)
     text = LookupText([*prompt, *prompt[20 : 20 + MIN_MATCH]])
-    assert text.wants_to_draft
+    assert text.wanted
     text.record([2000], 0, 0)  # the match ends where a draft could follow it
 
     def copied(start: int) -> int:

@@ -187,10 +187,10 @@ class Oracle:
 
     def __init__(self, known: Sequence[int]) -> None:
         self.text, self.at = self.texts[tuple(known)], 0
-        self.wants_to_draft = True
+        self.wanted = MAX_DRAFT
 
     def propose(self, most: int) -> list[int]:
-        if not self.wants_to_draft:
+        if not self.wanted:
             return []
         length = min(most, self.draw.choice([0, 1, 2, MAX_DRAFT, MAX_DRAFT]))
         draft = self.text[self.at : self.at + length]
@@ -201,7 +201,7 @@ class Oracle:
         assert [*tokens] == self.text[self.at : self.at + len(tokens)]
         assert 0 <= accepted <= drafted <= MAX_DRAFT
         self.at += len(tokens)
-        self.wants_to_draft = self.draw.random() < 0.8
+        self.wanted = MAX_DRAFT if self.draw.random() < 0.8 else 0
 
 
 def alone(request: Request, longer: Sequence[int] = ()) -> Completion:
@@ -544,7 +544,7 @@ def test_large_batches_have_fewer_drafts_on_a_gpu(oracle, monkeypatch):
 def test_a_step_waits_for_the_last_token_only_within_a_repetition():
     text = [*range(10, 20), 30, 31, *range(10, 16)]
     for length, repeats in ((12, False), (14, False), (15, True), (18, True)):
-        assert LookupText(text[:length]).wants_to_draft == repeats
+        assert (LookupText(text[:length]).wanted > 0) == repeats
 
 
 def test_a_generator_speculates():

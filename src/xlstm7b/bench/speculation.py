@@ -116,19 +116,15 @@ class ForcedDrafts:
         self._draw = random.Random(self._last)  # the same for every run of a prompt
 
     @property
-    def _wanted(self) -> int:
+    def wanted(self) -> int:
         return MAX_DRAFT if self._length is None else self._length.next
-
-    @property
-    def wants_to_draft(self) -> bool:
-        return self._wanted > 0
 
     @property
     def accepted_share(self) -> float:
         return 1.0 if self._length is None else self._length.accepted_share
 
     def propose(self, most: int) -> list[int]:
-        right = following(self._last, max(0, min(most, self._wanted)), self._vocab_size)
+        right = following(self._last, max(0, min(most, self.wanted)), self._vocab_size)
         wrong = ((token + 1) % self._vocab_size for token in right)
         return [
             token if self._draw.random() < self._share else other

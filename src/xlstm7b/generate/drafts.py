@@ -217,8 +217,10 @@ class Drafter(Protocol):
 class LookupDrafter(Drafter):
     """Drafts by lookup in each request's own prompt and output.
 
-    A pass takes longer than a step by `pass_cost` steps, and requests of the batch without a draft
-    wait for it. So drafts must be expected to gain as many tokens as these requests lose.
+    A pass takes longer than a step by `pass_cost` steps. In this time each other request of the
+    batch would have generated as many tokens. So drafts must be expected to gain at least that. If
+    all requests have drafts, these are tried in any case: nobody else waits, and drafts that do not
+    pay soon end (see `DraftLength`).
     """
 
     def __init__(self, pass_cost: float = 0.0) -> None:
@@ -229,12 +231,10 @@ class LookupDrafter(Drafter):
         self._texts[request] = LookupText(tokens)
 
     def wants_to_draft(self, most: Mapping["Request", int]) -> bool:
-        longest = {
-            request: count
-            for request, count in most.items()
-            if count > 0 and self._texts[request].wants_to_draft
-        }
-        return bool(longest) and self._pays(longest, len(most))
+        asked = {request: count for request, count in most.items() if count > 0}
+        wanted = {one: min(count, self._texts[one].wanted) for one, count in asked.items()}
+        wanted = {request: count for request, count in wanted.items() if count}
+        return bool(wanted) and self._pays(wanted, len(most))
 
     def propose(self, most: Mapping["Request", int]) -> dict["Request", list[int]]:
         asked = {request: count for request, count in most.items() if count > 0}
@@ -245,8 +245,10 @@ class LookupDrafter(Drafter):
 
     def _pays(self, lengths: Mapping["Request", int], batch: int) -> bool:
         """True if drafts of these lengths are expected to gain enough for a batch of this size."""
+        if len(lengths) == batch:
+            return True
         gained = sum(count * self._texts[one].accepted_share for one, count in lengths.items())
-        return gained >= self._pass_cost * (batch - len(lengths))
+        return gained >= self._pass_cost * (batch - 1)
 
     def record(
         self, request: "Request", tokens: Sequence[int], drafted: int, accepted: int
@@ -282,12 +284,12 @@ class LookupText:
         self._patience = 0  # tokens until this position does not count any more
 
     @property
-    def wants_to_draft(self) -> bool:
-        """False while drafts do not pay, and where the text does not repeat itself.
+    def wanted(self) -> int:
+        """How long the next draft may be. 0 while drafts do not pay, and outside of repetitions.
 
         So the engine waits for the last token only within a repetition.
         """
-        return self._length.next > 0 and (self._patience > 0 or self._has_match)
+        return self._length.next if self._patience > 0 or self._has_match else 0
 
     @property
     def accepted_share(self) -> float:
@@ -300,7 +302,8 @@ class LookupText:
 
     def propose(self, most: int) -> list[int]:
         """The next draft, of at most this many tokens. It may be empty."""
-        if not self.wants_to_draft:
+        length = min(most, self.wanted)
+        if length <= 0:
             return []
         if self._has_match:
             position: int | None = self._index.longest_match()[1]
@@ -309,7 +312,7 @@ class LookupText:
         if position is None:
             return []
         self._source = position
-        return self._index.following(position, min(most, self._length.next))
+        return self._index.following(position, length)
 
     def record(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
         """Adds the tokens that a pass generated, with a draft of which some were accepted."""
