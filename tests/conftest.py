@@ -25,7 +25,7 @@ if not torch.cuda.is_available():
 
 
 def speed_up_interpreter() -> None:
-    """Makes Triton's interpreter two to three times as fast. Kernels compute the same numbers.
+    """Makes Triton's interpreter three to four times as fast. Kernels compute the same numbers.
 
     - It replaces the functions of `triton.language` by its own before every kernel and every call
       of a `triton.jit` function inside a kernel, and restores some of them. Here it does so once
@@ -36,10 +36,15 @@ def speed_up_interpreter() -> None:
       each tensor that has it. Here it does so once for each type and shape.
     - It writes a name for each type of a block, which is read in messages only, makes such a type
       again where it has one, and compares shapes as if they could have any content.
+    - It finds the common type and shape of two operands each time, also if they have the same, and
+      makes a tensor of each number that is an operand. Here it does so once for each number, type
+      and shape.
+    - It checks again in each function of `triton.language` that the call came from a kernel.
     """
     try:
         from triton.language import core
-        from triton.language.core import block_type, int32, tensor, uint64
+        from triton.language.core import block_type, constexpr, int32, tensor, uint64
+        from triton.language.semantic import TritonSemantic
         from triton.runtime import interpreter
     except ImportError:  # no Triton on this system: the tests of kernels are skipped
         return
@@ -104,6 +109,67 @@ def speed_up_interpreter() -> None:
         if type(other) is list and other and type(other[0]) is int
         else equals(self, other)
     )
+
+    to_common_type, operands = TritonSemantic.binary_op_type_checking_impl, dict[Any, Any]()
+
+    def to_common_type_once(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> tuple[Any, Any]:
+        options = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+        if type(lhs) is not tensor:
+            return to_common_type(self, lhs, rhs, *options)
+        if type(rhs) is tensor:
+            same = lhs.dtype is rhs.dtype and lhs.shape is rhs.shape
+            if same and not div_or_mod and not lhs.dtype.is_ptr():
+                return lhs, rhs
+        elif type(rhs) is int or (type(rhs) is float and rhs):  # −0.0 would be the same key as 0.0
+            key = type(rhs), rhs, lhs.dtype.name, id(lhs.shape), options
+            if key in operands:
+                return lhs, operands[key]
+            left, right = to_common_type(self, lhs, rhs, *options)
+            if left is lhs:
+                right.handle.data.flags.writeable = False
+                operands[key] = right
+            return left, right
+        return to_common_type(self, lhs, rhs, *options)
+
+    TritonSemantic.binary_op_type_checking_impl = to_common_type_once
+
+    broadcast, dtype_equals = TritonSemantic.broadcast_impl_value, core.dtype.__eq__
+    TritonSemantic.broadcast_impl_value = lambda self, lhs, rhs: (
+        (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+    )
+    core.dtype.__eq__ = lambda self, other: self is other or dtype_equals(self, other)
+
+    unwrap = core._unwrap_if_constexpr
+    plain = {tensor, int, float, bool, str, type(None), core.dtype, block_type}
+    core._unwrap_if_constexpr = lambda value: (
+        value
+        if type(value) in plain
+        else value.value
+        if type(value) is constexpr
+        else unwrap(value)
+    )
+
+    checks = core.builtin(lambda: None).__code__
+
+    def patch_function(place: Any, name: str, function: Any, builder: Any, scope: Any) -> None:
+        if getattr(function, "__code__", None) is checks:
+            function = function.__wrapped__
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            options["_semantic"] = interpreter.interpreter_semantic
+            return function(*arguments, **options)
+
+        scope.set_attr(place, name, call)
+
+    interpreter._patch_attr = patch_function
 
 
 if not torch.cuda.is_available():
