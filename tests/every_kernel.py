@@ -47,6 +47,20 @@ HEADS = (
     (160, 320, BFLOAT16),
 )
 SCHEMES = Scheme("int8"), Scheme("fp8"), Scheme("int4", 64), Scheme("int4", 32)
+# Products to compile, by scheme and number of rows. Each scheme has all three products and all
+# numbers of rows. Each of the two kernels has all three products: the one for integers, which takes
+# one row of int8 and up to 8 of int4, and the one that decodes.
+COMPILED = {
+    ("int8", 1): ["add"],
+    ("int8", 3): ["swiglu"],
+    ("int8", 12): ["project"],
+    ("fp8", 1): ["swiglu"],
+    ("fp8", 3): ["project"],
+    ("fp8", 12): ["add"],
+    ("int4", 1): ["add", "project"],
+    ("int4", 3): ["swiglu", "project"],
+    ("int4", 12): ["swiglu"],
+}
 LENGTH = 259  # more than one chunk, and not a multiple of any tile
 LAUNCHED = set[str]()
 ONLY_COMPILE = "--compile" in sys.argv
@@ -91,10 +105,10 @@ def launch_all(heads: Sequence[tuple[int, int, torch.dtype]]) -> None:
     # Enough rows for one pass over the chunks, aligned as above: nothing is compiled twice.
     run_sequences(BFLOAT16, 64, 96, batch=17)
     run_head()
-    for rows in (1, 3, 20):
+    for rows in (1, 20) if ONLY_COMPILE else (1, 3, 20):
         run_steps(BFLOAT16, rows)
     for scheme in SCHEMES[: 3 if ONLY_COMPILE else None]:
-        run_quantized(scheme, [1, 3, 12] if ONLY_COMPILE else [1, 3, 8, 12, 20])
+        run_quantized(scheme)
     run_prompts(BFLOAT16 if ONLY_COMPILE else FLOAT32, rows=3)
     run_sampler()
 
@@ -169,10 +183,11 @@ def run_step(dtype: torch.dtype, d_qk: int, d_hv: int) -> None:
 
 
 def new_model(dtype: torch.dtype) -> XLSTM:
-    # The second block's tensors are aligned differently, which Triton compiles once more.
-    blocks = 1 if ONLY_COMPILE else 2
+    # The second block's tensors are aligned differently, which Triton compiles once more. Small
+    # heads compile faster.
+    size = (64, 1, 2) if ONLY_COMPILE else (96, 2, 2)
     with DEVICE:
-        return XLSTM(ModelConfig(96, blocks, 2, vocab_size=331)).to(dtype)
+        return XLSTM(ModelConfig(*size, vocab_size=331)).to(dtype)
 
 
 def fused_model(dtype: torch.dtype) -> FusedModel:
@@ -215,22 +230,19 @@ def run_steps(dtype: torch.dtype, rows: int) -> None:
         fused.advance(one_pass, (lengths + 1) // 2)
 
 
-def run_quantized(scheme: Scheme, batches: Sequence[int]) -> None:
+def run_quantized(scheme: Scheme) -> None:
     """Products with quantised weights, whose width is no multiple of the kernels' blocks."""
     weight = prepare(QuantizedWeight.quantize(draw(70, 320, dtype=BFLOAT16), scheme))
-    calls = []
-    for rows in batches:
+    norm, gates = draw(320, dtype=BFLOAT16), (draw(6, 320, dtype=BFLOAT16), draw(6))
+    for rows in (1, 3, 12) if ONLY_COMPILE else (1, 3, 8, 12, 20):
         x, y = draw(rows, 320, dtype=BFLOAT16), draw(rows, 70, dtype=BFLOAT16)
-        norm, gates = draw(320, dtype=BFLOAT16), (draw(6, 320, dtype=BFLOAT16), draw(6))
-        calls.append(partial(gpu.add_product, y, x, weight))
-        calls.append(partial(gpu.swiglu, x, norm, 1e-6, weight))
-        calls.append(partial(gpu.project, x, norm, 1e-6, weight, *gates, 15.0, None))
-    if ONLY_COMPILE and scheme.name in ("int8", "fp8"):
-        # Their code differs in one function, so each case is compiled for one of the two. Both have
-        # all numbers of rows and all operations.
-        calls = calls[scheme.name == "fp8" :: 2]
-    for call in calls:
-        call()
+        calls = {
+            "add": partial(gpu.add_product, y, x, weight),
+            "swiglu": partial(gpu.swiglu, x, norm, 1e-6, weight),
+            "project": partial(gpu.project, x, norm, 1e-6, weight, *gates, 15.0, None),
+        }
+        for name in COMPILED[scheme.name, rows] if ONLY_COMPILE else calls:
+            calls[name]()
     dequantize(weight, BFLOAT16)
     if scheme.name == "fp8":
         x, norm = draw(3, 320, dtype=BFLOAT16), draw(320, dtype=BFLOAT16)
@@ -258,13 +270,16 @@ def run_sampler() -> None:
     sampler._uses_kernels = True
     for row, params in enumerate([{"temperature": 0}, {"min_p": 0.1}, {"top_k": 7, "top_p": 0.9}]):
         sampler.set_row(row, SamplingParams(max_new_tokens=99, **params), seed=row)
+    filters = Needs(sampling=True, filters=True)
     dtypes = (FLOAT32,) if ONLY_COMPILE else (FLOAT32, BFLOAT16, torch.float64)
     for dtype in dtypes:
-        for needs in Needs(), Needs(sampling=True), Needs(sampling=True, filters=True):
-            sampler(draw(3, 5003, dtype=dtype), needs)
+        sampler(draw(3, 5003, dtype=dtype), Needs())
+        sampler(draw(3, 5003, dtype=dtype), Needs(sampling=True))
+        if not ONLY_COMPILE:  # the same kernels as for several positions
+            sampler(draw(3, 5003, dtype=dtype), filters)
     drafts = torch.randint(5003, (3, 2), device=DEVICE)
     masks = torch.zeros(3, 2, mask_words(5003), dtype=torch.int32, device=DEVICE)
-    sampler.sample_drafts(draw(3, 3, 5003), drafts, needs, masks)
+    sampler.sample_drafts(draw(3, 3, 5003), drafts, filters, masks)
 
 
 def run_engine() -> None:
