@@ -40,7 +40,7 @@ def test_forecasting_learns(capsys):
     spec = importlib.util.spec_from_file_location("forecasting", ROOT / "examples/forecasting.py")
     forecasting = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(forecasting)
-    errors = forecasting.main(["--steps", "50", "--dim", "32"])
+    errors = forecasting.main(["--steps", "30", "--dim", "32"])
     for found in errors.values():
         assert found["MLSTMStack"] < min(found["a day before"], found["a week before"])
         assert found["MLSTMStack"] < 1.3 * found["nn.LSTM"]
