@@ -184,8 +184,13 @@ SCHEMES = [Scheme("int8"), Scheme("fp8"), *(Scheme("int4", size) for size in GRO
 
 @pytest.mark.usefixtures("_poison")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize(("batch", "split"), [(1, 2), (5, 4), (17, 1), (64, 1)])
+@pytest.mark.parametrize(
+    ("batch", "split", "option"),
+    [
+        *((*case, option) for case in [(1, 2), (5, 4), (17, 1)] for option in OPTIONS),
+        *((64, 1, option) for option in ("not live", "swiglu")),
+    ],
+)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_quantised_rows(scheme, batch, split, option, dtype):
     """Widths that fill no block, and more; fewer blocks than parts, and more."""

@@ -170,7 +170,8 @@ def theirs(model, tmp_path_factory):
 # Every way to stop, and scores that favour short outputs, long outputs or neither.
 BEAMS = [
     *product([2], [1.0], [False, True, "never"], [EOS]),
-    *product([5], [0.0, 1.0, 2.5, -1.0], [False, True], [EOS]),
+    *product([5], [0.0, 1.0, 2.5, -1.0], [False], [EOS]),
+    (5, 2.5, True, EOS),
     (3, 0.5, False, [EOS, 9, 27]),
     (3, 1.0, "never", 9),
 ]
