@@ -176,7 +176,11 @@ if not torch.cuda.is_available():
     speed_up_interpreter()
 
 settings.register_profile(
-    "repo", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "repo",
+    max_examples=50,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("repo")
 

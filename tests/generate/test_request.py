@@ -115,7 +115,7 @@ def test_any_bytes_and_stop_strings(text, broken, stops):
     assert_as_reference(BYTES, tokens, stops)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(text=st.text(max_size=20), stops=STOPS)
 def test_returned_text_is_never_taken_back(text, stops):
     """At any time, the returned text is the start of the final text, in whole characters."""
