@@ -702,23 +702,23 @@ def invoke(*arguments: str) -> Any:
 
 @pytest.mark.long
 def test_the_command_measures_in_a_process_and_draws(tmp_path: Path) -> None:
-    result = invoke("--smoke", "--runs", "codestral-mamba", "--output", str(tmp_path / "out"))
+    out = tmp_path / "out"
+    result = invoke("--smoke", "--runs", "codestral-mamba", "--output", str(out))
     assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "out" / speed.NAME).read_text())["runs"]["codestral-mamba"]
+    written = json.loads((out / speed.NAME).read_text())
+    found = written["runs"]["codestral-mamba"]
     assert found["status"] == "finished"
     assert found["packages"]["transformers"]
     assert [row["equal_tokens"] for row in found["check"]] == [16]
     assert [row.get("summed") for row in found["figures"]["generated"]] == [None, None, True, True]
     assert "speed-full.png" in result.output
-    (tmp_path / "out" / "speed-full.png").unlink()
-    drawn = invoke(
-        "--device", "cpu", "--output", str(tmp_path / "out")
-    )  # as on a machine with no GPU
+    (out / "speed-full.png").unlink()
+    found["figures"] = {"full": found["figures"]["full"]}  # one figure is enough to draw
+    (out / speed.NAME).write_text(json.dumps(written))
+    drawn = invoke("--device", "cpu", "--output", str(out))  # as on a machine with no GPU
     assert drawn.exit_code == 0, drawn.output
-    assert (tmp_path / "out" / "speed-full.png").is_file()
-    assert json.loads((tmp_path / "out" / speed.NAME).read_text())["runs"] == {
-        "codestral-mamba": found
-    }
+    assert (out / "speed-full.png").is_file()
+    assert json.loads((out / speed.NAME).read_text()) == written
 
 
 @pytest.mark.parametrize(

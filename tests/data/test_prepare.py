@@ -327,7 +327,7 @@ def test_kill_9_at_random_moments(tmp_path):
 
     assert start(whole).wait() == 0
     written = 0
-    for _ in range(4):
+    for _ in range(3):
         process, target = start(out), written + rng.randrange(5, 25)
         while process.poll() is None and len([*out.glob("*.ds")]) < target:
             time.sleep(0.001)
