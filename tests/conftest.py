@@ -25,7 +25,7 @@ if not torch.cuda.is_available():
 
 
 def speed_up_interpreter() -> None:
-    """Makes Triton's interpreter three to four times as fast. Kernels compute the same numbers.
+    """Makes Triton's interpreter about three times as fast. Kernels compute the same numbers.
 
     - It replaces the functions of `triton.language` by its own before every kernel and every call
       of a `triton.jit` function inside a kernel, and restores some of them. Here it does so once

@@ -80,10 +80,7 @@ def test_logits_and_greedy_tokens_match_in_both_directions(shape, tmp_path):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """A 160m with the training initialisation in float32: our model and theirs.
-
-    Its vocabulary is small. The full one has three quarters of the work, in one product.
-    """
+    """A 160m with a small vocabulary and the training initialisation: our model and theirs."""
     torch.manual_seed(0)
     model = XLSTM(replace(ModelConfig.named("160m"), vocab_size=5000))
     folder = tmp_path_factory.mktemp("160m")
