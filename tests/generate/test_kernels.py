@@ -678,8 +678,8 @@ def check_slot_states(
 ) -> None:
     """Gathers from and scatters to these of `count` slots; the last slot is the spare one.
 
-    As in `ModelState.zeros`, a buffer [slots, blocks, …] holds all blocks. The states of one block
-    are a strided view of it. Only the spare slot may be repeated in `slots`.
+    A buffer [slots, blocks, …] holds all blocks, so the states of one block are a strided view.
+    Only the spare slot may be repeated in `slots`.
     """
     buffers = [draw(count, blocks, *sizes[:dims], dtype=dtype) for dims in (3, 2, 1)]
     index, spare = torch.tensor(slots, device=DEVICE), count - 1

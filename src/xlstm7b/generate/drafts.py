@@ -126,6 +126,8 @@ class SuffixIndex:
         tokens, end = self._tokens, len(self._tokens)
         length = self._min_match
         most = min(self._max_match, position)
+        if tokens[position - most : position] == tokens[end - most :]:  # as in most copies
+            return most
         while length < most and tokens[position - 1 - length] == tokens[end - 1 - length]:
             length += 1
         return length

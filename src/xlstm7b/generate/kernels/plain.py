@@ -211,8 +211,10 @@ def keep_logits(logits: Tensor, kept: Tensor, last: Tensor, every: Tensor | None
     """
     if every is not None:
         every.copy_(logits)
-    position = (kept.long() - 1).clamp(min=0)[:, None, None]
-    chosen = logits.take_along_dim(position, 1)[:, 0] if logits.shape[1] > 1 else logits[:, 0]
+    chosen = logits[:, 0]
+    if logits.shape[1] > 1:
+        position = (kept - 1).clamp(min=0)[:, None, None]
+        chosen = logits.take_along_dim(position, 1)[:, 0]
     torch.where((kept > 0)[:, None], chosen, last, out=last)
 
 
