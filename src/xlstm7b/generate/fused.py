@@ -115,8 +115,9 @@ class FusedModel:
     ) -> Tensor:
         """Reads one token per row [B] into the state; float32 logits [B, V].
 
-        A row that is not `live` keeps its state, and its logits are garbage. With `rings` the
-        tokens are read into them, and into the state only every few tokens (replay decoding).
+        A row that is not `live` keeps its state, and its logits are garbage; its token may be below
+        0. With `rings` the tokens are read into them, and into the state only every few tokens
+        (replay decoding).
         """
         x = self.operations.embed(tokens, self.embedding)
         masks = self.low_ranks.masks(adapter_of)
