@@ -5,7 +5,7 @@ drafts can be right or wrong as often as wanted. The engine verifies them as alw
 checked: no draft changes it.
 """
 
-import random
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from unittest.mock import patch
@@ -30,6 +30,7 @@ _SHARES = (0.0, 0.5, 0.8, 1.0)  # of right drafts
 _PROMPT_TOKENS = 16
 _EMBEDDING_STD = 30.0  # all blocks together add less to the residual stream
 _HIGHEST_LOGIT = 20.0  # others are a few
+_GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples modulo 1 are spread evenly
 
 
 def results(model: XLSTM, plan: Generation) -> Iterator[Result]:
@@ -113,8 +114,7 @@ class ForcedDrafts:
     ) -> None:
         self._vocab_size, self._share, self._last = vocab_size, share or 0.0, tokens[-1]
         self._length = DraftLength() if adapts else None
-        # The same numbers for all requests: so they end in the same pass, and the batch stays full.
-        self._draw = random.Random(0)
+        self._passes = 0
 
     @property
     def wanted(self) -> int:
@@ -126,11 +126,20 @@ class ForcedDrafts:
 
     def propose(self, most: int) -> list[int]:
         right = following(self._last, max(0, min(most, self.wanted)), self._vocab_size)
-        wrong = ((token + 1) % self._vocab_size for token in right)
-        return [
-            token if self._draw.random() < self._share else other
-            for token, other in zip(right, wrong, strict=True)
-        ]
+        count = self._right_tokens(len(right))
+        return [*right[:count], *((token + 1) % self._vocab_size for token in right[count:])]
+
+    def _right_tokens(self, length: int) -> int:
+        """How many tokens of the next draft are right, before the first that is wrong.
+
+        At least n are with probability pⁿ. The numbers are spread evenly, not random, and the same
+        for all requests. So a few passes have their mean, and requests end together.
+        """
+        self._passes += 1
+        if self._share in (0, 1):
+            return int(length * self._share)
+        level = self._passes * _GOLDEN % 1
+        return min(length, int(math.log(1 - level) / math.log(self._share)))
 
     def record(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
         self._last = tokens[-1] if tokens else self._last

@@ -219,10 +219,9 @@ class Drafter(Protocol):
 class LookupDrafter(Drafter):
     """Drafts by lookup in each request's own prompt and output.
 
-    A pass takes longer than a step by `pass_cost` steps. In this time each other request of the
-    batch would have generated as many tokens. So drafts must be expected to gain at least that. If
-    all requests have drafts, these are tried in any case: nobody else waits, and drafts that do not
-    pay soon end (see `DraftLength`).
+    A pass takes longer than a step by `pass_cost` steps. In this time each request of the batch
+    would have generated as many tokens. Drafts are read only if they are expected to gain at least
+    that.
     """
 
     def __init__(self, pass_cost: float = 0.0) -> None:
@@ -247,10 +246,8 @@ class LookupDrafter(Drafter):
 
     def _pays(self, lengths: Mapping["Request", int], batch: int) -> bool:
         """True if drafts of these lengths are expected to gain enough for a batch of this size."""
-        if len(lengths) == batch:
-            return True
         gained = sum(count * self._texts[one].accepted_share for one, count in lengths.items())
-        return gained >= self._pass_cost * (batch - 1)
+        return gained >= self._pass_cost * batch
 
     def record(
         self, request: "Request", tokens: Sequence[int], drafted: int, accepted: int
@@ -276,6 +273,9 @@ class LookupText:
 
     A text that copies another one with edits goes on near the position where the copy broke off. So
     for some tokens after a draft a match of one token is enough, if it is there.
+
+    A draft that no pass reads, because it would not pay, is compared with the tokens that come. It
+    counts as if it had been read. So drafts are read again when a text begins to repeat itself.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -284,6 +284,7 @@ class LookupText:
         self._source = 0  # position of the first token of the latest draft
         self._broke_off = 0  # position of the first token that was not copied
         self._patience = 0  # tokens until this position does not count any more
+        self._unread, self._right = list[int](), 0  # a draft that is not read; how many were right
 
     @property
     def wanted(self) -> int:
@@ -304,22 +305,27 @@ class LookupText:
 
     def propose(self, most: int) -> list[int]:
         """The next draft, of at most this many tokens. It may be empty."""
-        length = min(most, self.wanted)
-        if length <= 0:
-            return []
-        if self._has_match:
-            position: int | None = self._index.longest_match()[1]
-        else:
-            position = self._index.find_latest(self._broke_off, _NEAR)
-        if position is None:
+        length, position = min(most, self.wanted), self._position()
+        if length <= 0 or position is None:
             return []
         self._source = position
         return self._index.following(position, length)
 
+    def _position(self) -> int | None:
+        """The position after an earlier occurrence of the latest tokens."""
+        if self._has_match:
+            return self._index.longest_match()[1]
+        return self._index.find_latest(self._broke_off, _NEAR) if self._patience else None
+
     def record(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
         """Adds the tokens that a pass generated, with a draft of which some were accepted."""
         waited, size = self._length.next > 0 and self._has_match, len(self._index)
+        if drafted:
+            self._unread = []
+        elif not self._unread and self.wanted and (position := self._position()) is not None:
+            self._unread, self._right = self._index.following(position, self.wanted), 0
         for token in tokens:
+            self._compare_unread(token)
             self._index.append(token)
         self._length.record(drafted, accepted, len(tokens))
         if drafted and accepted == drafted:
@@ -332,3 +338,13 @@ class LookupText:
             self._patience = max(0, self._patience - len(tokens))
         if len(self._index) < size + len(tokens):  # positions have changed
             self._patience = 0
+
+    def _compare_unread(self, token: int) -> None:
+        """Compares the draft that was not read with the next token. Counts it where it ends."""
+        if not self._unread:
+            return
+        is_right = token == self._unread[self._right]
+        self._right += is_right
+        if not is_right or self._right == len(self._unread):
+            self._length.record(len(self._unread), self._right, 0)
+            self._unread = []

@@ -533,15 +533,16 @@ class ModelRunner:
 
     @cached_property
     def pass_cost(self) -> float:
-        """By about how many steps a pass takes longer than a step, from times on an H200.
+        """By about how many steps a pass takes longer than a step, with 8 slots.
 
-        0.3 for a 7B in bfloat16, 2.3 for a 160M. 0 on a CPU, for which it was not measured.
+        From times on an H200: 0.4 for a 7B in bfloat16, 2.4 for a 160M. On a CPU it is not known,
+        and 0.
         """
         if not self._on_gpu:
             return 0.0
         weights = sum(weight.nbytes for weight in self.model.weights())
         blocks = self.config.num_blocks
-        return (350e-6 + 25e-6 * blocks) / (weights / 4e12 + 17e-6 * blocks)
+        return (100e-6 + 50e-6 * blocks) / (weights / 4e12 + 17e-6 * blocks)
 
     @torch.inference_mode()
     def verify(

@@ -93,7 +93,10 @@ def cap_logits_kernel(logits, cap, SIZE, BLOCK: tl.constexpr):
 
 
 def embed(tokens: Tensor, table: Tensor) -> Tensor:
-    """The rows of the table [V, d] that tokens [R] name. A token below 0 has that of token 0."""
+    """The rows of the table [V, d] that tokens [R] name. A token below 0 has that of token 0.
+
+    Tokens must be below V: unlike PyTorch, nothing checks it.
+    """
     rows, width = len(tokens), table.shape[1]
     out = torch.empty(rows, width, dtype=table.dtype, device=table.device)
     embed_kernel[(triton.cdiv(width, 1024), rows)](
