@@ -115,7 +115,7 @@ def test_last_words_score_as_computed_naively(lm: XLSTM7B, tmp_path: Path) -> No
     check_last_words(lm, tmp_path, ["the sea was very calm", "a ship came by", "nobody saw it go"])
 
 
-@pytest.mark.skipif("XLSTM7B_LAMBADA" not in os.environ, reason="XLSTM7B_LAMBADA is not set")
+@pytest.mark.skipif("XLSTM7B_LAMBADA" not in os.environ, reason="XLSTM7B_LAMBADA names no folder")
 def test_lambada_scores_as_computed_naively(lm: XLSTM7B, tmp_path: Path) -> None:
     lines = (Path(os.environ["XLSTM7B_LAMBADA"]) / "test.jsonl").read_text().splitlines()
     check_last_words(lm, tmp_path, [json.loads(line)["text"] for line in lines[:8]])

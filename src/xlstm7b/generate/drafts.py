@@ -232,10 +232,8 @@ class LookupDrafter(Drafter):
         self._texts[request] = LookupText(tokens)
 
     def wants_to_draft(self, most: Mapping["Request", int]) -> bool:
-        asked = {request: count for request, count in most.items() if count > 0}
-        wanted = {one: min(count, self._texts[one].wanted) for one, count in asked.items()}
-        wanted = {request: count for request, count in wanted.items() if count}
-        return bool(wanted) and self._pays(wanted, len(most))
+        wanted = {one: min(n, self._texts[one].wanted) for one, n in most.items() if n > 0}
+        return any(wanted.values()) and self._pays(wanted, len(most))
 
     def propose(self, most: Mapping["Request", int]) -> dict["Request", list[int]]:
         asked = {request: count for request, count in most.items() if count > 0}
