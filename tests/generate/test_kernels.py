@@ -652,22 +652,31 @@ def test_soft_cap_is_precise_for_small_and_large_inputs():
     """Tiny inputs come out unchanged, huge ones as the cap; in between, element by element."""
     sizes = torch.logspace(-30, 30, 1201, dtype=torch.float64)
     sizes = torch.cat([sizes, torch.linspace(0.5, 1, 300), torch.linspace(0, 90, 300)]).float()
-    gates = torch.stack([sizes, -sizes], dim=-1).to(DEVICE)
-    want = CAP * torch.tanh(gates.double() / CAP)
-    pointwise.cap_gates(gates, torch.zeros(2, device=DEVICE), CAP, None)
+    signs, bias = torch.tensor([[1.0], [-1.0]], device=DEVICE), torch.zeros(2, device=DEVICE)
+    gates = pointwise.gate_product(sizes[:, None].to(DEVICE), signs, bias, CAP, None)
+    want = CAP * torch.tanh(torch.stack([sizes, -sizes], dim=-1).to(DEVICE).double() / CAP)
     off = (gates.double() - want).abs() / want.abs().clamp(min=1e-300)
     assert float(off.max()) < 1e-5
     assert gates.abs().max() == CAP
 
 
-def test_gates_of_rows_that_are_not_live():
-    products, bias = draw(700, 6, dtype=torch.float32), draw(6, dtype=torch.float16)
-    want = CAP * torch.tanh((products.double() + bias.double()) / CAP)
-    live = torch.arange(700, device=DEVICE) % 7 < 4
-    pointwise.cap_gates(products, bias, CAP, live)
-    assert error(products[live], want[live]) < 2e-6
-    assert (products[~live, :3] == -torch.inf).all()
-    assert (products[~live, 3:] == torch.inf).all()
+@pytest.mark.usefixtures("_poison")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "width", "heads"), [(1, 7, 1), (17, 512, 3), (65, 700, 8), (33, 130, 11)]
+)
+def test_gates_of_many_rows(rows, width, heads, dtype):
+    x, bias = draw(rows, width, dtype=dtype), draw(2 * heads, dtype=dtype)
+    W, live = draw(2 * heads, width, dtype=dtype), torch.arange(rows, device=DEVICE) % 7 < 4
+    for cap, mask in ((CAP, live), (None, None)):
+        want = x.double() @ W.double().mT + bias.double()
+        want = want if cap is None else cap * torch.tanh(want / cap)
+        got = pointwise.gate_product(x, W, bias, cap, mask)
+        kept = live if mask is not None else slice(None)
+        assert error(got[kept], want[kept]) < 2e-6
+        if mask is not None:
+            assert (got[~live, :heads] == -torch.inf).all()
+            assert (got[~live, heads:] == torch.inf).all()
 
 
 # States of slots

@@ -79,9 +79,7 @@ def project(
     else:
         normed = rms_norm(x, norm, eps)
         projected = _product(normed, W)
-    products = product_float32(normed, W_gates)
-    pointwise.cap_gates(products, bias, cap, live)
-    return projected, products
+    return projected, pointwise.gate_product(normed, W_gates, bias, cap, live)
 
 
 def step_cell(

@@ -50,31 +50,59 @@ def normalise(x, w, eps, D: tl.constexpr):
     return wide.to(x.dtype).to(tl.float32) * w.to(tl.float32)
 
 
-def cap_gates(gates: Tensor, bias: Tensor, cap: float | None, live: Tensor | None) -> None:
-    """Adds the bias to products [R, 2 NH], soft-caps them and masks rows not live, in place."""
-    size, block = gates.numel(), 1024
-    cap_gates_kernel[(triton.cdiv(size, block),)](
-        gates, bias, gates if live is None else live, cap or 1.0, size, gates.shape[1],
-        HAS_CAP=cap is not None, HAS_LIVE=live is not None, BLOCK=block,
+def gate_product(
+    x: Tensor, W: Tensor, bias: Tensor, cap: float | None, live: Tensor | None
+) -> Tensor:
+    """x Wᵀ + bias in float32, soft-capped and masked, for x [R, d] and W [2 NH, d]."""
+    rows, width = x.shape
+    assert x.is_contiguous()
+    assert W.is_contiguous()
+    out = torch.empty(rows, len(W), dtype=torch.float32, device=x.device)
+    gate_product_kernel[(triton.cdiv(rows, 16),)](
+        x, W, bias, out if live is None else live, out, cap or 1.0, rows, len(W), D=width,
+        ROWS=16, GATES=max(16, triton.next_power_of_2(len(W))), PARTS=8, BLOCK=128 // x.itemsize,
+        HAS_CAP=cap is not None, HAS_LIVE=live is not None, num_warps=8, num_stages=4,
     )  # fmt: skip
+    return out
 
 
 @triton.jit
-def cap_gates_kernel(
-    gates, bias, live, cap, SIZE, N_GATES,
-    HAS_CAP: tl.constexpr, HAS_LIVE: tl.constexpr, BLOCK: tl.constexpr,
+def gate_product_kernel(
+    x, W, bias, live, out, cap, R, N_GATES, D: tl.constexpr,
+    ROWS: tl.constexpr, GATES: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_LIVE: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK elements of [R, N_GATES] per program."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < SIZE
-    row, gate = at // N_GATES, at % N_GATES
-    y = tl.load(gates + at, mask=inside, other=0.0)
-    y += tl.load(bias + gate, mask=inside, other=0.0).to(tl.float32)
+    """All gates of ROWS rows per program. Each warp sums over its own part of the width."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    gate, part, d = tl.arange(0, GATES), tl.arange(0, PARTS), tl.arange(0, BLOCK)
+    WIDTH: tl.constexpr = (D + PARTS * BLOCK - 1) // (PARTS * BLOCK) * BLOCK  # of a part
+    x_row = x + row.to(tl.int64)[None, :, None] * D
+    W_gate = W + gate[None, None, :] * D
+    sums = tl.zeros((PARTS, ROWS, GATES), tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        at = part[:, None] * WIDTH + start + d[None, :]
+        inside = at < D
+        x_d = tl.load(
+            x_row + at[:, None, :], mask=inside[:, None, :] & (row < R)[None, :, None], other=0.0
+        )
+        w_d = tl.load(
+            W_gate + at[:, :, None],
+            mask=inside[:, :, None] & (gate < N_GATES)[None, None, :],
+            other=0.0,
+        )
+        sums = tl.dot(x_d, w_d, sums, input_precision="ieee")
+    y = tl.sum(sums, 0)
+    y += tl.load(bias + gate, mask=gate < N_GATES, other=0.0).to(tl.float32)[None, :]
     if HAS_CAP:
         y = soft_cap(y, cap)
     if HAS_LIVE:
-        y = mask_gates(y, tl.load(live + row, mask=inside, other=0) != 0, gate, N_GATES)
-    tl.store(gates + at, y, mask=inside)
+        is_live = tl.load(live + row, mask=row < R, other=0) != 0
+        y = mask_gates(y, is_live[:, None], gate[None, :], N_GATES)
+    tl.store(
+        out + row[:, None] * N_GATES + gate[None, :],
+        y,
+        mask=(row < R)[:, None] & (gate < N_GATES)[None, :],
+    )
 
 
 def cap_logits(logits: Tensor, cap: float) -> None:
