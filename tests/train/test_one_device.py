@@ -11,36 +11,51 @@ from train_processes import CONFIG
 from train_runs import recipe
 
 from xlstm7b.model import XLSTM
-from xlstm7b.train.one_device import as_dtensors, compute_in
+from xlstm7b.train.one_device import as_dtensors, compute_blocks_in, compute_in
 from xlstm7b.train.processes import process_group
 from xlstm7b.train.recipe import Layout
-from xlstm7b.train.sharded_model import SHARD, build_mesh, parallelize
+from xlstm7b.train.sharded_model import SHARD, build_mesh, checkpoint_activations, parallelize
 from xlstm7b.train.trainer import Trainer
+
+ON_BOTH = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu, id="cuda")], indirect=True
+)
+
+
+@pytest.fixture
+def device(request) -> str:
+    return getattr(request, "param", "cpu")
 
 
 @pytest.fixture(autouse=True)
-def _processes():
-    with process_group("cpu"):
+def _processes(device):
+    with process_group(device):
         yield
 
 
-def pair(dtype: torch.dtype) -> tuple[XLSTM, XLSTM]:
+def pair(dtype: torch.dtype, device: str = "cpu") -> tuple[XLSTM, XLSTM]:
     """A model without FSDP and one with it."""
     torch.manual_seed(0)
-    plain, sharded = XLSTM(CONFIG), XLSTM(CONFIG)
+    plain, sharded = XLSTM(CONFIG).to(device), XLSTM(CONFIG).to(device)
     sharded.load_state_dict(plain.state_dict())
-    mesh = build_mesh(Layout(1, 1, 1), "cpu")
+    mesh = build_mesh(Layout(1, 1, 1), device)
     parallelize(sharded, mesh, dtype, keep_gathered=True)
     as_dtensors(plain, mesh[SHARD])
     compute_in(plain, dtype)
     return plain, sharded
 
 
+@ON_BOTH
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_losses_and_gradients_are_those_of_fsdp(dtype):
-    plain, sharded = pair(dtype)
+def test_losses_and_gradients_are_those_of_fsdp(dtype, device):
+    check_same(*pair(dtype, device))
+
+
+def check_same(plain: XLSTM, sharded: XLSTM) -> None:
     for _ in range(3):  # micro-batches, whose gradients are added up
-        tokens, targets, weights = *torch.randint(0, 40, (2, 3, 70)), torch.rand(3, 70)
+        device = plain.lm_head.weight.device
+        tokens, targets = torch.randint(0, 40, (2, 3, 70)).to(device)
+        weights = torch.rand(3, 70).to(device)
         losses = [model.loss(tokens, targets, weights) for model in (plain, sharded)]
         assert torch.equal(*losses)
         for loss in losses:
@@ -56,6 +71,27 @@ def test_losses_and_gradients_are_those_of_fsdp(dtype):
             want, _ = getattr(sharded, method)(*arguments)
             assert got.dtype == torch.float32
             assert torch.equal(got, want)
+
+
+@ON_BOTH
+@pytest.mark.parametrize("mode", ["block", "selective", "products"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_blocks_that_are_computed_again_have_the_numbers_of_fsdp(dtype, mode, device):
+    torch.manual_seed(0)
+    plain, sharded = XLSTM(CONFIG).to(device), XLSTM(CONFIG).to(device)
+    sharded.load_state_dict(plain.state_dict())
+    mesh = build_mesh(Layout(1, 1, 1), device)
+    for block in sharded.backbone.blocks:
+        checkpoint_activations(block, mode)
+    parallelize(sharded, mesh, dtype)
+    as_dtensors(plain, mesh[SHARD])
+
+    def prepare(block, during):
+        block.forward = during(block.forward)
+        checkpoint_activations(block, mode)
+
+    compute_blocks_in(plain, dtype, prepare)
+    check_same(plain, sharded)
 
 
 def test_blocks_are_compiled_once():
@@ -101,10 +137,10 @@ def test_between_calls_the_model_has_its_float32_parameters():
     assert plain.state_dict().keys() == XLSTM(CONFIG).state_dict().keys()
 
 
-@pytest.mark.parametrize(("activations", "is_sharded"), [("none", False), ("block", True)])
-def test_fsdp_is_used_where_it_saves_memory(data: Path, tmp_path, activations, is_sharded):
+@pytest.mark.parametrize("activations", ["none", "block"])
+def test_one_process_does_without_fsdp(data: Path, tmp_path, activations):
     chosen = recipe(data, f"run.activation_checkpointing={activations}")
     trainer = Trainer(chosen, tmp_path, "cpu")
-    assert isinstance(trainer.model, FSDPModule) == is_sharded
+    assert not isinstance(trainer.model, FSDPModule)
     assert all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
     trainer.loader.close()

@@ -2,10 +2,10 @@
 
 Everything distributed is PyTorch's: one device mesh of three axes, `parallelize_module` splits the
 blocks by heads, FSDP2 (`fully_shard`) shards all parameters. Parameters keep their names; they
-become DTensors. One process does without FSDP2 where that saves no memory (`one_device.py`).
+become DTensors. One process does without FSDP2 (`one_device.py`).
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -53,7 +53,7 @@ from xlstm7b.model.lora import add_lora, base_name, draw_lora, lora_layers
 from xlstm7b.quantize.gpu import prepare
 from xlstm7b.quantize.weight import QuantizedWeight
 from xlstm7b.registry import STANDARD
-from xlstm7b.train.one_device import as_dtensors, compute_in
+from xlstm7b.train.one_device import as_dtensors, compute_blocks_in, compute_in
 from xlstm7b.train.recipe import Layout, Recipe
 
 REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
@@ -96,23 +96,36 @@ def build_model(
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     blocks: Any = model.backbone.blocks
-    for block in blocks:
-        checkpoint_activations(block, recipe.run.activation_checkpointing)
-        if recipe.run.compile and device.type == "cuda":
-            # The forward method, not the block: FSDP's hooks stay outside the graph. A run has few
-            # shapes, and each gets its own graph.
-            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
+    mode = recipe.run.activation_checkpointing
+
+    def prepare_forward(block: Any, during: Callable[[Any], Any] = lambda method: method) -> None:
+        if not recipe.run.compile or device.type != "cuda":
+            # `during` inside: what is computed again must see the parameters too.
+            block.forward = during(block.forward)
+            checkpoint_activations(block, mode)
+            return
+        checkpoint_activations(block, mode)
+        # The forward method, not the block: FSDP's hooks and `during` stay outside the graph. A run
+        # has few shapes, and each gets its own graph.
+        block.forward = during(torch.compile(block.forward, fullgraph=True, dynamic=False))
+
+    is_alone = layout.world == 1
+    computes_blocks = is_alone and mode != "none"
+    if not computes_blocks:
+        for block in blocks:
+            prepare_forward(block)
     # 2. The layout.
-    keep_gathered = _keeps_gathered(recipe, layout)
     mesh = build_mesh(layout, device.type)
-    needs_fsdp = layout.world > 1 or not keep_gathered
-    if needs_fsdp:
-        parallelize(model, mesh, dtype, keep_gathered=keep_gathered)
+    if not is_alone:
+        parallelize(model, mesh, dtype, keep_gathered=_keeps_gathered(recipe, layout))
     # 3. Memory and values. Each process fills its own part of every parameter.
     model.to_empty(device=device)
-    if not needs_fsdp:
+    if is_alone:
         as_dtensors(model, mesh[SHARD])
-        compute_in(model, dtype)
+        if computes_blocks:
+            compute_blocks_in(model, dtype, prepare_forward)
+        else:
+            compute_in(model, dtype)
     parameters = {base_name(name): parameter for name, parameter in model.named_parameters()}
     if recipe.lora is not None:
         weights = chain(weights, _drawn_adapter(model, recipe.run.seed, device))

@@ -2,7 +2,7 @@
 
 Every process runs this. There is always a process group, of one process if `torchrun` started none,
 so there is one code path. Weights are float32 and computation is in bfloat16, by FSDP2, or by
-`one_device.py` if there is nothing to shard.
+`one_device.py` in one process.
 """
 
 import math
