@@ -11,10 +11,17 @@ from train_processes import CONFIG
 from train_runs import recipe
 
 from xlstm7b.model import XLSTM
+from xlstm7b.train import sharded_model
 from xlstm7b.train.one_device import as_dtensors, compute_blocks_in, compute_in
 from xlstm7b.train.processes import process_group
 from xlstm7b.train.recipe import Layout
-from xlstm7b.train.sharded_model import SHARD, build_mesh, checkpoint_activations, parallelize
+from xlstm7b.train.sharded_model import (
+    LARGE,
+    SHARD,
+    build_mesh,
+    checkpoint_activations,
+    parallelize,
+)
 from xlstm7b.train.trainer import Trainer
 
 ON_BOTH = pytest.mark.parametrize(
@@ -74,9 +81,9 @@ def check_same(plain: XLSTM, sharded: XLSTM) -> None:
 
 
 @ON_BOTH
-@pytest.mark.parametrize("mode", ["block", "selective", "products"])
+@pytest.mark.parametrize("mode", ["none", "block", "selective", "products"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_blocks_that_are_computed_again_have_the_numbers_of_fsdp(dtype, mode, device):
+def test_blocks_that_cast_their_weights_have_the_numbers_of_fsdp(dtype, mode, device):
     torch.manual_seed(0)
     plain, sharded = XLSTM(CONFIG).to(device), XLSTM(CONFIG).to(device)
     sharded.load_state_dict(plain.state_dict())
@@ -137,10 +144,20 @@ def test_between_calls_the_model_has_its_float32_parameters():
     assert plain.state_dict().keys() == XLSTM(CONFIG).state_dict().keys()
 
 
-@pytest.mark.parametrize("activations", ["none", "block"])
-def test_one_process_does_without_fsdp(data: Path, tmp_path, activations):
+@pytest.mark.parametrize(
+    ("activations", "large", "copies"),
+    [("none", LARGE, True), ("none", 0, False), ("block", LARGE, False)],
+)
+def test_one_process_does_without_fsdp(
+    data: Path, tmp_path, monkeypatch, activations, large, copies
+):
+    """Small models copy their weights, if nothing is computed again."""
+    monkeypatch.setattr(sharded_model, "LARGE", large)
+    calls = []
+    monkeypatch.setattr(sharded_model, "compute_in", lambda *_: calls.append(True))
     chosen = recipe(data, f"run.activation_checkpointing={activations}")
     trainer = Trainer(chosen, tmp_path, "cpu")
+    assert calls == [True] * copies
     assert not isinstance(trainer.model, FSDPModule)
     assert all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
     trainer.loader.close()

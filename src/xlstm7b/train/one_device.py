@@ -33,10 +33,9 @@ def as_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
 def compute_in(model: XLSTM, dtype: torch.dtype) -> None:
     """Makes the model compute in `dtype`, with gradients added up in the parameters' dtype.
 
-    The methods `forward`, `loss` and `token_logprobs` put copies of the trained parameters in the
-    place of these, and take them out before they return. So blocks may not be computed again in the
-    backward pass. Between calls the model has its own parameters. An initial state is used as it
-    is.
+    While `forward`, `loss` or `token_logprobs` runs, copies stand in for the trained parameters.
+    That takes the least of the host's time. But the copies and their gradients take memory, and
+    blocks may not be computed again in the backward pass. An initial state is used as it is.
     """
     copies = _Copies(model.named_modules(), dtype)
     for method in _METHODS:
@@ -46,11 +45,11 @@ def compute_in(model: XLSTM, dtype: torch.dtype) -> None:
 def compute_blocks_in(
     model: XLSTM, dtype: torch.dtype, prepare: Callable[[Any, Callable[[Any], Any]], None]
 ) -> None:
-    """As `compute_in`, for blocks that are computed again in the backward pass.
+    """As `compute_in`, for large models and for blocks that are computed again.
 
-    Each product casts its weight, under autocast, also when it is computed again. So there is no
-    copy of all weights, and the gradients of a block are added up when its backward pass ends.
-    `prepare` gets each block and a function that lets a method see the parameters of the block.
+    Each product casts its weight, under autocast, also when it is computed again. The gradients of
+    a block are added up when its backward pass ends, so there is never a second set of them.
+    `prepare` gets each block, and a decorator for the method that uses the block's parameters.
     """
     blocks: Any = model.backbone.blocks
     in_blocks = {module for block in blocks for module in block.modules()}
