@@ -7,8 +7,8 @@ Memory per GPU is an estimate. Of the P parameters a GPU holds
 - weights, gradients, adamw: float32 weights, gradients and AdamW's two averages, 4, 4 and 8 bytes
   × P_local
 - gathered: weights in the computation's dtype (e bytes): two blocks (one is prefetched), the
-  embedding and the head, and the gradients of one block and the head. Nothing if float32 weights
-  are not sharded.
+  embedding and the head, and the gradients of one block and the head. One process that recomputes
+  nothing keeps all blocks. Nothing if float32 weights are not sharded.
 - activations: e bytes × tokens of a micro-batch × blocks × values kept per token and block. With d
   the width, q, v and F the widths of q or k, v and the feed-forward, those three divided by tp:
       none       4 d + 2 q + 4 v + 3 F: the inputs of every norm and projection, the cell, its norm
@@ -166,7 +166,9 @@ def memory_per_gpu(recipe: Recipe, layout: Layout) -> dict[str, int]:
     boundaries = micro * (-(-recipe.data.context_length // KERNEL_CHUNK) + 1)
     states = boundaries * (1 + (1 if mode in ("block", "products") else config.num_blocks))
     pieces = min(_LOGITS_PER_PIECE, tokens * config.vocab_size)
-    gathered = is_gathered * itemsize * (3 * block + ends + counts["head"])
+    keeps_all = layout.world == 1 and mode == "none"
+    of_blocks = block + (blocks if keeps_all else 2 * block)
+    gathered = is_gathered * itemsize * (of_blocks + ends + counts["head"])
     head = 4 * (_HEAD_BUFFERS * pieces + counts["head"])
     cell = itemsize * states * state
     frozen = 0
