@@ -32,9 +32,10 @@ from xlstm7b.accounting import ring_bytes
 from xlstm7b.generate import Engine, Generator, Request, SamplingParams, SavedState
 from xlstm7b.generate.chat import Chat
 from xlstm7b.generate.draft_model import CONTEXT, LONGEST, DraftRunner, open_speculation
+from xlstm7b.generate.drafts import DraftCost
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.replay import INTERVAL
-from xlstm7b.generate.runner import PrefillRow
+from xlstm7b.generate.runner import ModelRunner, PrefillRow
 from xlstm7b.generate.state import state_bytes
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import ByteTokenizer
@@ -65,6 +66,15 @@ def with_letters(model: XLSTM) -> XLSTM:
 
 NOISY = noisy()
 DRAFTS = {"same": SAME, "noisy": NOISY, "other": OTHER}
+DRAFT_COST = ModelRunner.draft_cost
+
+
+@pytest.fixture(autouse=True)
+def _free_drafts(monkeypatch):
+    """On a GPU, drafts for models as small as these would not pay."""
+    monkeypatch.setattr(ModelRunner, "draft_cost", lambda *_: DraftCost())
+
+
 both_engines = pytest.mark.parametrize("make_engine", [new_engine, gpu_like_engine])
 
 
@@ -358,6 +368,36 @@ def test_drafts_stop_where_they_do_not_pay():
     driver.finish()
     assert driver.completion(request).token_ids == run_alone(MODEL, copy_of(request)).token_ids
     assert request.drafted_tokens < 30
+
+
+def test_drafts_that_cannot_pay_are_not_made(monkeypatch, caplog):
+    """The draft model takes as long as the model. On a CPU costs are not known."""
+    monkeypatch.setattr(ModelRunner, "draft_cost", DRAFT_COST)
+    for make_engine, drafts in ((gpu_like_engine, False), (new_engine, True)):
+        request = endless([5, 6])
+        driver = Driver(make_engine(MODEL, slots=2, speculate=SAME))
+        driver.add(request)
+        driver.finish()
+        assert driver.completion(request).token_ids == run_alone(MODEL, copy_of(request)).token_ids
+        assert bool(request.drafted_tokens) == drafts
+        assert is_idle(driver.engine)
+    assert caplog.messages == [
+        "the draft model is too slow for this model: no draft would pay, so none is made"
+    ]
+
+
+def test_few_requests_with_drafts_do_not_hold_up_a_batch(monkeypatch):
+    """Drafts of one request gain less than a batch of five loses."""
+    monkeypatch.setattr(ModelRunner, "draft_cost", lambda *_: DraftCost(2.0))
+    for others, drafts in ((0, True), (4, False)):
+        driver = Driver(gpu_like_engine(MODEL, slots=5, speculate=SAME))
+        request = endless([5, 6])
+        many = [endless([5, n]) for n in range(others)]
+        for one in many:
+            one.speculate = False
+        driver.add_all([request, *many])
+        driver.finish()
+        assert bool(request.drafted_tokens) == drafts
 
 
 def test_warm_up_records_all_graphs_and_changes_nothing(monkeypatch):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from xlstm7b.generate.drafts import (
     MAX_DRAFT,
     MIN_MATCH,
+    DraftCost,
     DraftLength,
     LookupDrafter,
     LookupText,
@@ -131,7 +132,7 @@ def test_a_batch_does_not_lose_more_than_drafts_gain():
         (1.76, 1, False),
         (1.75, 2, False),
     ]:
-        drafter = LookupDrafter(cost)
+        drafter = LookupDrafter(DraftCost(cost))
         drafter.start(copying, [*prompt, *prompt[20:24]])
         drafter.start(other, prompt)
         most = {copying: 7, other: 7}
@@ -152,7 +153,7 @@ def test_requests_with_drafts_lose_time_too(copies, is_drafted):
     """A pass takes 2.6 steps longer. Half of 7 tokens are expected to be right."""
     prompt = random.Random(0).sample(range(1000), 100)
     requests = [Request([1], SamplingParams()) for _ in range(4)]
-    drafter = LookupDrafter(2.6)
+    drafter = LookupDrafter(DraftCost(2.6))
     for number, request in enumerate(requests):
         drafter.start(request, [*prompt, *prompt[20 : 24 * (number < copies)]])
     most = dict.fromkeys(requests, 7)
@@ -166,7 +167,7 @@ def test_after_wrong_drafts_a_long_copy_is_drafted_again(cost, batch, copies):
     draw = random.Random(0)
     passage = draw.sample(range(1000), 300)
     requests = [Request([1], SamplingParams()) for _ in range(batch)]
-    drafter = LookupDrafter(cost)
+    drafter = LookupDrafter(DraftCost(cost))
     for request in requests:
         drafter.start(request, passage)
     misses = [token for n in range(0, 60, 4) for token in (*passage[n : n + 4], 2000 + n)]
@@ -280,13 +281,52 @@ def test_a_wrong_draft_hardly_shortens_the_next_if_most_were_right():
 
 
 def test_costly_drafts_are_shorter():
-    length = DraftLength(8, costly=True)
+    length = DraftLength(8, DraftCost())
     seen = []
     for accepted in (4, 8, 8, 2, 3, 0):
         seen.append(length.next)
         length.record(length.next, accepted, accepted + 1)
     assert seen == [4, 8, 8, 8, 3, 6]
     assert length.next == 1
+
+
+def costly_share(cost: DraftCost, p: float, tokens: int = 20_000) -> float:
+    """How many times as fast drafts are than none, each token right with probability p."""
+    draw, length = random.Random(0), DraftLength(8, cost)
+    generated, steps = 0, 0.0
+    while generated < tokens:
+        drafted = length.next
+        if not cost.is_paid_by([(drafted, length.accepted_share)], 1):
+            drafted = 0
+        accepted = next((n for n in range(drafted) if draw.random() > p), drafted)
+        length.record(drafted, accepted, accepted + 1)
+        generated += accepted + 1
+        steps += 1 + bool(drafted) * cost.fixed + drafted * cost.per_token
+    return generated / steps
+
+
+@pytest.mark.parametrize(
+    ("cost", "p", "least", "most"),
+    [
+        (DraftCost(0.65, 0.07), 0.0, 0.98, 1.0),  # a 7B with a 160M
+        (DraftCost(0.65, 0.07), 0.8, 1.6, 2.0),
+        (DraftCost(0.65, 0.07), 1.0, 3.9, 4.1),
+        (DraftCost(3.8, 0.29), 0.0, 0.98, 1.0),  # a 160M with a 29M
+        (DraftCost(3.8, 0.29), 0.8, 0.9, 1.0),
+        (DraftCost(3.8, 0.29), 1.0, 1.2, 1.3),
+        (DraftCost(0.5, 1.0), 1.0, 1.0, 1.0),  # a draft model as slow as the model
+    ],
+)
+def test_drafts_of_a_model_pay_for_their_time(cost, p, least, most):
+    assert least <= costly_share(cost, p) <= most
+
+
+def test_drafts_pay_for_the_whole_batch():
+    cost = DraftCost(0.5, 0.1)
+    assert cost.is_paid_by([(5, 0.5)], batch=2)
+    assert not cost.is_paid_by([(5, 0.5)], batch=3)
+    assert cost.is_paid_by([(5, 0.5), (1, 0.5)], batch=3)
+    assert not cost.is_paid_by([(5, 0.5), (8, 0.1)], batch=3)  # all wait for the longest
 
 
 def test_drafts_are_tried_again():

@@ -36,7 +36,7 @@ from xlstm7b.bench import speculation
 from xlstm7b.generate import Completion, Engine, Generator, Request, SamplingParams, SavedState
 from xlstm7b.generate import runner as runner_module
 from xlstm7b.generate.chat import Chat
-from xlstm7b.generate.drafts import MAX_DRAFT, LookupText
+from xlstm7b.generate.drafts import MAX_DRAFT, DraftCost, LookupText
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.replay import INTERVAL, Rings, ring_sizes
 from xlstm7b.generate.runner import REPLAY_SLOTS, ModelRunner, PrefillRow
@@ -432,7 +432,7 @@ def test_lookup_copies_what_the_text_had_before(make_engine, temperature):
     request = Request([4, 8], params, previous_prompt=[4, 8, *want.token_ids])
     other = Request([4, 9], params)
     driver = Driver(make_engine(MODEL, slots=2, speculate="lookup"))
-    driver.engine._drafter._pass_cost = 0.3  # as with a large model
+    driver.engine._drafter._cost = DraftCost(0.3)  # as with a large model
     driver.add_all([request, other])
     driver.finish()
     got = driver.completion(request)
@@ -447,7 +447,7 @@ def test_in_a_batch_of_a_small_model_drafts_of_a_few_requests_do_not_pay():
     wanted = [run_alone(MODEL, Request([4, 8], each)) for each in params]
     known = [4, 8, *wanted[0].token_ids]
     engine = gpu_like_engine(MODEL, slots=4, speculate="lookup")
-    assert engine._runner.pass_cost > 3
+    assert engine._runner.draft_cost().fixed > 3
     driver = Driver(engine)
     copying = Request([4, 8], params[0], previous_prompt=known)
     requests = [copying, *(Request([4, 8], each) for each in params[1:])]

@@ -7,7 +7,7 @@ way back. The tokens that were accepted are read into the state before the next 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -18,7 +18,7 @@ from torch import Tensor
 from xlstm7b import accounting
 from xlstm7b.checkpoint import read_config, resolve
 from xlstm7b.config import ModelConfig
-from xlstm7b.generate.drafts import Drafter, DraftLength
+from xlstm7b.generate.drafts import DraftCost, Drafter, DraftLength
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.replay import INTERVAL
 from xlstm7b.generate.request import Request
@@ -177,8 +177,8 @@ class _Text:
     """A text that the draft model continues."""
 
     unread: list[int]  # tokens that its state has not read
+    length: DraftLength
     is_new: bool = True  # it has read none
-    length: DraftLength = field(default_factory=partial(DraftLength, LONGEST, costly=True))
     drafted: int = 0  # tokens of the latest draft, until its pass is recorded
 
 
@@ -186,11 +186,12 @@ class ModelDrafter(Drafter):
     """Drafts by a model. Slots are those of the engine.
 
     A prompt is read when the output starts, `chunk_tokens` in each step, also if the engine took
-    its state from a cache. Until it is read, the request has no drafts.
+    its state from a cache. Until it is read, the request has no drafts. Drafts are made only if
+    they are expected to gain at least what they and the pass cost the batch.
     """
 
-    def __init__(self, runner: DraftRunner, chunk_tokens: int) -> None:
-        self._runner, self._chunk_tokens = runner, chunk_tokens
+    def __init__(self, runner: DraftRunner, chunk_tokens: int, cost: DraftCost) -> None:
+        self._runner, self._chunk_tokens, self._cost = runner, chunk_tokens, cost
         self._texts: dict[Request, _Text] = {}
 
     def start(self, request: Request, tokens: Sequence[int]) -> None:
@@ -198,25 +199,28 @@ class ModelDrafter(Drafter):
         unread = [*tokens[-CONTEXT:]]
         if config.force_bos_token_insert and unread[:1] == [config.bos_token_id]:
             del unread[0]  # every text starts from the state after it
-        self._texts[request] = _Text(unread)
+        self._texts[request] = _Text(unread, DraftLength(LONGEST, self._cost))
 
     def wants_to_draft(self, most: Mapping[Request, int]) -> bool:
-        return any(
-            count > 0 and self._texts[request].length.next > 0 for request, count in most.items()
-        )
+        return bool(self._lengths(most))
 
     def propose(self, most: Mapping[Request, int]) -> dict[Request, list[int]]:
-        asked = {request: count for request, count in most.items() if count > 0}
-        lengths = {one: min(count, self._texts[one].length.next) for one, count in asked.items()}
-        drafting = [request for request, length in lengths.items() if length > 0]
-        self._read(drafting)
-        drafting = [request for request in drafting if not self._texts[request].unread]
+        lengths = self._lengths(most)
+        self._read([*lengths])
+        drafting = [request for request in lengths if not self._texts[request].unread]
         if not drafting:
             return {}
         for request in drafting:
             self._texts[request].drafted = lengths[request]
         found = self._runner.draft({request.slot: lengths[request] for request in drafting})
         return {request: found[request.slot] for request in drafting}
+
+    def _lengths(self, most: Mapping[Request, int]) -> dict[Request, int]:
+        """How many tokens to draft for each request; for none, if that would not pay."""
+        asked = {one: min(n, self._texts[one].length.next) for one, n in most.items() if n > 0}
+        lengths = {request: length for request, length in asked.items() if length > 0}
+        drafts = ((n, self._texts[one].length.accepted_share) for one, n in lengths.items())
+        return lengths if self._cost.is_paid_by(drafts, len(most)) else {}
 
     def _read(self, requests: Sequence[Request]) -> None:
         """Reads what the draft model lacks of these texts. Of long parts, a chunk in all."""

@@ -9,7 +9,7 @@ small model (`draft_model.py`).
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from xlstm7b.generate.request import Request
@@ -133,6 +133,35 @@ class SuffixIndex:
         return length
 
 
+class DraftCost(NamedTuple):
+    """By how many steps a pass with drafts takes longer than a step, with all that belongs to it.
+
+    In this time each request of the batch would have generated as many tokens.
+    """
+
+    fixed: float = 0.0
+    per_token: float = 0.0  # for each token of the longest draft
+
+    def is_paid_by(self, drafts: Iterable[tuple[int, float]], batch: int) -> bool:
+        """True if drafts are expected to gain at least what they cost a batch of this size.
+
+        Each has a length and the share that is expected to be right.
+        """
+        gained, longest = 0.0, 0
+        for length, share in drafts:
+            gained, longest = gained + length * share, max(longest, length)
+        return gained >= (self.fixed + self.per_token * longest) * batch
+
+    def least_share(self, longest: int) -> float:
+        """The share of the longest draft that must be right. From 1 on, no draft pays."""
+        return self.fixed / longest + self.per_token
+
+    def least_length(self, share: float) -> float:
+        """How long a draft must be to pay alone, if this share of it is right."""
+        gain = share - self.per_token
+        return self.fixed / gain if gain > 0 else math.inf
+
+
 class DraftLength:
     """How many tokens to draft next for one request, from how many were accepted lately.
 
@@ -141,25 +170,32 @@ class DraftLength:
     nothing is drafted for some tokens, then a short draft is tried. After each such try that fails,
     the next one comes twice as late.
 
-    costly: every token of a draft takes time, as with a draft model. Then drafts start shorter, and
-        after a wrong one the length is that of the tokens that were right and one more.
+    cost: that of drafts, if each of their tokens takes time, as with a draft model. Then drafts
+        start shorter, after a wrong one the length is that of the tokens that were right and one
+        more, and no draft is too short to pay. Nothing is drafted if no draft can pay.
     """
 
-    def __init__(self, longest: int = MAX_DRAFT, *, costly: bool = False) -> None:
-        self._longest, self._costly = longest, costly
-        self._length = min(_FIRST_COSTLY_LENGTH if costly else _FIRST_LENGTH, longest)
-        self._rate = 0.5  # share of accepted drafts: a moving average
+    def __init__(self, longest: int = MAX_DRAFT, cost: DraftCost | None = None) -> None:
+        self._longest, self._cost = longest, cost
+        self._least_rate = _LEAST_RATE
+        if cost is not None:
+            self._least_rate = max(_LEAST_RATE, cost.least_share(longest))
+        self._good_rate = max(0.5, self._least_rate)
+        self._rate = self._good_rate  # share of accepted drafts: a moving average
         self._rest = _FIRST_REST
         self._resting = 0  # tokens to generate before the next draft
+        self._length: int
+        self._expected: float  # share of the next draft
+        self._prepare_try(_FIRST_LENGTH if cost is None else _FIRST_COSTLY_LENGTH)
 
     @property
     def next(self) -> int:
-        return 0 if self._resting else self._length
+        return 0 if self._resting or self._least_rate >= 1 else self._length
 
     @property
     def accepted_share(self) -> float:
-        """The share of drafts that were accepted lately."""
-        return self._rate
+        """The share of the next draft that is expected to be accepted."""
+        return self._expected
 
     def record(self, drafted: int, accepted: int, generated: int) -> None:
         """Counts a pass that generated tokens. `drafted` may be 0."""
@@ -167,16 +203,31 @@ class DraftLength:
         if not drafted:
             return
         self._rate += (accepted / drafted - self._rate) / 4
-        if accepted == drafted:
-            self._length = min(2 * self._length, self._longest)
-        else:
-            expected = 0 if self._costly else math.ceil(self._rate * self._longest)
-            self._length = min(max(accepted + 1, expected), self._longest)
-        if self._rate >= 0.5:
+        self._expected = self._rate
+        if self._rate >= self._good_rate:
             self._rest = _FIRST_REST
-        elif self._rate < _LEAST_RATE:
+        elif self._rate < self._least_rate:
             self._resting, self._rest = self._rest, min(2 * self._rest, _LONGEST_REST)
-            self._rate, self._length = _LEAST_RATE, min(2, self._longest)
+            self._rate = self._least_rate
+            self._prepare_try(2)
+            return
+        if accepted == drafted:
+            self._length = self._at_least(2 * self._length)
+        else:
+            share = 0 if self._cost is not None else math.ceil(self._rate * self._longest)
+            self._length = self._at_least(max(accepted + 1, share))
+
+    def _prepare_try(self, length: int) -> None:
+        """The next draft may be right, whatever was accepted before: so more is expected of it."""
+        self._expected = self._rate if self._cost is None else (self._least_rate + 1) / 2
+        self._length = self._at_least(length)
+
+    def _at_least(self, length: int) -> int:
+        """This length, or that of a draft that pays if it is longer."""
+        if self._cost is not None:
+            paying = self._cost.least_length(self._expected)
+            length = max(length, math.ceil(min(paying, self._longest)))
+        return min(length, self._longest)
 
 
 class Drafter(Protocol):
@@ -219,13 +270,11 @@ class Drafter(Protocol):
 class LookupDrafter(Drafter):
     """Drafts by lookup in each request's own prompt and output.
 
-    A pass takes longer than a step by `pass_cost` steps. In this time each request of the batch
-    would have generated as many tokens. Drafts are read only if they are expected to gain at least
-    that.
+    They are read only if they are expected to gain at least what the pass costs the batch.
     """
 
-    def __init__(self, pass_cost: float = 0.0) -> None:
-        self._pass_cost = pass_cost
+    def __init__(self, cost: DraftCost) -> None:
+        self._cost = cost
         self._texts: dict[Request, LookupText] = {}
 
     def start(self, request: "Request", tokens: Sequence[int]) -> None:
@@ -243,9 +292,8 @@ class LookupDrafter(Drafter):
         return found if self._pays(lengths, len(most)) else {}
 
     def _pays(self, lengths: Mapping["Request", int], batch: int) -> bool:
-        """True if drafts of these lengths are expected to gain enough for a batch of this size."""
-        gained = sum(count * self._texts[one].accepted_share for one, count in lengths.items())
-        return gained >= self._pass_cost * batch
+        drafts = ((count, self._texts[one].accepted_share) for one, count in lengths.items())
+        return self._cost.is_paid_by(drafts, batch)
 
     def record(
         self, request: "Request", tokens: Sequence[int], drafted: int, accepted: int

@@ -29,6 +29,7 @@ from xlstm7b import accounting
 from xlstm7b.config import ModelConfig
 from xlstm7b.devices import as_current
 from xlstm7b.generate.draft_model import (
+    LONGEST,
     DraftRunner,
     ModelDrafter,
     Speculation,
@@ -184,9 +185,15 @@ class Engine:
         self._drafter: Drafter | None = None
         if isinstance(speculate, XLSTM):
             draft_runner = DraftRunner(FusedModel(speculate), self.slots)
-            self._drafter = ModelDrafter(draft_runner, prefill_tokens)
+            cost = self._runner.draft_cost(draft_runner)
+            if cost.least_share(LONGEST) >= 1:
+                _LOG.warning(
+                    "the draft model is too slow for this model: "
+                    "no draft would pay, so none is made"
+                )
+            self._drafter = ModelDrafter(draft_runner, prefill_tokens, cost)
         elif speculate is not None:
-            self._drafter = LookupDrafter(self._runner.pass_cost)
+            self._drafter = LookupDrafter(self._runner.draft_cost())
         self._scheduler = Scheduler(
             self.slots,
             prefill_limits(self.device, prefill_tokens, long_gaps),

@@ -7,13 +7,14 @@ is called directly and allocates as it likes.
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from xlstm7b.config import ModelConfig
+from xlstm7b.generate.drafts import DraftCost
 from xlstm7b.generate.fused import FusedModel, Slots
 from xlstm7b.generate.params import MAX_LOGPROBS, SamplingParams
 from xlstm7b.generate.replay import Rings, folded_copy, ring_sizes
@@ -531,18 +532,26 @@ class ModelRunner:
         positions = PASS_TOKENS // self.bucket(highest_slot + 1)
         return min(most, max((size for size in _POSITIONS if size <= positions), default=1) - 1)
 
-    @cached_property
-    def pass_cost(self) -> float:
-        """By about how many steps a pass takes longer than a step, with 8 slots.
+    def draft_cost(self, drafting: "ModelRunner | None" = None) -> DraftCost:
+        """About what drafts cost, with 8 slots, from times on an H200.
 
-        From times on an H200: 0.4 for a 7B in bfloat16, 2.4 for a 160M. On a CPU it is not known,
-        and 0.
+        A pass takes longer than a step by 0.4 steps for a 7B in bfloat16, and by 2.4 for a 160M.
+        The runner `drafting` of a draft model takes a step for each token of a draft, and a pass to
+        read what was accepted. On a CPU the cost is not known, and 0.
         """
         if not self._on_gpu:
-            return 0.0
+            return DraftCost()
+        step, longer = self._step_seconds()
+        if drafting is None:
+            return DraftCost(longer / step)
+        draft_step, draft_longer = drafting._step_seconds()
+        return DraftCost((longer + draft_step + draft_longer) / step, draft_step / step)
+
+    def _step_seconds(self) -> tuple[float, float]:
+        """About the time of a step, and by how much longer a pass takes."""
         weights = sum(weight.nbytes for weight in self.model.weights())
         blocks = self.config.num_blocks
-        return (100e-6 + 50e-6 * blocks) / (weights / 4e12 + 17e-6 * blocks)
+        return weights / 4e12 + 17e-6 * blocks, 100e-6 + 50e-6 * blocks
 
     @torch.inference_mode()
     def verify(
