@@ -31,7 +31,13 @@ from speculation_cases import assert_same, grammar_requests, many_requests
 from xlstm7b.accounting import ring_bytes
 from xlstm7b.generate import Engine, Generator, Request, SamplingParams, SavedState
 from xlstm7b.generate.chat import Chat
-from xlstm7b.generate.draft_model import CONTEXT, LONGEST, DraftRunner, open_speculation
+from xlstm7b.generate.draft_model import (
+    CONTEXT,
+    LONGEST,
+    DraftRunner,
+    ModelDrafter,
+    open_speculation,
+)
 from xlstm7b.generate.drafts import DraftCost
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.replay import INTERVAL
@@ -398,6 +404,41 @@ def test_few_requests_with_drafts_do_not_hold_up_a_batch(monkeypatch):
         driver.add_all([request, *many])
         driver.finish()
         assert bool(request.drafted_tokens) == drafts
+
+
+class FakeRunner:
+    """A draft model that takes no time. What it drafts is not looked at."""
+
+    config = MODEL.config
+
+    def prefill(self, rows: list[PrefillRow]) -> None:
+        pass
+
+    def draft(self, lengths: dict[int, int]) -> dict[int, list[int]]:
+        return {slot: [1] * length for slot, length in lengths.items()}
+
+
+@pytest.mark.parametrize(("batch", "most"), [(1, 8), (2, 8), (8, 7), (16, 3), (32, 1)])
+def test_a_batch_drafts_again_when_drafts_become_right(batch, most):
+    """At first 3 of 10 drafts are right, which does not pay; after 500 steps, all."""
+    draw = random.Random(0)
+    drafter = ModelDrafter(FakeRunner(), 512, DraftCost(0.65, 0.07))
+    requests = [Request([5]) for _ in range(batch)]
+    for slot, request in enumerate(requests):
+        request.slot = slot
+        drafter.start(request, [5])
+    seconds, generated = 0.0, 0
+    for step in range(1500):
+        p = 0.3 if step < 500 else 1.0
+        drafts = drafter.propose(dict.fromkeys(requests, most))
+        longest = max(map(len, drafts.values()), default=0)
+        for request in requests:
+            drafted = len(drafts.get(request, ()))
+            accepted = next((n for n in range(drafted) if draw.random() > p), drafted)
+            drafter.record(request, [1] * (accepted + 1), drafted, accepted)
+            generated += (accepted + 1) * (step >= 1000)
+        seconds += (step >= 1000) * (1 + bool(longest) * 0.65 + 0.07 * longest)
+    assert generated / batch / seconds > 0.9 * (most + 1) / (1.65 + 0.07 * most)
 
 
 def test_warm_up_records_all_graphs_and_changes_nothing(monkeypatch):

@@ -663,7 +663,7 @@ def test_soft_cap_is_precise_for_small_and_large_inputs():
 @pytest.mark.usefixtures("_poison")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "width", "heads"), [(1, 7, 1), (17, 512, 3), (65, 700, 8), (33, 130, 11)]
+    ("rows", "width", "heads"), [(1, 7, 1), (17, 512, 3), (65, 700, 8), (33, 130, 11), (5, 64, 32)]
 )
 def test_gates_of_many_rows(rows, width, heads, dtype):
     x, bias = draw(rows, width, dtype=dtype), draw(2 * heads, dtype=dtype)

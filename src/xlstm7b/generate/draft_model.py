@@ -207,20 +207,23 @@ class ModelDrafter(Drafter):
     def propose(self, most: Mapping[Request, int]) -> dict[Request, list[int]]:
         lengths = self._lengths(most)
         self._read([*lengths])
-        drafting = [request for request in lengths if not self._texts[request].unread]
-        if not drafting:
+        lengths = {one: n for one, n in lengths.items() if not self._texts[one].unread}
+        if not lengths or not self._pays(lengths, len(most)):
             return {}
-        for request in drafting:
-            self._texts[request].drafted = lengths[request]
-        found = self._runner.draft({request.slot: lengths[request] for request in drafting})
-        return {request: found[request.slot] for request in drafting}
+        for request, length in lengths.items():
+            self._texts[request].drafted = length
+        found = self._runner.draft({request.slot: length for request, length in lengths.items()})
+        return {request: found[request.slot] for request in lengths}
 
     def _lengths(self, most: Mapping[Request, int]) -> dict[Request, int]:
         """How many tokens to draft for each request; for none, if that would not pay."""
         asked = {one: min(n, self._texts[one].length.next) for one, n in most.items() if n > 0}
         lengths = {request: length for request, length in asked.items() if length > 0}
+        return lengths if self._pays(lengths, len(most)) else {}
+
+    def _pays(self, lengths: Mapping[Request, int], batch: int) -> bool:
         drafts = ((n, self._texts[one].length.accepted_share) for one, n in lengths.items())
-        return lengths if self._cost.is_paid_by(drafts, len(most)) else {}
+        return self._cost.is_paid_by(drafts, batch)
 
     def _read(self, requests: Sequence[Request]) -> None:
         """Reads what the draft model lacks of these texts. Of long parts, a chunk in all."""

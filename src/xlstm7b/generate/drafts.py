@@ -171,8 +171,9 @@ class DraftLength:
     the next one comes twice as late.
 
     cost: that of drafts, if each of their tokens takes time, as with a draft model. Then drafts
-        start shorter, after a wrong one the length is that of the tokens that were right and one
-        more, and no draft is too short to pay. Nothing is drafted if no draft can pay.
+        start shorter, and after a wrong one the length is that of the tokens that were right and
+        one more. But drafts are at least as long as it takes to pay, and if none can pay, nothing
+        is drafted. If the batch does not let a request draft for some time, it tries again.
     """
 
     def __init__(self, longest: int = MAX_DRAFT, cost: DraftCost | None = None) -> None:
@@ -184,6 +185,7 @@ class DraftLength:
         self._rate = self._good_rate  # share of accepted drafts: a moving average
         self._rest = _FIRST_REST
         self._resting = 0  # tokens to generate before the next draft
+        self._idle = 0  # tokens that were generated since then without a draft
         self._length: int
         self._expected: float  # share of the next draft
         self._prepare_try(_FIRST_LENGTH if cost is None else _FIRST_COSTLY_LENGTH)
@@ -199,9 +201,14 @@ class DraftLength:
 
     def record(self, drafted: int, accepted: int, generated: int) -> None:
         """Counts a pass that generated tokens. `drafted` may be 0."""
-        self._resting = max(0, self._resting - generated)
+        was_resting, self._resting = self._resting, max(0, self._resting - generated)
         if not drafted:
+            self._idle += 0 if was_resting else generated
+            if self._cost is not None and self._idle >= self._rest:
+                self._idle, self._rest = 0, min(2 * self._rest, _LONGEST_REST)
+                self._prepare_try(2)
             return
+        self._idle = 0
         self._rate += (accepted / drafted - self._rate) / 4
         self._expected = self._rate
         if self._rate >= self._good_rate:
@@ -214,12 +221,12 @@ class DraftLength:
         if accepted == drafted:
             self._length = self._at_least(2 * self._length)
         else:
-            share = 0 if self._cost is not None else math.ceil(self._rate * self._longest)
-            self._length = self._at_least(max(accepted + 1, share))
+            usual = 0 if self._cost is not None else math.ceil(self._rate * self._longest)
+            self._length = self._at_least(max(accepted + 1, usual))
 
     def _prepare_try(self, length: int) -> None:
-        """The next draft may be right, whatever was accepted before: so more is expected of it."""
-        self._expected = self._rate if self._cost is None else (self._least_rate + 1) / 2
+        """The next draft may be all right, whatever was accepted before."""
+        self._expected = self._rate if self._cost is None else 1.0
         self._length = self._at_least(length)
 
     def _at_least(self, length: int) -> int:

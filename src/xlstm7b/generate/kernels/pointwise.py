@@ -58,9 +58,9 @@ def gate_product(
     assert x.is_contiguous()
     assert W.is_contiguous()
     out = torch.empty(rows, len(W), dtype=torch.float32, device=x.device)
-    gate_product_kernel[(triton.cdiv(rows, 16),)](
+    gate_product_kernel[triton.cdiv(rows, 16), triton.cdiv(len(W), 16)](
         x, W, bias, out if live is None else live, out, cap or 1.0, rows, len(W), D=width,
-        ROWS=16, GATES=max(16, triton.next_power_of_2(len(W))), PARTS=8, BLOCK=128 // x.itemsize,
+        ROWS=16, GATES=16, PARTS=8, BLOCK=128 // x.itemsize,
         HAS_CAP=cap is not None, HAS_LIVE=live is not None, num_warps=8, num_stages=4,
     )  # fmt: skip
     return out
@@ -72,9 +72,10 @@ def gate_product_kernel(
     ROWS: tl.constexpr, GATES: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_LIVE: tl.constexpr,
 ):  # fmt: skip
-    """All gates of ROWS rows per program. Each warp sums over its own part of the width."""
+    """GATES gates of ROWS rows per program. Each warp sums over its own part of the width."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    gate, part, d = tl.arange(0, GATES), tl.arange(0, PARTS), tl.arange(0, BLOCK)
+    gate = tl.program_id(1) * GATES + tl.arange(0, GATES)
+    part, d = tl.arange(0, PARTS), tl.arange(0, BLOCK)
     WIDTH: tl.constexpr = (D + PARTS * BLOCK - 1) // (PARTS * BLOCK) * BLOCK  # of a part
     x_row = x + row.to(tl.int64)[None, :, None] * D
     W_gate = W + gate[None, None, :] * D
