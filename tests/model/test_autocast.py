@@ -17,6 +17,8 @@ from train_processes import autocast_equals_the_trainer, in_processes
 
 from xlstm7b.mlstm import mlstm_sequence
 from xlstm7b.model import XLSTM, layers
+from xlstm7b.quantize.config import Scheme
+from xlstm7b.quantize.weight import QuantizedWeight
 
 WIDE = torch.float32
 
@@ -153,3 +155,14 @@ def test_compiles_as_one_graph():
         torch.autograd.grad(got.sum(), [*model.parameters()]), wanted, strict=True
     ):
         assert error(grad, want_grad) < 5e-2  # the terms are added in another order
+
+
+@pytest.mark.parametrize("scheme", [Scheme("int8", 0), Scheme("int4", 32)])
+def test_products_with_quantised_weights_do_not_change(scheme):
+    weight = QuantizedWeight.quantize(torch.randn(320, 64), scheme)
+    x = torch.randn(2, 30, 64).bfloat16()
+    want = layers.linear_float32(x, weight)
+    with autocast():
+        got = layers.linear_float32(x, weight)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, want)

@@ -1,16 +1,23 @@
 """One process without FSDP has the numbers of FSDP in one process, bit for bit."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from train_processes import CONFIG
 from train_runs import recipe
 
+from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
+from xlstm7b.model.initial_state import InitialState, add_initial_state
+from xlstm7b.model.layers import MLSTMLayer
+from xlstm7b.registry import register
 from xlstm7b.train import sharded_model
 from xlstm7b.train.one_device import as_dtensors, compute_blocks_in, compute_in
 from xlstm7b.train.processes import process_group
@@ -40,15 +47,63 @@ def _processes(device):
         yield
 
 
-def pair(dtype: torch.dtype, device: str = "cpu") -> tuple[XLSTM, XLSTM]:
-    """A model without FSDP and one with it."""
+@register("layer", "with_shared_gradients")
+class SharedGradients(MLSTMLayer):
+    """Two parameters get one gradient, and that of the third repeats one element."""
+
+    def __init__(self, dim: int, num_heads: int = 4, **options) -> None:
+        super().__init__(dim, num_heads, **options)
+        self.delta = nn.Parameter(torch.empty_like(self.q.weight))
+        self.scale = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.delta.zero_()
+        self.scale.fill_(1 / len(self.scale))
+
+    def qkv(self, x, heads):
+        x = x * self.scale.sum()
+        q = F.linear(x, self.q.weight + self.delta)
+        return tuple(y.unflatten(-1, heads) for y in (q, self.k(x), self.v(x)))
+
+
+def pair(
+    dtype: torch.dtype,
+    device: str = "cpu",
+    mode: str = "none",
+    *,
+    config: ModelConfig = CONFIG,
+    by_blocks: bool = False,
+    rank: int | None = None,
+) -> tuple[XLSTM, XLSTM]:
+    """A model without FSDP and one with it. With a rank, only the initial state is trained."""
     torch.manual_seed(0)
-    plain, sharded = XLSTM(CONFIG).to(device), XLSTM(CONFIG).to(device)
+    plain, sharded = XLSTM(config).to(device), XLSTM(config).to(device)
+    if rank is not None:
+        for model in (plain, sharded):
+            add_initial_state(model, InitialState(config, rank=rank))
+            for parameter in model.parameters():
+                if not parameter.requires_grad:
+                    parameter.data = parameter.data.to(dtype)
+        for parameter in plain.backbone.initial_state.parameters():
+            nn.init.normal_(parameter)
     sharded.load_state_dict(plain.state_dict())
     mesh = build_mesh(Layout(1, 1, 1), device)
-    parallelize(sharded, mesh, dtype, keep_gathered=True)
+    for block in sharded.backbone.blocks:
+        checkpoint_activations(block, mode)
+    parallelize(sharded, mesh, dtype, keep_gathered=not by_blocks)
     as_dtensors(plain, mesh[SHARD])
-    compute_in(plain, dtype)
+
+    def prepare(block, during):
+        block.forward = during(block.forward)
+        checkpoint_activations(block, mode)
+
+    if by_blocks:
+        compute_blocks_in(plain, dtype, prepare)
+    else:
+        assert mode == "none"
+        compute_in(plain, dtype)
     return plain, sharded
 
 
@@ -68,6 +123,8 @@ def check_same(plain: XLSTM, sharded: XLSTM) -> None:
         for loss in losses:
             loss.backward()
         for got, want in zip(plain.parameters(), sharded.parameters(), strict=True):
+            if not got.requires_grad:
+                continue
             assert isinstance(got.grad, DTensor)
             assert got.grad.placements == want.grad.placements == got.placements
             assert torch.equal(got.grad.to_local(), want.grad.to_local())
@@ -84,21 +141,20 @@ def check_same(plain: XLSTM, sharded: XLSTM) -> None:
 @pytest.mark.parametrize("mode", ["none", "block", "selective", "products"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_blocks_that_cast_their_weights_have_the_numbers_of_fsdp(dtype, mode, device):
-    torch.manual_seed(0)
-    plain, sharded = XLSTM(CONFIG).to(device), XLSTM(CONFIG).to(device)
-    sharded.load_state_dict(plain.state_dict())
-    mesh = build_mesh(Layout(1, 1, 1), device)
-    for block in sharded.backbone.blocks:
-        checkpoint_activations(block, mode)
-    parallelize(sharded, mesh, dtype)
-    as_dtensors(plain, mesh[SHARD])
+    check_same(*pair(dtype, device, mode, by_blocks=True))
 
-    def prepare(block, during):
-        block.forward = during(block.forward)
-        checkpoint_activations(block, mode)
 
-    compute_blocks_in(plain, dtype, prepare)
-    check_same(plain, sharded)
+@pytest.mark.parametrize(("mode", "by_blocks"), [("none", False), ("none", True), ("block", True)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_that_share_memory(dtype, mode, by_blocks):
+    config = replace(CONFIG, layer="with_shared_gradients")
+    check_same(*pair(dtype, mode=mode, config=config, by_blocks=by_blocks))
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("by_blocks", [False, True])
+def test_an_initial_state_stays_float32(by_blocks, rank):
+    check_same(*pair(torch.bfloat16, by_blocks=by_blocks, rank=rank))
 
 
 def test_blocks_are_compiled_once():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.mlstm import MLSTMState
+from xlstm7b.mlstm.autocast import without_autocast
 from xlstm7b.model.lm import XLSTM
 from xlstm7b.model.lora import freeze
 from xlstm7b.model.model_state import ModelState
@@ -54,7 +55,8 @@ class InitialState(nn.Module):
                 parameter.zero_()
 
     def forward(self, batch: int) -> ModelState:
-        C = self.A @ self.B if self.rank else self.C
+        with without_autocast(self.n.device):  # a state stays float32
+            C = self.A @ self.B if self.rank else self.C
         m = torch.tensor(self.m, dtype=self.n.dtype, device=self.n.device)
         zeros = ModelState.zeros(self.config, batch, dtype=self.n.dtype, device=self.n.device)
         blocks = list(zeros.blocks)

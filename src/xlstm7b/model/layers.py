@@ -394,7 +394,7 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu":
             return linear(to_autocast(x), to_autocast(self.weight))
-        return linear(x, self.weight)  # autocast casts the weight, and keeps it until its end
+        return linear(x, self.weight)  # autocast casts the weight
 
 
 class Float32Linear(Linear):
@@ -548,18 +548,19 @@ def _quantized_product(x: Tensor, weight: QuantizedWeight, *, wide: bool = False
     """x Wᵀ; with `wide` in float32 or wider. It has no gradient."""
     rows = x if x.dim() == 2 else x.flatten(0, -2)
     y: Tensor | None
-    if weight.layout == "bfloat16":  # codes without their scales
-        y = linear(rows.bfloat16(), weight.data).float() * weight.scale.float().mT
-    else:
-        y = cpu.product(rows, weight)
-    if y is None:
-        multiply = product_float32 if wide else linear
-        if weight.layout == "gpu":
-            y = multiply(rows, weight.dequantize(x.dtype))
-        else:  # only some rows of the weight are floats at a time
-            y = torch.cat([multiply(rows, tile) for tile in cpu.tiles(weight, x.dtype)], dim=-1)
-    elif wide:
-        y = y.to(torch.promote_types(y.dtype, torch.float32))
+    with without_autocast(x.device):
+        if weight.layout == "bfloat16":  # codes without their scales
+            y = linear(rows.bfloat16(), weight.data).float() * weight.scale.float().mT
+        else:
+            y = cpu.product(rows, weight)
+        if y is None:
+            multiply = product_float32 if wide else linear
+            if weight.layout == "gpu":
+                y = multiply(rows, weight.dequantize(x.dtype))
+            else:  # only some rows of the weight are floats at a time
+                y = torch.cat([multiply(rows, tile) for tile in cpu.tiles(weight, x.dtype)], dim=-1)
+        elif wide:
+            y = y.to(torch.promote_types(y.dtype, torch.float32))
     return y if x.dim() == 2 else y.view(*x.shape[:-1], -1)
 
 

@@ -1,8 +1,9 @@
 """Mixed precision on one device: float32 weights, computation in another dtype.
 
-It does what FSDP2 does in one process, with the same numbers bit for bit, and takes less time.
-Small models train as fast as the host can launch kernels, and FSDP2 takes more of the host's time.
-With large ones it copies each weight several times in every micro-batch.
+It does what FSDP2 does in one process, and takes less time. Small models train as fast as the host
+can launch kernels, and FSDP2 takes more of the host's time. With large ones, FSDP2 copies each
+weight several times in every micro-batch. The numbers are the same, bit for bit, unless blocks
+are compiled.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -37,9 +38,9 @@ def compute_in(model: XLSTM, dtype: torch.dtype) -> None:
     That takes the least of the host's time. But the copies and their gradients take memory, and
     blocks may not be computed again in the backward pass. An initial state is used as it is.
     """
-    copies = _Copies(model.named_modules(), dtype)
+    stand_ins = _StandIns(model.named_modules(), dtype)
     for method in _METHODS:
-        setattr(model, method, copies.during(getattr(model, method)))
+        setattr(model, method, stand_ins.during(getattr(model, method)))
 
 
 def compute_blocks_in(
@@ -47,33 +48,31 @@ def compute_blocks_in(
 ) -> None:
     """As `compute_in`, for large models and for blocks that are computed again.
 
-    Each product casts its weight, under autocast, also when it is computed again. The gradients of
-    a block are added up when its backward pass ends, so there is never a second set of them.
-    `prepare` gets each block, and a decorator for the method that uses the block's parameters.
+    Each product casts its weight, under autocast, also when it is computed again. Classes of one's
+    own may not know autocast: their weights are copied block by block. The gradients of a block are
+    added up when its backward pass ends, so there is never a second set of them. `prepare` gets
+    each block, and a decorator for the method that uses the block's parameters.
     """
     blocks: Any = model.backbone.blocks
     in_blocks = {module for block in blocks for module in block.modules()}
+    copied = dtype if model.config.other_classes() else None
     for block in blocks:
-        copies = _Copies(block.named_modules(), None)
-        prepare(block, copies.during if copies else _unchanged)
-    others = _Copies([x for x in model.named_modules() if x[1] not in in_blocks], None)
-    kind = next(model.parameters()).device.type
+        prepare(block, _StandIns(block.named_modules(), copied).during)
+    others = [(path, module) for path, module in model.named_modules() if module not in in_blocks]
+    during = _StandIns(others, copied).during
     for name in _METHODS:
-        method = getattr(model, name)
-        method = others.during(method) if others else method
-        # Nothing is cached: what a block casts is freed when it ends.
-        under = torch.autocast(kind, dtype, cache_enabled=False)
-        setattr(model, name, under(method) if dtype != torch.float32 else method)
+        method = during(getattr(model, name))
+        if copied is None and dtype != torch.float32:
+            # Nothing is cached: what a block casts is freed when it ends.
+            kind = next(model.parameters()).device.type
+            method = torch.autocast(kind, dtype, cache_enabled=False)(method)
+        setattr(model, name, method)
 
 
-def _unchanged(method: Callable[..., Any]) -> Callable[..., Any]:
-    return method
+class _StandIns:
+    """Tensors that stand in for the trained parameters of some modules: copies in a dtype.
 
-
-class _Copies:
-    """The trained parameters of some modules, where they are, and the dtypes of their copies.
-
-    Without a dtype, these are not copies: they share the parameters' memory.
+    Without a dtype they share the parameters' memory.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], dtype: torch.dtype | None) -> None:
@@ -91,10 +90,11 @@ class _Copies:
         device = self._parameters[0].device if self._parameters else None
         self._input = torch.empty(0, device=device, requires_grad=True)
 
-    def __bool__(self) -> bool:
-        return bool(self._parameters)
-
     def during(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method, with the stand-ins in the modules while it runs."""
+        if not self._parameters:
+            return method
+
         @wraps(method)
         def call(*arguments: Any, **options: Any) -> Any:
             with self._in_place():
@@ -104,8 +104,7 @@ class _Copies:
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        copies: tuple[Tensor, ...] = _Copy.apply(self._input, self)  # type: ignore[no-untyped-call]
-        self._put(copies)
+        self._put(_StandIn.apply(self._input, self))  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
@@ -116,7 +115,7 @@ class _Copies:
             parameters[name] = tensor
 
     def make(self) -> tuple[Tensor, ...]:
-        """Copies of the parameters; a parameter that has the right dtype shares its memory."""
+        """The stand-ins. That of a parameter that has the right dtype shares its memory."""
         wide = [parameter._local_tensor for parameter in self._parameters]
         copies = [
             x.detach() if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
@@ -128,7 +127,7 @@ class _Copies:
         return tuple(copies)
 
     def add_gradients(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Adds the gradients of the copies to those of the parameters."""
+        """Adds the gradients of the stand-ins to those of the parameters."""
         found = [
             (parameter, gradient)
             for parameter, gradient in zip(self._parameters, gradients, strict=True)
@@ -141,8 +140,13 @@ class _Copies:
         if cast:
             torch._foreach_copy_([w for w, _ in cast], [g for _, g in cast])
         sums, summands = [], []
+        taken = set[int]()
         for (parameter, _), gradient in zip(found, wide, strict=True):
             if parameter.grad is None:
+                # Autograd may give two parameters one tensor, or one that repeats an element.
+                if not _owns_memory(gradient) or gradient.data_ptr() in taken:
+                    gradient = gradient.clone(memory_format=torch.contiguous_format)
+                taken.add(gradient.data_ptr())
                 # `from_local` would take the host ten times as long.
                 parameter.grad = DTensor(gradient, parameter._spec, requires_grad=False)
             else:
@@ -152,15 +156,19 @@ class _Copies:
             torch._foreach_add_(sums, summands)
 
 
-class _Copy(torch.autograd.Function):
+def _owns_memory(x: Tensor) -> bool:
+    return x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
+
+
+class _StandIn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, unused: Tensor, copies: _Copies) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, unused: Tensor, stand_ins: _StandIns) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.copies = copies
-        return copies.make()
+        ctx.stand_ins = stand_ins
+        return stand_ins.make()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
-        ctx.copies.add_gradients(gradients)
+        ctx.stand_ins.add_gradients(gradients)
         return None, None

@@ -58,7 +58,7 @@ from xlstm7b.train.recipe import Layout, Recipe
 
 REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
 UNIT_PARAMETERS = 30_000_000  # of blocks that are gathered together
-LARGE = 2_000_000_000  # parameters; in one process, copies of more would take too much memory
+LARGE = 2_000_000_000  # trained parameters: copies of more would take too much memory
 # Fields in which the model of `init_from` may differ: the recipe chooses the special tokens, and
 # the first value of a bias is not needed if it is learned. The factors count if a width differs.
 _FREE = {f"{kind}_token_id" for kind in ("bos", "eos", "pad")}
@@ -111,7 +111,7 @@ def build_model(
         block.forward = during(torch.compile(block.forward, fullgraph=True, dynamic=False))
 
     is_alone = layout.world == 1
-    is_large = sum(parameter.numel() for parameter in model.parameters()) > LARGE
+    is_large = sum(one.numel() for one in model.parameters() if one.requires_grad) > LARGE
     computes_blocks = is_alone and (is_large or mode != "none")
     if not computes_blocks:
         for block in blocks:
