@@ -138,6 +138,18 @@ def test_arm_operator() -> None:
     assert cpu.prepare(quantized, cpu.packed_schemes([quantized])).layout == "arm"
 
 
+@pytest.mark.parametrize("columns", [32, 64, 128])
+def test_stacked_weights_with_one_group_in_each_row(columns: int) -> None:
+    scheme = Scheme("int4", columns)
+    parts = [QuantizedWeight.quantize(draw(n, columns, n), scheme) for n in (64, 128)]
+    want_weight = torch.cat([part.dequantize(torch.float64) for part in parts])
+    prepared = [cpu.prepare(part, cpu.packed_schemes(parts)) for part in parts]
+    stacked = stack(prepared, torch.cat([part.data for part in prepared]))
+    x = draw(5, columns, 5)
+    want = x.double() @ want_weight.mT
+    assert (linear(x, stacked) - want).norm() <= 4e-3 * want.norm()
+
+
 @pytest.mark.parametrize("sizes", [(64, 128), (16, 48, 4128)], ids=str)
 def test_int8_beside_int4_on_arm(sizes: tuple[int, ...]) -> None:
     """It goes to the operator for int4, as pairs of codes; every code is exact."""

@@ -59,7 +59,9 @@ def _fits(weight: QuantizedWeight) -> bool:
     rows, columns = weight.shape
     if weight.scheme.name == "int4" and has_avx2():
         return rows % _x86_block() == 0
-    return has_arm_int4() and rows % 16 == 0 and columns % 32 == 0
+    # One group for all columns is another format to the operator, whose parts cannot be stacked.
+    one_group = weight.scheme.group_size == columns
+    return has_arm_int4() and rows % 16 == 0 and columns % 32 == 0 and not one_group
 
 
 def prepare(weight: QuantizedWeight, schemes: Collection[str]) -> QuantizedWeight:
