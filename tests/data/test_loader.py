@@ -279,6 +279,25 @@ def test_validation_reads_every_token_once(context_length, batch, world_size):
     assert len(got) * context_length < size + batch * context_length
 
 
+@pytest.mark.parametrize("packing", ["windows", "documents"])
+@pytest.mark.parametrize(("batch", "world_size"), [(1, 1), (3, 1), (8, 4), (64, 2)])
+def test_validation_of_some_windows_does_not_depend_on_the_batch(batch, world_size, packing):
+    """The targets that count are those of the first windows, neither more nor fewer."""
+    whole = rows(list(validation_batches(WEB[0], 7, 1, packing=packing)))
+    for most in (1, 5, 8, len(whole), len(whole) + 1):
+        ranks = [
+            validation_batches(
+                WEB[0], 7, batch, rank=rank, world_size=world_size, packing=packing, most=most
+            )
+            for rank in range(world_size)
+        ]
+        got = torch.cat([rows(list(parts)) for parts in zip(*ranks, strict=True)])
+        size = min(most, len(whole))
+        assert torch.equal(got[:size], whole[:size])
+        assert not got[size:, 3].any()
+        assert len(got) < size + batch
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_validation_with_a_document_in_each_row(world_size):
     folder = WEB[0]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from train_processes import in_processes, refuses_to_resume, run
 from train_runs import recipe
 
@@ -76,6 +77,21 @@ def test_a_flipped_bit_anywhere_is_named_and_nothing_is_unpickled(stopped, data,
             trainer.resume()
         trainer.loader.close()
     assert not (stopped / "model").exists()
+
+
+@pytest.mark.parametrize("cause", [KeyboardInterrupt, MemoryError])
+def test_a_load_that_is_interrupted_does_not_speak_of_damage(trained, data, cause, monkeypatch):
+    def fail(*_arguments):
+        raise cause
+
+    monkeypatch.setattr(FileSystemReader, "read_data", fail)
+    with process_group("cpu"):
+        trainer = Trainer(recipe(data, "run.steps=10"), trained, "cpu")
+        with pytest.raises(cause):
+            trainer.resume()
+        trainer.loader.close()
+    with pytest.raises(cause):
+        export_run(trained, trained / "model")
 
 
 def test_damage_that_another_process_finds_stops_all(data, tmp_path):

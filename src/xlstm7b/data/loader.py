@@ -163,8 +163,9 @@ def validation_batches(
     world_size: int = 1,
     packing: Packing = "windows",
     model: ModelConfig | None = None,
+    most: int | None = None,
 ) -> Iterator[Batch]:
-    """Every token of a folder as a target once, in the order on disk.
+    """Every token of a folder, or of its first `most` windows, as a target once, in order.
 
     Ranks share the rows as in `Loader`, and all get the same number of batches: after the end of
     the data, the mask is 0.
@@ -176,9 +177,11 @@ def validation_batches(
     )
     # Other windows than "windows" end with the epoch.
     tokens = folder.tokens if packing == "windows" else dataset.windows * context_length
+    windows = dataset.windows if most is None else min(dataset.windows, most)
+    tokens = min(tokens, windows * context_length)
     return (
         _read_in_order(dataset, range(first, first + rows), tokens)
-        for first in range(rank * rows, -(-dataset.windows // batch) * batch, batch)
+        for first in range(rank * rows, -(-windows // batch) * batch, batch)
     )
 
 

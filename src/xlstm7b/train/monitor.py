@@ -23,21 +23,19 @@ def validation_loss(
 
     NaN where no target counts, as after the end of short documents.
     """
-    length, limit = recipe.data.context_length, recipe.data.validation_sequences
-    rows = recipe.batch.micro_batch * layout.data_parallel
+    length = recipe.data.context_length
     batches = validation_batches(
         folder,
         length,
-        rows,
+        recipe.batch.micro_batch * layout.data_parallel,
         rank=dist.get_rank() // layout.tp,
         world_size=layout.data_parallel,
         packing="documents" if recipe.data.packing == "documents" else "windows",
         model=recipe.model,
+        most=recipe.data.validation_sequences or None,
     )
     sums = torch.zeros(2, length, dtype=torch.float64, device=device)
-    for index, batch in enumerate(batches):
-        if limit and index * rows >= limit:
-            break
+    for batch in batches:
         tokens, targets, resets, mask = (part.to(device) for part in batch)
         logprobs, _ = model.token_logprobs(tokens, targets, resets=resets)
         sums[0] -= (logprobs.double() * mask).sum(0)

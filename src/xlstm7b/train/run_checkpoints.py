@@ -145,7 +145,9 @@ class CheckpointManager:
         with self._explain_failure(step):
             if any_process(failure is not None):
                 in_first_process(self._remove_unfinished)
-                raise OSError(_reason(failure) if failure else "another process could not write")
+                raise OSError(
+                    first_line(_cause(failure)) if failure else "another process could not write"
+                )
             in_first_process(self._complete, step)
 
     def finish_save_after_failure(self) -> None:
@@ -549,13 +551,17 @@ def _name_damage(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except (CheckpointException, OSError, ValueError) as error:
+        cause = _cause(error)
+        if isinstance(cause, KeyboardInterrupt | MemoryError | torch.OutOfMemoryError):
+            raise cause from error
         raise ValueError(
-            f"{checkpoint} is damaged ({_reason(error)}): remove it to continue from an earlier one"
+            f"{checkpoint} is damaged ({first_line(cause)}): remove it to continue from an "
+            "earlier one"
         ) from error
 
 
-def _reason(failure: BaseException) -> str:
-    """The first line of the first error in any process."""
+def _cause(failure: BaseException) -> BaseException:
+    """The first error in any process."""
     if isinstance(failure, CheckpointException):
-        failure = next(error for error, _ in failure.failures.values())
-    return first_line(failure)
+        return next(error for error, _ in failure.failures.values())
+    return failure
