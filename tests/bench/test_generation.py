@@ -194,6 +194,11 @@ def test_speculation_on_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for changed, message in (
         ({"folder": None}, "--draft needs --folder and the part speculation"),
         ({"parts": ("decode",)}, "--draft needs --folder and the part speculation"),
+        (
+            {"folder": None, "draft": None, "text": str(short)},
+            "--text needs --folder: its model reads the text",
+        ),
+        ({"draft": ""}, "the path of a saved model is empty"),
         ({"draft": str(tmp_path)}, "there is no saved model in .*: it has no config.json"),
         ({"draft": wide}, "wide cannot be the draft model: .* a vocabulary of 384 tokens"),
         ({"draft": other}, "other has block = 'previous', which speculation does not support"),

@@ -409,6 +409,7 @@ def test_generate_speculates(cli: Cli, speller: Path) -> None:
     drafted_by = "--speculate", speller, "--verbose", "--peak-tbs", 0.1
     code, out, err = cli("generate", speller, "Once", *options[:3], *GREEDY, *drafted_by)
     assert (code, out) == (0, succeeded(cli("generate", speller, "Once", *options[:3], *GREEDY)))
+    assert "0 GB/s, without what the draft model moves\n" in err
     drafted, accepted = re.search(r"drafted +(\d+) tok, of which (\d+) were", err).groups()
     assert 20 < int(accepted) <= int(drafted)
 

@@ -108,6 +108,16 @@ def test_dry_run_without_clipping(cli: Cli) -> None:
     assert re.search(r"clip\W+inf", out)
 
 
+def test_options_of_the_plan_are_refused_without_it(cli: Cli, tmp_path: Path) -> None:
+    for given in (["--gpus", 2], ["--mfu", 0.5]):
+        said = refused(cli("train", "quickstart", "--run", tmp_path / "run", *given))
+        assert said.startswith("--gpus and --mfu are for --dry-run. To train on several GPUs")
+    for more in ([], ["--dry-run"]):
+        said = refused(cli("train", "quickstart", "--device", "foo", *more))
+        assert said == "the device must be cuda or cpu, not 'foo'"
+    assert not (tmp_path / "run").exists()
+
+
 def test_dry_run_prints_the_plan(cli: Cli) -> None:
     code, out, _ = cli("train", "7b", "--dry-run", "--gpus", 128)
     assert code == 0

@@ -536,6 +536,22 @@ def test_refusals(tmp_path: Path):
         open_speculation(tmp_path / "words", MODEL.config, bytes_tokenizer)
 
 
+def test_weights_that_cannot_draft(tmp_path: Path):
+    """Their folder is named as that of the draft model."""
+    MODEL.save_pretrained(tmp_path / "model")
+    broken = copy.deepcopy(MODEL)
+    broken.lm_head.weight.data[3, 5] = float("nan")
+    broken.save_pretrained(tmp_path / "nan")
+    message = r"nan cannot be the draft model: lm_head\.weight has values that are not finite"
+    with pytest.raises(ValueError, match=message):
+        Generator.from_pretrained(tmp_path / "model", speculate=tmp_path / "nan")
+    SAME.save_pretrained(tmp_path / "cut")
+    (file,) = (tmp_path / "cut").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"cut cannot be the draft model: .*safetensors"):
+        Generator.from_pretrained(tmp_path / "model", speculate=tmp_path / "cut")
+
+
 def test_bytes_of_a_slot():
     """The draft model's states are counted."""
     lookup, drafting = (

@@ -437,7 +437,9 @@ def test_mistakes_are_refused_before_anything_is_written(source: Path, tmp_path:
     XLSTM(ModelConfig(96, 1, 2, vocab_size=64, ffn_round_up_to_multiple_of=32)).save_pretrained(
         narrow
     )
-    with pytest.raises(ValueError, match=r"has 96 columns, not a multiple .* 64: use groups of 32"):
+    with pytest.raises(
+        ValueError, match=r"96 columns, not a multiple .* 64: use a group size of 32"
+    ):
         quantize(narrow, target)
     with torch.no_grad():
         model = XLSTM.from_pretrained(source)

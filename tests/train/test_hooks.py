@@ -208,9 +208,12 @@ def test_a_failing_hook_is_named_and_damages_no_checkpoint(plain, data, tmp_path
 @pytest.mark.parametrize(
     ("hook", "sentence"),
     [
-        (FailsInLoss(), "FailsInLoss failed in loss at step 1: RuntimeError: many; none is saved"),
+        (
+            FailsInLoss(),
+            "FailsInLoss failed in loss at step 1: RuntimeError: many; no check",
+        ),
         (Answers(loss=lambda *_: sys.exit(3)), "Answers failed in loss at step 1: SystemExit: 3;"),
-        (Exits(), "Exits failed in on_step at step 1: SystemExit; none is saved"),
+        (Exits(), "Exits failed in on_step at step 1: SystemExit; no checkpoint is saved"),
         (Answers(5), "Answers failed in on_validation at step 4: TypeError: it must return a dict"),
         (Answers({"loss": 1.0}), "ValueError: it returned 'loss', which is not a new name"),
         (
@@ -225,7 +228,7 @@ def test_a_failing_hook_is_named_and_damages_no_checkpoint(plain, data, tmp_path
         (Answers(loss=lambda *_: torch.tensor(1.0)), "it returned a number without a gradient"),
         (
             Answers(loss=lambda model, batch: model.lm_head.weight.square().sum()),
-            "a DTensor, because it used the model's parameters, which are sharded; call the model",
+            "a DTensor, because it used the model's parameters, which are DTensors; call the model",
         ),
     ],
 )

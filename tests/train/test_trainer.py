@@ -131,7 +131,7 @@ def test_a_non_finite_step_changes_no_weight(data, tmp_path, policy):
         trainer = Trainer(recipe(data, f"run.nan_policy={policy}"), tmp_path, "cpu")
         spoil_loss(trainer, math.nan, [1])
         if policy == "stop":
-            with pytest.raises(FloatingPointError, match="at step 1; none is saved yet"):
+            with pytest.raises(FloatingPointError, match="at step 1; no checkpoint is saved yet"):
                 trainer.train(lambda line: None)
             return
         before = {}
@@ -151,7 +151,7 @@ def test_a_short_run_without_a_finite_step_fails(data, tmp_path):
     with process_group("cpu"):
         trainer = Trainer(recipe(data, "run.steps=4"), tmp_path, "cpu")
         spoil_loss(trainer, math.nan, range(4))
-        message = "at step 3, the last of 4 such steps in a row; none is saved yet"
+        message = "at step 3, the last of 4 such steps in a row; no checkpoint is saved yet"
         with pytest.raises(FloatingPointError, match=message):
             trainer.train()
 

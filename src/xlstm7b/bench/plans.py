@@ -204,12 +204,16 @@ class Generation(ModelPlan):
             if self.tokens % length:
                 raise ValueError(f"prompts of {length} do not divide {self.tokens} tokens")
         for folder in (self.folder, self.draft):
+            if folder == "":
+                raise ValueError("the path of a saved model is empty")
             if folder is not None and not (Path(folder) / "config.json").is_file():
                 raise ValueError(f"there is no saved model in {folder}: it has no config.json")
         if "drift" in self.parts and (self.folder is None or self.text is None):
             raise ValueError("the part drift needs --folder and --text")
         if self.draft is not None and (self.folder is None or "speculation" not in self.parts):
             raise ValueError("--draft needs --folder and the part speculation")
+        if self.text is not None and self.folder is None:
+            raise ValueError("--text needs --folder: its model reads the text")
         if "speculation" in self.parts and self.quantize != "no":
             raise ValueError("the part speculation needs weights that are not quantised")
         if self.text is not None and not Path(self.text).is_file():

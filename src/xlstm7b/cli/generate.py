@@ -259,10 +259,12 @@ def _print_speeds(
     limit = _bandwidth(generator.device.type) if peak_tbs is None else peak_tbs * 1e12
     generated = sum(len(completion.token_ids) for completion in completions)
     speed, together = batch * longest.tokens_per_second, f", {batch} at a time" if batch > 1 else ""
+    is_drafted = generator.speculate not in (None, "lookup")
+    draft = ", without what the draft model moves" if is_drafted else ""
     lines = [
         f"generated    {generated:>8,} tok {speed:>12,.1f} tok/s{together}",
         f"memory moved {moved / 1e9:>8,.2f} GB/s, {moved / limit:.1%} of the bandwidth of "
-        f"{limit / 1e9:,.1f} GB/s",
+        f"{limit / 1e9:,.1f} GB/s{draft}",
         f"peak memory  {max(c.peak_memory for c in completions) / 1e9:>8,.2f} GB",
     ]
     if longest.prompt_tokens:

@@ -55,8 +55,12 @@ def train(
         ),
     ] = None,
     mfu: Annotated[
-        float, option("Share of the GPUs' peak FLOP/s to plan with, for --dry-run.")
-    ] = PAPER_MFU,
+        float | None,
+        option(
+            "Share of the GPUs' peak FLOP/s to plan with, with --dry-run.",
+            default=f"{PAPER_MFU}, the paper's",
+        ),
+    ] = None,
     device: Device = None,
     reference: Annotated[
         bool,
@@ -77,6 +81,12 @@ def train(
     from xlstm7b.train.run_settings import default_folder
 
     end_with_torchrun()  # now, since to import torch takes seconds
+    _check_device_name(device)
+    if not dry_run and (gpus is not None or mfu is not None):
+        raise ValueError(
+            "--gpus and --mfu are for --dry-run. To train on several GPUs, start one process for "
+            "each: torchrun --nproc-per-node 8 -m -- xlstm7b train …"
+        )
     chosen = load_recipe(recipe, settings or [])
     folder = run or default_folder(chosen.name, settings or [])
     if dry_run:
@@ -84,7 +94,8 @@ def train(
             from xlstm7b.train.trainer import check_init_from
 
             check_init_from(chosen, folder)
-        print_sections(f"recipe {chosen.name}", describe(make_plan(chosen, gpus=gpus, mfu=mfu)))
+        plan = make_plan(chosen, gpus=gpus, mfu=PAPER_MFU if mfu is None else mfu)
+        print_sections(f"recipe {chosen.name}", describe(plan))
         return
     _check_same_run(folder, chosen)
     where = to_training_device(device)
@@ -172,14 +183,18 @@ def plot(
 
 def to_training_device(device: str | None, *, prefers_cpu: bool = False) -> str:
     """cuda or cpu; None is a GPU if there is one, unless `prefers_cpu`."""
-    if device not in (None, "cuda", "cpu"):
-        raise ValueError(f"the device must be cuda or cpu, not {device!r}")
+    _check_device_name(device)
     import torch
 
     where = device or ("cuda" if torch.cuda.is_available() and not prefers_cpu else "cpu")
     if where == "cuda" and not torch.cuda.is_available():
         raise ValueError("the device cuda cannot be used here: PyTorch finds no GPU")
     return where
+
+
+def _check_device_name(device: str | None) -> None:
+    if device not in (None, "cuda", "cpu"):
+        raise ValueError(f"the device must be cuda or cpu, not {device!r}")
 
 
 def _check_same_run(folder: Path, recipe: "Recipe") -> None:

@@ -77,9 +77,18 @@ def load_speculation(
     opened: Literal["lookup"] | Path | None, dtype: torch.dtype | None, device: torch.device
 ) -> Speculation:
     """Reads the weights of a draft model that `open_speculation` found."""
-    if isinstance(opened, Path):
-        return XLSTM.from_pretrained(opened, dtype=dtype, device=device)
-    return opened
+    if not isinstance(opened, Path):
+        return opened
+    try:
+        draft = XLSTM.from_pretrained(opened, dtype=dtype, device=device)
+    except ValueError as error:
+        raise ValueError(f"{opened} cannot be the draft model: {error}") from error
+    for name, tensor in draft.named_parameters():
+        if not tensor.isfinite().all():
+            raise ValueError(
+                f"{opened} cannot be the draft model: {name} has values that are not finite"
+            )
+    return draft
 
 
 def check_draft_model(draft: XLSTM, model: XLSTM) -> None:

@@ -49,7 +49,7 @@ class Scheme:
         """`ValueError` if a matrix of this shape cannot be quantised in this scheme."""
         if self.group_size and shape[1] % self.group_size:
             fitting = [str(size) for size in GROUP_SIZES if shape[1] % size == 0]
-            advice = f"use groups of {' or '.join(fitting)}" if fitting else "use int8"
+            advice = f"use a group size of {' or '.join(fitting)}" if fitting else "use int8"
             raise ValueError(
                 f"{name} has {shape[1]} columns, not a multiple of the group size "
                 f"{self.group_size}: {advice}"

@@ -56,7 +56,7 @@ class Hook:
 
         Weights make it add up over micro-batches and processes to a mean over the global batch. A
         run has at most one hook that overrides this. It may call the model and its methods
-        `token_logprobs` and `loss`, but not use parameters: these are sharded.
+        `token_logprobs` and `loss`, but not use parameters, which are DTensors.
         """
         return model.loss(batch.tokens, batch.targets, batch.weights, resets=batch.resets)
 
@@ -213,7 +213,7 @@ def _check_numbers(returned: Any, metrics: Metrics) -> None:
 def _check_loss(loss: Any) -> None:
     if isinstance(loss, DTensor):
         raise TypeError(
-            "it returned a DTensor, because it used the model's parameters, which are sharded; "
+            "it returned a DTensor, because it used the model's parameters, which are DTensors; "
             "call the model or its methods instead"
         )
     if not isinstance(loss, Tensor) or loss.shape != () or not loss.is_floating_point():

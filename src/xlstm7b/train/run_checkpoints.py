@@ -170,7 +170,9 @@ class CheckpointManager:
     def describe_last(self) -> str:
         """For error messages: which checkpoint is the last good one."""
         found = saved_steps(self.folder)
-        return f"the last good checkpoint is of step {found[-1]}" if found else "none is saved yet"
+        if not found:
+            return "no checkpoint is saved yet"
+        return f"the last good checkpoint is of step {found[-1]}"
 
     def _complete(self, step: int) -> None:
         self._aside(step).replace(step_folder(self.folder, step))
