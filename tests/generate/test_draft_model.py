@@ -6,8 +6,10 @@ all its drafts must be accepted, whatever happens to other requests.
 
 import copy
 import random
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +30,8 @@ from hypothesis import strategies as st
 from measure import error
 from speculation_cases import assert_same, grammar_requests, many_requests
 
-from xlstm7b.accounting import ring_bytes
+from xlstm7b.accounting import parameter_counts, ring_bytes
+from xlstm7b.config import ModelConfig
 from xlstm7b.generate import Engine, Generator, Request, SamplingParams, SavedState
 from xlstm7b.generate.chat import Chat
 from xlstm7b.generate.draft_model import (
@@ -390,6 +393,36 @@ def test_drafts_that_cannot_pay_are_not_made(monkeypatch, caplog):
     assert caplog.messages == [
         "the draft model is too slow for this model: no draft would pay, so none is made"
     ]
+
+
+def test_what_drafts_of_a_160m_cost_a_7b():
+    def runner(size: str) -> Any:
+        config = ModelConfig.named(size)
+        count = parameter_counts(config)["total"]
+        weights = [torch.empty(count, dtype=torch.bfloat16, device="meta")]
+        found = SimpleNamespace(_on_gpu=True, config=config)
+        found.model = SimpleNamespace(weights=lambda: weights)
+        found._step_seconds = partial(ModelRunner._step_seconds, found)
+        return found
+
+    large, small = runner("7b"), runner("160m")
+    assert DRAFT_COST(large, small) == pytest.approx((0.7, 0.07), abs=0.03)
+    assert DRAFT_COST(large) == pytest.approx((0.4, 0), abs=0.05)
+
+
+def test_the_engine_waits_only_for_drafts_that_pay():
+    """4 drafts of a request are less than 2.5 steps of two; those of both are more."""
+    drafter = ModelDrafter(FakeRunner(), 512, DraftCost(2.5))
+    short, long = Request([5]), Request([5])
+    for slot, (request, length) in enumerate(((short, 2), (long, 1000))):
+        request.slot = slot
+        drafter.start(request, [7] * length)
+    assert drafter.wants_to_draft({short: 8})
+    assert not drafter.wants_to_draft({short: 8, long: 0})
+    assert drafter.wants_to_draft({short: 8, long: 8})
+    both = {short: 8, long: 8}
+    assert drafter.propose(both) == {}  # a part of the long text is not read yet
+    assert drafter.propose(both) == {short: [1] * 4, long: [1] * 4}
 
 
 def test_few_requests_with_drafts_do_not_hold_up_a_batch(monkeypatch):

@@ -18,7 +18,9 @@ from xlstm7b.data.shards import ShardWriter, open_folder, write_manifest
 from xlstm7b.model import XLSTM
 from xlstm7b.train import run_checkpoints, trainer
 from xlstm7b.train.metrics_log import MetricsLog, plot_runs, read_metrics
+from xlstm7b.train.monitor import validation_loss
 from xlstm7b.train.processes import process_group
+from xlstm7b.train.recipe import Layout
 from xlstm7b.train.run_checkpoints import (
     best_step,
     export_run,
@@ -195,6 +197,23 @@ def test_each_validation_set_has_its_own_loss(data, other, tmp_path):
     plot_runs([tmp_path / "both"], tmp_path / "curves.svg")
     drawn = (tmp_path / "curves.svg").read_text()
     assert all(f"both, validation {name}" in drawn for name in sets)
+
+
+def test_the_loss_of_some_sequences_does_not_depend_on_the_micro_batch(data):
+    model = XLSTM(recipe(data).model)
+    with process_group("cpu"):
+        found = [
+            validation_loss(
+                model,
+                open_folder(data),
+                recipe(data, f"data.validation_sequences={count}", f"batch.micro_batch={micro}"),
+                Layout(1, 1, 1),
+                torch.device("cpu"),
+            )["validation_loss"]
+            for count, micro in ((5, 1), (5, 4), (5, 8), (8, 4))
+        ]
+    assert found[0] == pytest.approx(found[1], rel=1e-6) == pytest.approx(found[2], rel=1e-6)
+    assert found[0] != pytest.approx(found[3], rel=1e-6)
 
 
 def test_positions_without_targets_have_no_loss(data, tmp_path):

@@ -16,14 +16,13 @@ from train_runs import recipe
 from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
 from xlstm7b.model.initial_state import InitialState, add_initial_state
-from xlstm7b.model.layers import MLSTMLayer
+from xlstm7b.model.layers import MLSTMBlock, MLSTMLayer
 from xlstm7b.registry import register
-from xlstm7b.train import sharded_model
+from xlstm7b.train import one_device, sharded_model
 from xlstm7b.train.one_device import as_dtensors, compute_blocks_in, compute_in
 from xlstm7b.train.processes import process_group
-from xlstm7b.train.recipe import Layout
+from xlstm7b.train.recipe import LARGE, Layout
 from xlstm7b.train.sharded_model import (
-    LARGE,
     SHARD,
     build_mesh,
     checkpoint_activations,
@@ -66,6 +65,28 @@ class SharedGradients(MLSTMLayer):
         x = x * self.scale.sum()
         q = F.linear(x, self.q.weight + self.delta)
         return tuple(y.unflatten(-1, heads) for y in (q, self.k(x), self.v(x)))
+
+
+@register("block", "with_positions")
+class WithPositions(MLSTMBlock):
+    """Adds parameters to its input and to its output.
+
+    With one row in a micro-batch, those of neighbouring blocks get the same tensor as gradient.
+    """
+
+    def __init__(self, dim: int, num_heads: int = 4, **options) -> None:
+        super().__init__(dim, num_heads, **options)
+        self.before, self.after = (nn.Parameter(torch.empty(1, 70, dim)) for _ in range(2))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        for one in (self.before, self.after):
+            nn.init.normal_(one)
+
+    def forward(self, x, state=None, **options):
+        y, state = super().forward(x + self.before, state, **options)
+        return y + self.after, state
 
 
 def pair(
@@ -113,11 +134,11 @@ def test_losses_and_gradients_are_those_of_fsdp(dtype, device):
     check_same(*pair(dtype, device))
 
 
-def check_same(plain: XLSTM, sharded: XLSTM) -> None:
+def check_same(plain: XLSTM, sharded: XLSTM, rows: int = 3) -> None:
     for _ in range(3):  # micro-batches, whose gradients are added up
         device = plain.lm_head.weight.device
-        tokens, targets = torch.randint(0, 40, (2, 3, 70)).to(device)
-        weights = torch.rand(3, 70).to(device)
+        tokens, targets = torch.randint(0, 40, (2, rows, 70)).to(device)
+        weights = torch.rand(rows, 70).to(device)
         losses = [model.loss(tokens, targets, weights) for model in (plain, sharded)]
         assert torch.equal(*losses)
         for loss in losses:
@@ -149,6 +170,21 @@ def test_blocks_that_cast_their_weights_have_the_numbers_of_fsdp(dtype, mode, de
 def test_gradients_that_share_memory(dtype, mode, by_blocks):
     config = replace(CONFIG, layer="with_shared_gradients")
     check_same(*pair(dtype, mode=mode, config=config, by_blocks=by_blocks))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("mode", "by_blocks"), [("none", False), ("none", True), ("block", True)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_blocks_of_a_class_of_ones_own(dtype, mode, by_blocks, rows):
+    config = replace(CONFIG, block="with_positions")
+    check_same(*pair(dtype, mode=mode, config=config, by_blocks=by_blocks), rows)
+
+
+def test_gradients_are_cast_in_parts(monkeypatch):
+    monkeypatch.setattr(one_device, "_CAST_AT_ONCE", 10_000)
+    plain, sharded = pair(torch.bfloat16)
+    assert sum(one.numel() for one in plain.parameters()) > 30_000
+    check_same(plain, sharded)
 
 
 @pytest.mark.parametrize("rank", [0, 3])

@@ -135,6 +135,21 @@ def test_unsharded_float32_weights_are_not_held_twice() -> None:
     assert parts["total"] == sum(size for part, size in parts.items() if part != "total")
 
 
+def test_one_process_keeps_all_weights_in_the_dtype_of_the_computation() -> None:
+    counts = accounting.parameter_counts(ModelConfig.named("1.4b"))
+    blocks = counts["total"] - counts["embedding"] - counts["head"] - counts["norms"]
+    alone = "parallel.dp_shard=1", "parallel.dp_replicate=1"
+    none, selective = (
+        memory(*alone, f"run.activation_checkpointing={mode}", name="1.4b")["gathered"]
+        for mode in ("none", "selective")
+    )
+    assert none - selective == 2 * (blocks - 2 * (blocks // 24))
+    # At the end of the backward pass there are the gradients of all copies.
+    short = "run.activation_checkpointing=none", "data.context_length=64", "batch.micro_batch=1"
+    assert memory(*alone, *short, name="1.4b")["activations"] == 2 * (blocks + counts["embedding"])
+    assert memory("parallel.dp_shard=2", *short, name="1.4b")["activations"] < 1e9
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

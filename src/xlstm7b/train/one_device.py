@@ -3,7 +3,8 @@
 It does what FSDP2 does in one process, and takes less time. Small models train as fast as the host
 can launch kernels, and FSDP2 takes more of the host's time. With large ones, FSDP2 copies each
 weight several times in every micro-batch. The numbers are the same, bit for bit, unless blocks
-are compiled.
+are compiled, or the loss calls the model several times: FSDP2 adds the gradients of these calls in
+the computation's dtype.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from xlstm7b.model import XLSTM
 
 _METHODS = "forward", "loss", "token_logprobs"
+_CAST_AT_ONCE = 1 << 26  # elements of gradients
 
 
 def as_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -49,20 +51,21 @@ def compute_blocks_in(
     """As `compute_in`, for large models and for blocks that are computed again.
 
     Each product casts its weight, under autocast, also when it is computed again. Classes of one's
-    own may not know autocast: their weights are copied block by block. The gradients of a block are
+    own may not know autocast: then weights are copied block by block. The gradients of a block are
     added up when its backward pass ends, so there is never a second set of them. `prepare` gets
     each block, and a decorator for the method that uses the block's parameters.
     """
     blocks: Any = model.backbone.blocks
     in_blocks = {module for block in blocks for module in block.modules()}
-    copied = dtype if model.config.other_classes() else None
+    by_autocast = dtype != torch.float32 and not model.config.other_classes()
+    copied = None if by_autocast else dtype
     for block in blocks:
         prepare(block, _StandIns(block.named_modules(), copied).during)
     others = [(path, module) for path, module in model.named_modules() if module not in in_blocks]
     during = _StandIns(others, copied).during
     for name in _METHODS:
         method = during(getattr(model, name))
-        if copied is None and dtype != torch.float32:
+        if by_autocast:
             # Nothing is cached: what a block casts is freed when it ends.
             kind = next(model.parameters()).device.type
             method = torch.autocast(kind, dtype, cache_enabled=False)(method)
@@ -72,13 +75,14 @@ def compute_blocks_in(
 class _StandIns:
     """Tensors that stand in for the trained parameters of some modules: copies in a dtype.
 
-    Without a dtype they share the parameters' memory.
+    Without a dtype they share the parameters' memory, and autocast casts them.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], dtype: torch.dtype | None) -> None:
         self._places: list[tuple[dict[str, Any], str]] = []
         self._parameters: list[Any] = []
         self._dtypes: list[torch.dtype] = []
+        self._by_autocast = dtype is None
         for path, module in modules:
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad:
@@ -128,36 +132,36 @@ class _StandIns:
 
     def add_gradients(self, gradients: tuple[Tensor | None, ...]) -> None:
         """Adds the gradients of the stand-ins to those of the parameters."""
-        found = [
-            (parameter, gradient)
-            for parameter, gradient in zip(self._parameters, gradients, strict=True)
-            if gradient is not None
-        ]
-        if not found:
-            return
+        some, size = [], 0
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            if gradient is not None:
+                some.append((parameter, gradient))
+                size += gradient.numel()
+            if size >= _CAST_AT_ONCE:  # what is cast takes memory
+                self._add(some)
+                some, size = [], 0
+        self._add(some)
+
+    def _add(self, found: list[tuple[Any, Tensor]]) -> None:
         wide = [g if g.dtype == p.dtype else torch.empty_like(p._local_tensor) for p, g in found]
         cast = [(w, g) for w, (_, g) in zip(wide, found, strict=True) if w is not g]
         if cast:
             torch._foreach_copy_([w for w, _ in cast], [g for _, g in cast])
         sums, summands = [], []
-        taken = set[int]()
-        for (parameter, _), gradient in zip(found, wide, strict=True):
+        for (parameter, gradient), own in zip(found, wide, strict=True):
             if parameter.grad is None:
-                # Autograd may give two parameters one tensor, or one that repeats an element.
-                if not _owns_memory(gradient) or gradient.data_ptr() in taken:
-                    gradient = gradient.clone(memory_format=torch.contiguous_format)
-                taken.add(gradient.data_ptr())
+                # What autograd gives may be the gradient of something else too, or a view. What
+                # autocast has cast is neither.
+                is_new = own is not gradient or (self._by_autocast and own.is_contiguous())
+                if not is_new:
+                    own = gradient.clone(memory_format=torch.contiguous_format)
                 # `from_local` would take the host ten times as long.
-                parameter.grad = DTensor(gradient, parameter._spec, requires_grad=False)
+                parameter.grad = DTensor(own, parameter._spec, requires_grad=False)
             else:
                 sums.append(parameter.grad._local_tensor)
-                summands.append(gradient)
+                summands.append(own)
         if sums:
             torch._foreach_add_(sums, summands)
-
-
-def _owns_memory(x: Tensor) -> bool:
-    return x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
 
 
 class _StandIn(torch.autograd.Function):

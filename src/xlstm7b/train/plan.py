@@ -16,6 +16,8 @@ Memory per GPU is an estimate. Of the P parameters a GPU holds
       products   2 d + 2 q + 2 v + 2 F: the outputs of matrix products
       block      d, and once the values of `none`: a block's input, and the block computed again
   Other blocks state those of `none` and `selective` by a static method `kept_values(config)`.
+  One process that recomputes nothing has all gradients of a model of up to 2 billion parameters at
+  the end of the backward pass, in e bytes: these count instead if they are more.
 - cell: the kernels keep C at every chunk boundary for the backward pass, in each block (`block` and
   `products`: in the one that is computed again), and the gradient of C for one block
 - head: pieces of the logits, and the gradient of the head's weight, in float32
@@ -56,7 +58,7 @@ from xlstm7b.accounting import (
 from xlstm7b.config import ModelConfig
 from xlstm7b.quantize.config import Scheme, named_schemes
 from xlstm7b.registry import STANDARD, find
-from xlstm7b.train.recipe import Layout, Recipe
+from xlstm7b.train.recipe import LARGE, Layout, Recipe
 
 KERNEL_CHUNK = 256  # the Triton kernels' chunk; to import it from mlstm would load torch
 _LOGITS_PER_PIECE, _LOGITS_PER_FROZEN_PIECE = 1 << 28, 1 << 26  # of the head's loss on a GPU
@@ -171,8 +173,11 @@ def memory_per_gpu(recipe: Recipe, layout: Layout) -> dict[str, int]:
     gathered = is_gathered * itemsize * (of_blocks + ends + counts["head"])
     head = 4 * (_HEAD_BUFFERS * pieces + counts["head"])
     cell = itemsize * states * state
-    frozen = 0
+    frozen = late = 0
+    if keeps_all and is_gathered and counts["total"] <= LARGE:
+        late = itemsize * (blocks + counts["embedding"])
     if recipe.is_frozen:
+        late = 0
         kept += _kept_by_lora(recipe)
         frozen, gathered, head = _frozen_memory(recipe, layout, itemsize)
         head += 4 * _HEAD_BUFFERS * min(_LOGITS_PER_FROZEN_PIECE, pieces)
@@ -186,7 +191,7 @@ def memory_per_gpu(recipe: Recipe, layout: Layout) -> dict[str, int]:
         "gradients": 4 * local,
         "adamw": 8 * local,
         "gathered": gathered,
-        "activations": itemsize * tokens * kept,
+        "activations": max(itemsize * tokens * kept, late),
         "cell": cell,
         "head": head,
     }

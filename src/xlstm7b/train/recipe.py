@@ -52,6 +52,7 @@ from xlstm7b.report import counted
 from xlstm7b.train.schedule import BatchRamp, Decay, LearningRate, micro_batches
 
 T = TypeVar("T")
+LARGE = 2_000_000_000  # trained parameters: one process casts those of more block by block
 AtLeast1 = Annotated[int, Field(strict=True, ge=1)]
 AtLeast0 = Annotated[int, Field(strict=True, ge=0)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]

@@ -54,11 +54,10 @@ from xlstm7b.quantize.gpu import prepare
 from xlstm7b.quantize.weight import QuantizedWeight
 from xlstm7b.registry import STANDARD
 from xlstm7b.train.one_device import as_dtensors, compute_blocks_in, compute_in
-from xlstm7b.train.recipe import Layout, Recipe
+from xlstm7b.train.recipe import LARGE, Layout, Recipe
 
 REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
 UNIT_PARAMETERS = 30_000_000  # of blocks that are gathered together
-LARGE = 2_000_000_000  # trained parameters: copies of more would take too much memory
 # Fields in which the model of `init_from` may differ: the recipe chooses the special tokens, and
 # the first value of a bias is not needed if it is learned. The factors count if a width differs.
 _FREE = {f"{kind}_token_id" for kind in ("bos", "eos", "pad")}
