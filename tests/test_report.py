@@ -69,6 +69,28 @@ def test_an_unknown_format_is_refused_before_anything_is_drawn(tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
+def test_figures_and_results_replace_only_their_own_kind(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name, check, kept in (
+        ("a.png", report.check_figure, b"a letter"),
+        ("a.json", report.check_results_file, b'{"architectures": ["xLSTM"]}'),
+        ("b.json", report.check_results_file, b'"results"'),
+        ("c.json", report.check_results_file, b"\xff"),
+    ):
+        path = tmp_path / name
+        check(path)
+        path.touch()
+        check(path)
+        path.write_bytes(kept)
+        with pytest.raises(ValueError, match=f"{name} exists and (is no figure|holds no results):"):
+            check(path)
+    with report.figure(tmp_path / "b.svg") as axis:
+        axis.plot([0, 1])
+    report.check_figure(tmp_path / "b.svg")
+    (tmp_path / "d.json").write_text('{"results": []}')
+    report.check_results_file(tmp_path / "d.json")
+
+
 def test_a_failed_figure_leaves_no_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(ZeroDivisionError), report.figure(tmp_path / "a.png"):

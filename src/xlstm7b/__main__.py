@@ -1,5 +1,21 @@
-"""`python -m xlstm7b` is the same as the command `xlstm7b`."""
+"""The command `xlstm7b`, also as `python -m xlstm7b`."""
 
-from xlstm7b.cli import main
+import signal
+import sys
 
-main()
+
+def main() -> None:
+    """Runs the command line. Ctrl-C ends it at any time with exit code 130, without a traceback."""
+    try:
+        from xlstm7b.cli import main as run
+
+        run()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        # While Python exits, which may take a moment, another Ctrl-C just ends the process.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+if __name__ == "__main__":
+    main()

@@ -66,10 +66,29 @@ def check_matplotlib() -> None:
 
 
 def check_figure(path: Path) -> None:
-    """Raises a `ValueError` if no figure can be drawn to this file, as `check_matplotlib` does."""
+    """Raises a `ValueError` if no figure can be drawn to this file, as `check_matplotlib` does.
+
+    A figure replaces an older figure, but no other file.
+    """
     check_matplotlib()
     if path.suffix.lower() not in ("", ".png", ".pdf", ".svg"):
         raise ValueError(f"cannot draw {path}: a figure is a .png, .pdf or .svg file")
+    if path.is_file() and path.stat().st_size:  # `mktemp` makes an empty file
+        with path.open("rb") as file:
+            if not file.read(5).startswith((b"\x89PNG", b"%PDF", b"<?xml", b"<svg")):
+                raise ValueError(f"{path} exists and is no figure: choose another file")
+
+
+def check_results_file(path: Path) -> None:
+    """Raises a `ValueError` if the file exists and holds no results: only those are replaced."""
+    if not path.is_file() or not path.stat().st_size:
+        return
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict) or "results" not in content:
+        raise ValueError(f"{path} exists and holds no results: choose another file")
 
 
 @contextmanager

@@ -82,6 +82,14 @@ def test_results_are_printed_compared_saved_and_drawn(
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_files_of_other_kinds_are_kept(loader: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    file.write_text("a letter")
+    with pytest.raises(ValueError, match=r"results\.json exists and holds no results"):
+        cases.run(PLAN, json=file)
+    assert file.read_text() == "a letter"
+
+
 def test_an_interrupted_benchmark_saves_what_it_has(loader: Any, tmp_path: Path) -> None:
     def results(plan: Loader) -> Iterator[Result]:
         yield RESULTS[0]

@@ -238,6 +238,28 @@ def test_perplexity_is_printed_written_and_drawn(
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_results_replace_only_results(cli: Cli, byte_model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("so much depends upon a red wheel barrow")
+    model = shutil.copytree(byte_model, tmp_path / "model")
+    before = (model / "config.json").read_bytes()
+    command = ["eval", "ppl", model, text, "--device", "cpu"]
+    for name in ("config.json", "note.txt"):
+        (model / "note.txt").write_text("a note")
+        message = refused(cli(*command, "--output", model / name))
+        assert message == f"{model / name} exists and holds no results: choose another file"
+    assert ((model / "config.json").read_bytes(), (model / "note.txt").read_text()) == (
+        before,
+        "a note",
+    )
+    for _ in range(2):
+        succeeded(cli(*command, "--output", tmp_path / "out.json"))
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks/bad.yaml").write_text("task: [")
+    message = refused(cli("eval", model, "--tasks-dir", tmp_path / "tasks", "--device", "cpu"))
+    assert message.startswith(f"{tmp_path / 'tasks/bad.yaml'} is not a YAML file: while parsing")
+
+
 def test_a_quantised_model_is_compared_with_its_source(
     cli: Cli, byte_model: Path, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -91,10 +92,49 @@ def test_help_breaks_lines_where_the_terminal_ends(
         assert not any("\n" in part for part in str(command.help).split("\n\n"))
 
 
+@pytest.mark.parametrize(
+    ("closed", "prints"), [("<&-", True), (">&-", False), ("2>&-", True), ("<&- >&- 2>&-", False)]
+)
+def test_closed_streams_are_no_error(closed: str, prints: bool) -> None:
+    command = f"{sys.executable} -m xlstm7b info 7b {closed}"
+    done = subprocess.run(["sh", "-c", command], env=environment(), capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert bool(done.stdout) == prints
+
+
+def test_an_interrupt_at_any_time_prints_no_traceback() -> None:
+    """Also while the command line is imported, and while Python exits."""
+    script = """if True:
+        import atexit, os, signal, sys
+        from importlib.abc import MetaPathFinder
+        when = sys.argv[1]
+        def interrupt():
+            os.kill(os.getpid(), signal.SIGINT)
+        class Interrupts(MetaPathFinder):
+            def find_spec(self, name, path, target=None):
+                if (when, name) == ("import", "xlstm7b.cli"):
+                    interrupt()
+        sys.meta_path.insert(0, Interrupts())
+        from xlstm7b.__main__ import main
+        if when == "exit":
+            atexit.register(interrupt)
+        sys.argv[1:] = ["--version"]
+        main()
+    """
+    for when, code in (("import", 130), ("exit", -signal.SIGINT)):
+        command = [sys.executable, "-c", script, when]
+        done = subprocess.run(command, env=environment(), capture_output=True, timeout=60)
+        assert (done.returncode, done.stderr) == (code, b"")
+
+
 def test_words_are_completed() -> None:
     words = {"COMP_WORDS": "xlstm7b serve --log-", "COMP_CWORD": "2"}
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; sys.argv = ['xlstm7b']; import xlstm7b.__main__"],
+        [
+            sys.executable,
+            "-c",
+            "import sys; sys.argv = ['xlstm7b']; from xlstm7b.__main__ import main; main()",
+        ],
         env=environment() | words | {"_XLSTM7B_COMPLETE": "complete_bash"},
         capture_output=True,
         text=True,

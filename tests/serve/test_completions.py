@@ -303,6 +303,11 @@ def test_the_default_max_tokens_is_within_the_limit(generator: Generator) -> Non
     [
         ({}, "messages is missing"),
         ({"messages": []}, "messages must not be empty"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content is missing: only an assistant"),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": None}]},
+            "messages.1.content is missing: only an assistant",
+        ),
         (
             {"messages": [{"role": "robot", "content": "a"}]},
             'messages.0.role must be "system", "developer", "user", "assistant" or "tool"',

@@ -16,7 +16,7 @@ import torch
 
 from xlstm7b.bench.plans import BENCHMARKS, Plan
 from xlstm7b.files import write_json
-from xlstm7b.report import check_figure, figure, machine, token_ticks
+from xlstm7b.report import check_figure, check_results_file, figure, machine, token_ticks
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,8 @@ def run(
             raise ValueError(f"cannot write {path}: there is no folder {path.absolute().parent}")
         if path is not None and path.is_dir():
             raise ValueError(f"cannot write {path}: it is a folder")
+    if json is not None:
+        check_results_file(json)
     if plot is not None:
         check_figure(plot)
     subject = next(name for name, kind in BENCHMARKS.items() if kind is type(plan))

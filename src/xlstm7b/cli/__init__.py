@@ -98,6 +98,9 @@ def _options(
 
 def main() -> None:
     """Runs the command line. A user's mistake prints one sentence and exits with code 2."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # the shell has closed it, as `>&-` does
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
     if isinstance(sys.stdout, TextIOWrapper):  # a path may not be UTF-8, and a terminal ASCII only
         sys.stdout.reconfigure(errors="backslashreplace")
     atexit.register(_exit_at_once)

@@ -15,7 +15,14 @@ import typer
 
 from xlstm7b.cli import options
 from xlstm7b.cli.loading import OpenedModel, open_model
-from xlstm7b.cli.options import Command, count_progress, listed, option, to_target
+from xlstm7b.cli.options import (
+    Command,
+    count_progress,
+    listed,
+    option,
+    to_results_target,
+    to_target,
+)
 
 
 class _RunByDefault(typer.core.TyperGroup):
@@ -90,7 +97,7 @@ def run(
     for name, value, least in (("limit", limit, 1), ("num-fewshot", num_fewshot, 0)):
         if value is not None and value < least:
             raise ValueError(f"--{name} must be at least {least}, not {value}")
-    target = None if output is None else to_target(output)
+    target = None if output is None else to_results_target(output)
     names = listed(tasks)
     if log_samples and target is None:
         raise ValueError("--log-samples needs --output: its files are written beside that file")
@@ -227,13 +234,15 @@ def ppl(
     from xlstm7b.data.input_files import Columns, check_input_file, find_input_files
     from xlstm7b.evaluate.perplexity import perplexity, plot_loss, read_documents
     from xlstm7b.evaluate.results import run_info
-    from xlstm7b.report import check_figure
+    from xlstm7b.report import check_figure, check_results_file
 
     if picture is not None:
         check_figure(picture)
     found = find_input_files(texts)
     if target in [path.resolve() for path in found.files]:
         raise ValueError(f"--output {output} is one of the texts to measure: choose another file")
+    if target is not None:
+        check_results_file(target)
     for source in found.files:
         check_input_file(source, Columns(text=column))
     if not any(read_documents(texts, column)):

@@ -10,12 +10,14 @@ import hashlib
 import json
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from datasets.exceptions import DatasetsError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -286,6 +288,7 @@ def load_tasks(
     if tasks_dir is not None:
         if not tasks_dir.is_dir():
             raise ValueError(f"the tasks folder {tasks_dir} does not exist")
+        _check_yaml(tasks_dir)
         manager = TaskManager(include_path=str(tasks_dir), include_defaults=False)
         names = names or manager.all_subtasks
         if not names:
@@ -312,6 +315,16 @@ def load_tasks(
             _check_task(task)
         loaded += [found["groups"][name]] if name in found["groups"] else found["tasks"].values()
     return loaded
+
+
+def _check_yaml(folder: Path) -> None:
+    """Raises a `ValueError` if a file of tasks cannot be read: the harness would leave it out."""
+    for path in sorted(folder.rglob("*.yaml")):
+        try:
+            deque(yaml.parse(path.read_text(encoding="utf-8"), yaml.SafeLoader), maxlen=0)
+        except (yaml.YAMLError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{path} is not a YAML file: {reason}") from error
 
 
 def expand_presets(names: list[str]) -> dict[str, int | None]:

@@ -366,6 +366,10 @@ def _check_messages(service: Service, messages: Sequence[protocol.Message]) -> N
         raise ApiError(400, message, param="messages")
     if any(message.uses_tools for message in messages):
         check_messages(messages)
+    for number, one in enumerate(messages):
+        if one.content is None and one.role != "assistant":
+            name = f"messages.{number}.content"
+            raise ApiError(400, f"{name} is missing: only an assistant may have none", param=name)
 
 
 def _check_limits(
