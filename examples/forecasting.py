@@ -1,4 +1,4 @@
-"""Forecasts two series with an MLSTMStack and with nn.LSTM, on a CPU, in under a minute.
+"""Forecasts two series with an MLSTMStack and with nn.LSTM, on a CPU, in a few minutes.
 
     python examples/forecasting.py
 
