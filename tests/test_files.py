@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
+from unittest import mock
 
 import pytest
 import torch
@@ -198,6 +199,25 @@ def test_an_error_names_the_folder_that_was_asked_for(
     with pytest.raises(OSError, match=rf"Read-only file system: '{tmp_path}/model['/]"):
         save_checkpoint(tmp_path / "model", CONFIG, draw().items())
     assert names_in(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("function", "result", "problem"),
+    [
+        ("mkdir", OSError(errno.EROFS, "Read-only file system", "out"), "Read-only file system"),
+        ("access", [False], "no write permission in it"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_named(
+    tmp_path: Path, function: str, result: OSError | list[bool], problem: str
+) -> None:
+    out = tmp_path / "out"
+    with (
+        mock.patch(f"os.{function}", side_effect=result),
+        pytest.raises(ValueError, match=rf"^cannot write {out}: {problem}$"),
+        files.locked_folder(out, "preparing"),
+    ):
+        pass
 
 
 def test_a_full_disk_names_the_file_that_was_asked_for(tmp_path: Path) -> None:

@@ -175,7 +175,12 @@ def locked_folder(folder: Path, action: str) -> Iterator[None]:
     if made.is_file():
         raise ValueError(f"{folder} is a file, not a folder: choose another folder")
     missing = [path for path in (made, *made.parents) if not path.exists()]
-    made.mkdir(parents=True, exist_ok=True)
+    try:
+        made.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write {folder}: {error.strerror}") from error
+    if not os.access(made, os.W_OK):
+        raise ValueError(f"cannot write {folder}: no write permission in it")
     with lock_folder(folder, action):
         try:
             yield

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,8 @@ def test_mistakes_write_nothing(cli: Cli, quotes: Path, tmp_path: Path) -> None:
             ["-o", out, "--format", "csv"],
             "unknown format 'csv'; choose from auto, text, chat, sharegpt, alpaca, qa, completion",
         ),
+        (["-o", out, "--text-column", ""], "the name of the text column is empty"),
+        (["-o", out, "--as-text", ""], "--as-text needs an ending, such as .py"),
         (["-o", out, "--processes", 0], "processes must be at least 1, not 0"),
         (["-o", out, "--tokenizer", "x"], "there is no tokenizer at x"),
         (
@@ -224,25 +227,73 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_without_a_warning(
-    sent: signal.Signals, cli: Cli, quotes: Path, tmp_path: Path
-) -> None:
-    """Python would warn of the semaphores of the worker processes."""
-    (tmp_path / "waiting.py").write_text(WAITING)
-    command = ["prepare", quotes, "-o", tmp_path / "out", "--text-column", "body"]
-    program = subprocess.Popen(
-        [sys.executable, tmp_path / "waiting.py", *command, "--processes", "2"],
+def start(*command: object) -> "subprocess.Popen[str]":
+    """In a process group of its own, as a terminal starts it."""
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # pytest may ignore it
     )
-    with program:
+
+
+@pytest.mark.parametrize("presses", [1, 3])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_without_a_warning(
+    sent: signal.Signals, presses: int, cli: Cli, quotes: Path, tmp_path: Path
+) -> None:
+    """Also a Ctrl-C that is pressed again while it ends."""
+    (tmp_path / "waiting.py").write_text(WAITING)
+    command = ["prepare", quotes, "-o", tmp_path / "out", "--text-column", "body"]
+    with start(tmp_path / "waiting.py", *command, "--processes", 2) as program:
         assert program.stdout is not None
         assert program.stdout.readline() == "waiting\n"
         program.send_signal(sent)
+        for _ in range(1, presses):
+            time.sleep(0.01)
+            program.send_signal(signal.SIGINT)
         _, said = program.communicate(timeout=60)
     assert (program.returncode, said.strip()) == (128 + sent, "")
     assert "13 tokens" in succeeded(cli(*command))
+
+
+STARTING = """
+import multiprocessing.popen_spawn_posix as spawn
+import os
+import signal
+import time
+from xlstm7b.cli import main
+
+def launch(self, process):
+    ordinary(self, process)
+    time.sleep(0.1)  # the worker imports its modules
+    os.killpg(0, signal.SIGINT)
+    if PRESSES == 2:
+        os.killpg(0, signal.SIGINT)
+
+if __name__ == "__main__":
+    ordinary, spawn.Popen._launch = spawn.Popen._launch, launch
+    main()
+"""
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_while_a_worker_starts(presses: int, quotes: Path, tmp_path: Path) -> None:
+    (tmp_path / "starting.py").write_text(f"PRESSES = {presses}\n{STARTING}")
+    command = ["prepare", quotes, "-o", tmp_path / "out", "--text-column", "body"]
+    with start(tmp_path / "starting.py", *command, "--processes", 2) as program:
+        said = program.communicate(timeout=20)  # its workers hold the pipes, so they have ended too
+    assert (program.returncode, said) == (130, ("", ""))
+
+
+def test_a_dead_worker_is_named(quotes: Path, tmp_path: Path) -> None:
+    script = STARTING.replace("os.killpg(0, signal.SIGINT)", "os.kill(self.pid, signal.SIGKILL)")
+    (tmp_path / "starting.py").write_text(f"PRESSES = 1\n{script}")
+    command = ["prepare", quotes, "-o", tmp_path / "out", "--text-column", "body"]
+    with start(tmp_path / "starting.py", *command, "--processes", 2) as program:
+        _, said = program.communicate(timeout=20)
+    message = "xlstm7b: a worker process died, perhaps because memory ran out\n"
+    assert (program.returncode, said) == (2, message)

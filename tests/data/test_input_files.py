@@ -19,6 +19,7 @@ from xlstm7b.data.input_files import (
     find_input_files,
     read_batches,
 )
+from xlstm7b.data.sources import find_sources
 
 TEXT = Columns()
 PLAIN = ChatTemplate(PlainFormat.template, {})
@@ -177,10 +178,61 @@ def test_any_text_is_left_as_it_is(text):
     assert segments_of(Columns(), {"text": text}) == [(text, True)]
 
 
-def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path):
+HALF = "a\ud83dz"
+
+
+@pytest.mark.parametrize(
+    ("form", "record", "name"),
+    [
+        ("text", {"text": HALF}, "text"),
+        ("completion", {"prompt": "a", "completion": HALF}, "completion"),
+        ("alpaca", {"instruction": "a", "input": HALF, "output": "b"}, "input"),
+        ("qa", {"question": "a", "answer": HALF}, "answer"),
+        ("chat", {"messages": [{"role": "user", "content": HALF}]}, "content"),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]},
+            "text",
+        ),
+        ("sharegpt", {"conversations": [{"from": "human", "value": HALF}]}, "value"),
+    ],
+)
+@pytest.mark.parametrize("ending", ["jsonl", "json"])
+def test_half_a_surrogate_pair_is_a_bad_record(tmp_path, form, record, name, ending):
+    path = tmp_path / f"a.{ending}"
+    path.write_text(json.dumps(record if ending == "jsonl" else [record]))
+    where = "line" if ending == "jsonl" else "item"
+    message = rf"a.{ending} {where} 1: '{name}' is not valid Unicode: '.ud83d' at character 1$"
+    with pytest.raises(ValueError, match=message):
+        read(path, Columns(form))
+
+
+def test_a_whole_surrogate_pair_is_a_character(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a\\ud83dz \\ud83d\\ude00"}')
-    assert texts(path) == ["a\ufffdz 😀"]
+    path.write_text('{"text": "\\ud83d\\ude00"}')
+    assert texts(path) == ["😀"]
+
+
+def test_a_row_that_is_not_utf8_is_a_bad_record(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    values = pyarrow.array([b"a", b"\xed\xa0\xbd", b"c"])
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 3, values.buffers())
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    [batch] = read_batches(tmp_path / "a.parquet", TEXT)
+    (_, first), (_, bad), (_, last) = batch.parse()
+    assert (first.segments, last.segments) == ([("a", True)], [("c", True)])
+    assert "a.parquet row 2: 'utf-8' codec can't decode" in str(bad)
+
+
+def test_a_pipe_is_refused(tmp_path):
+    for name in ("a.txt", "a.toml"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(ValueError, match=rf"/{name} is not a regular file$"):
+            find_sources([tmp_path / name], Columns("auto"))
+    (tmp_path / "text").write_text("a")
+    (tmp_path / "link.txt").symlink_to("text")
+    assert find_input_files([tmp_path / "link.txt"]).files == [tmp_path / "link.txt"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """`xlstm7b prepare`: text files to token shards; `--verify` and `--adopt` for existing shards."""
 
+import math
 import os
 import signal
 import sys
@@ -119,31 +120,32 @@ def prepare(
         return
     if output is None:
         raise ValueError("--output is missing: the folder to write the shards to")
-    from xlstm7b.data.input_files import Columns
-    from xlstm7b.data.prepare import prepare as run
-    from xlstm7b.data.prepare import read_notes
-    from xlstm7b.data.sources import find_sources
+    with _ending_on_signals():
+        from xlstm7b.data.input_files import Columns
+        from xlstm7b.data.prepare import prepare as run
+        from xlstm7b.data.prepare import read_notes
+        from xlstm7b.data.sources import find_sources
 
-    columns = Columns(form, text_column, messages_column, question_column, answer_column)
-    endings = tuple(as_text or ())
-    patterns = {"include": include or (), "exclude": exclude or ()}
-    _, found = find_sources(inputs, columns, endings, **patterns, output=output)
-    start = time.perf_counter()
-    size = sum(file.stat().st_size for file in found.files)
-    with _exiting_on_sigterm(), byte_progress("preparing", size) as report:
-        written = run(
-            inputs,
-            output,
-            tokenizer,
-            columns,
-            text_endings=endings,
-            **patterns,
-            skip_bad=skip_bad,
-            special_tokens=special_tokens,
-            processes=_usable_cores() if processes is None else processes,
-            shard_tokens=shard_tokens,
-            progress=report,
-        )
+        columns = Columns(form, text_column, messages_column, question_column, answer_column)
+        endings = tuple(as_text or ())
+        patterns = {"include": include or (), "exclude": exclude or ()}
+        _, found = find_sources(inputs, columns, endings, **patterns, output=output)
+        start = time.perf_counter()
+        size = sum(file.stat().st_size for file in found.files)
+        with byte_progress("preparing", size) as report:
+            written = run(
+                inputs,
+                output,
+                tokenizer,
+                columns,
+                text_endings=endings,
+                **patterns,
+                skip_bad=skip_bad,
+                special_tokens=special_tokens,
+                processes=_usable_cores() if processes is None else processes,
+                shard_tokens=shard_tokens,
+                progress=report,
+            )
     print(found)
     notes = read_notes(output)
     _print_formats(notes)
@@ -156,21 +158,30 @@ def prepare(
 
 
 @contextmanager
-def _exiting_on_sigterm() -> Iterator[None]:
-    """SIGTERM ends the worker processes and their semaphores first, as Ctrl-C does.
+def _ending_on_signals() -> Iterator[None]:
+    """SIGTERM and Ctrl-C end the worker processes first, which takes a moment.
 
-    Otherwise, Python would warn of leaked semaphores. A second SIGTERM kills.
+    A second SIGTERM kills. A second Ctrl-C in that moment changes nothing.
     """
+    ended_at = -math.inf
 
     def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal ended_at
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        sys.exit(128 + number)  # what a shell reports for a signal
+        before[signal.SIGINT] = signal.SIG_IGN  # until Python has ended
+        if time.monotonic() > ended_at + 1:
+            ended_at = time.monotonic()
+            sys.exit(128 + number)  # what a shell reports for a signal
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # as a shell starts commands in the background
+            signal.signal(number, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _print_formats(notes: dict[str, Any]) -> None:

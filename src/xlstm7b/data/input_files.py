@@ -79,6 +79,8 @@ class Columns:
         if self.format not in FORMATS:
             raise ValueError(f"unknown format {self.format!r}; choose from {', '.join(FORMATS)}")
         for name, form in self._renamed.items():
+            if not getattr(self, name):
+                raise ValueError(f"the name of the {name} column is empty")
             if self.format not in ("auto", form):
                 raise ValueError(
                     f"the {name} column {getattr(self, name)!r} is for the format {form}, not for "
@@ -221,8 +223,11 @@ def _check_text(value: Any, name: str) -> str:
         raise ValueError(f"{name!r} is {type(value).__name__}, not a string")
     try:
         value.encode()
-    except UnicodeEncodeError:  # JSON can hold half of a surrogate pair
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    except UnicodeEncodeError as error:  # JSON can hold half of a surrogate pair
+        wrong = value[error.start]
+        raise ValueError(
+            f"{name!r} is not valid Unicode: {wrong!r} at character {error.start}"
+        ) from error
     return value
 
 
@@ -278,6 +283,8 @@ def find_input_files(
     and folders. In a folder, hidden files and folders, and the folder `output`, are left out. Links
     to folders are followed.
     """
+    if "" in text_endings:
+        raise ValueError("--as-text needs an ending, such as .py")
     search = _Search(text_endings, include, exclude, columns, output)
     for given in map(Path, inputs):
         if not given.exists():
@@ -316,6 +323,8 @@ class _Search:
     def file(self, given: Path) -> list[Path]:
         if not _kind(given, self.endings):
             raise ValueError(f"{given.absolute()} is not {self.readable}")
+        if not given.is_file():  # a pipe would be waited for
+            raise ValueError(f"{given.absolute()} is not a regular file")
         if reason := self._reason_by_pattern(given, Path(given.name)):
             self._leave_out(reason, given)
             return []
@@ -425,7 +434,7 @@ class RecordBatch(NamedTuple):
 
     path: Path
     first: int  # position of the first record in the file
-    records: list[Any]  # bytes of a line or a file, the dict of a row, or the item of an array
+    records: list[Any]  # bytes of a line or a file, a row (see `_values`), or the item of an array
     kind: str  # text, jsonl, array or parquet
     bytes_read: int  # bytes of the file that were read for this batch
     columns: Columns
@@ -461,6 +470,8 @@ class RecordBatch(NamedTuple):
             return {self.columns.text: str(record, "utf-8-sig")}
         if self.kind == "jsonl":
             return json.loads(record.rstrip())  # else an open string has a newline
+        if isinstance(record, ValueError):  # see `_values`
+            raise record
         return record
 
     def digests(self) -> list[bytes]:
@@ -697,12 +708,23 @@ def _rows(path: Path, columns: Columns, start: int) -> Iterator[tuple[Any, int, 
             try:
                 for batch in batches:
                     size = batch.nbytes // max(1, batch.num_rows)
-                    for row in batch.to_pylist():
+                    for row in _values(batch):
                         if position >= start:
                             yield row, size, whole * (position + 1) // file.metadata.num_rows
                         position += 1
             except (pyarrow.ArrowException, OSError) as error:
                 raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def _values(batch: Any) -> list[Any]:
+    """The rows as dicts, with the error of a row that is not UTF-8 in its place."""
+    try:
+        rows: list[Any] = batch.to_pylist()
+    except UnicodeDecodeError as error:
+        if batch.num_rows == 1:
+            return [error]
+        return [row for n in range(batch.num_rows) for row in _values(batch.slice(n, 1))]
+    return rows
 
 
 @contextmanager

@@ -10,19 +10,20 @@ import hashlib
 import json
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.resource_tracker
 import os
 import re
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby, islice
+from multiprocessing.connection import Connection
 from operator import itemgetter
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -134,9 +135,9 @@ def prepare(
             consumed = _Consumed(plan, done)
             batches = _read(plan, consumed, progress)
             worker = _Tokenizer(tokenizer, template, special_tokens)
-            tokenized = _tokenize(batches, worker, processes)
-            documents = _documents(tokenized, consumed, plan)
-            _write(output, documents, consumed, done, ids, has_mask, shard_tokens)
+            with closing(_tokenize(batches, worker, processes)) as tokenized:
+                documents = _documents(tokenized, consumed, plan)
+                _write(output, documents, consumed, done, ids, has_mask, shard_tokens)
             if not done:
                 (output / UNFINISHED).unlink()
                 raise ValueError("the input holds no text")
@@ -469,47 +470,100 @@ def _read(plan: _Plan, consumed: _Consumed, progress: Progress | None) -> Iterat
 
 def _tokenize(
     batches: Iterator[RecordBatch], tokenizer: "_Tokenizer", processes: int
-) -> Iterator[Tokenized]:
+) -> Generator[Tokenized, None, None]:
     """Tokenizes batches in order, in this process or in several others."""
     if processes == 1:
         yield from map(tokenizer.tokenize, batches)
         return
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, context, _start_worker, (tokenizer,))
-    waiting: deque[Future[Tokenized]] = deque()
+    workers, done = list[_Worker](), dict[int, Tokenized]()
+    first, upcoming = 0, 0  # the batches that are yielded and sent next
+    start = list(islice(batches, processes))
     try:
+        for _ in start:  # all, before one is waited for
+            workers.append(_Worker(tokenizer))
+        batches, start = chain(start, batches), []  # a record may be long
         for batch in batches:
-            waiting.append(pool.submit(_work, batch))
-            if len(waiting) > 2 * processes:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    except BrokenProcessPool as error:
+            min(workers, key=lambda worker: len(worker.numbers)).send(upcoming, batch)
+            upcoming += 1
+            if upcoming - first > 2 * processes:
+                yield _collect(first, workers, done)
+                first += 1
+        for number in range(first, upcoming):
+            yield _collect(number, workers, done)
+    except (EOFError, ConnectionError) as error:
         raise OSError("a worker process died, perhaps because memory ran out") from error
     finally:
-        pool.shutdown(cancel_futures=True)
+        for worker in workers:
+            worker.process.kill()
+        for worker in workers:
+            worker.process.join()
 
 
-_worker: "_Tokenizer"  # in a worker process
+def _collect(number: int, workers: Sequence["_Worker"], done: dict[int, Tokenized]) -> Tokenized:
+    """Takes batch `number` from `done`, and puts there all that is ready."""
+    while busy := [worker for worker in workers if worker.numbers]:
+        connections = [worker.connection for worker in busy]
+        ready = multiprocessing.connection.wait(connections, 0 if number in done else None)
+        for worker in busy:
+            if worker.connection in ready:
+                worker.receive(done)
+        if number in done:
+            break
+    return done.pop(number)
 
 
-def _start_worker(tokenizer: "_Tokenizer") -> None:
-    global _worker
-    _worker = tokenizer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which stops us
+class _Worker:
+    """A process that tokenizes batches in the order in which they are sent."""
+
+    def __init__(self, tokenizer: "_Tokenizer") -> None:
+        context = multiprocessing.get_context("spawn")
+        self.numbers = deque[int]()  # of the batches that it has
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=_work, args=(other, tokenizer), daemon=True)
+        multiprocessing.resource_tracker.ensure_running()  # it would unblock the signal
+        # The process inherits this. Ctrl-C reaches its parent, which ends it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        other.close()
+
+    def send(self, number: int, batch: RecordBatch) -> None:
+        self.connection.send(batch)
+        self.numbers.append(number)
+
+    def receive(self, done: dict[int, Tokenized]) -> None:
+        result = self.connection.recv()
+        if isinstance(result, Exception):
+            raise result
+        done[self.numbers.popleft()] = result
+
+
+def _work(connection: Connection, tokenizer: "_Tokenizer") -> None:
+    """Runs in a worker process."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    parent = multiprocessing.parent_process()
-    assert parent is not None
+    batches = SimpleQueue[RecordBatch]()
 
-    def exit_with_parent() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)  # a killed parent cannot stop us
+    def receive() -> None:
+        """Takes batches at any time: the parent must not wait for us while we wait for it."""
+        try:
+            while True:
+                batches.put(connection.recv())
+        except (EOFError, OSError):
+            os._exit(1)  # a killed parent cannot stop us
 
-    threading.Thread(target=exit_with_parent, daemon=True).start()
+    threading.Thread(target=receive, daemon=True).start()
+    with suppress(OSError):  # the parent was killed
+        while True:
+            connection.send(_result(tokenizer, batches.get()))
 
 
-def _work(batch: RecordBatch) -> Tokenized:
-    return _worker.tokenize(batch)
+def _result(tokenizer: "_Tokenizer", batch: RecordBatch) -> Tokenized | Exception:
+    try:
+        return tokenizer.tokenize(batch)
+    except Exception as error:
+        return error
 
 
 @dataclass

@@ -125,6 +125,8 @@ def find_sources(
 
 def read_sources(path: Path) -> dict[str, Source]:
     """The sources of a TOML file by name. A mistake is a `ValueError` that names the setting."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a regular file")
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
