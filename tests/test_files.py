@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
 from unittest import mock
@@ -178,7 +178,8 @@ def test_a_failed_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         ordinary = Path.rename
 
         def rename(self: Path, to: Path) -> Path:
-            return fails() if self.name.startswith(".model.saving-") else ordinary(self, to)
+            is_last = self.name.startswith(".model.saving-") and not to.exists()
+            return fails() if is_last else ordinary(self, to)
 
         patch.setattr(Path, "rename", rename)
         assert "No space left" in attempt(OSError, tensors.items())
@@ -240,6 +241,71 @@ def test_temporary_folders_of_killed_saves_are_removed(tmp_path: Path) -> None:
     os.close(lock)
     save_small(tmp_path)
     assert names_in(tmp_path) == {"model", other.name}
+
+
+# Two processes with one target
+
+
+def save_new(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    save_checkpoint(folder, CONFIG, tensors, overwrite=False)
+
+
+def test_a_folder_that_another_process_has_written_is_kept(tmp_path: Path) -> None:
+    target, tensors = tmp_path / "model", draw()
+
+    def meanwhile() -> Iterator[tuple[str, Tensor]]:
+        yield from draw().items()
+        save_checkpoint(target, CONFIG, tensors.items())
+
+    target.mkdir()  # as empty as a missing one
+    for given in (meanwhile(), draw().items()):
+        with pytest.raises(FileExistsError, match=rf"^{target} exists already: perhaps another"):
+            save_new(target, given)
+        assert_same(dict(open_checkpoint(target).tensors()), tensors)
+        assert names_in(tmp_path) == {"model"}
+
+
+def test_a_folder_that_another_process_is_writing_is_refused(tmp_path: Path) -> None:
+    target, tensors = tmp_path / "model", draw()
+
+    def first() -> Iterator[tuple[str, Tensor]]:
+        yield from tensors.items()
+        with pytest.raises(FileExistsError, match=rf"^another process is writing {target} right"):
+            save_new(target, draw().items())
+
+    save_new(target, first())
+    assert_same(dict(open_checkpoint(target).tensors()), tensors)
+    assert names_in(tmp_path) == {"model"}
+
+
+def test_a_folder_that_appears_meanwhile_is_replaced_if_that_is_asked_for(tmp_path: Path) -> None:
+    tensors = draw()
+
+    def meanwhile() -> Iterator[tuple[str, Tensor]]:
+        yield from tensors.items()
+        save_small(tmp_path)
+
+    save_checkpoint(tmp_path / "model", CONFIG, meanwhile())
+    assert_same(dict(open_checkpoint(tmp_path / "model").tensors()), tensors)
+    assert names_in(tmp_path) == {"model"}
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_file_that_another_process_has_written_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    def no_links(*_: object) -> NoReturn:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", no_links)
+    path = tmp_path / "state"
+    with files.write_aside(path, overwrite=False) as aside:
+        aside.write_text("first")
+    with pytest.raises(FileExistsError, match=rf"^{path} exists already: perhaps another"):
+        with files.write_aside(path, overwrite=False) as aside:
+            aside.write_text("second")
+    assert contents(tmp_path) == {"state": b"first"}
 
 
 def test_a_killed_save_leaves_the_old_or_the_new_folder(tmp_path: Path) -> None:

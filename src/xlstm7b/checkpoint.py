@@ -302,12 +302,14 @@ def save_checkpoint(
     companions: Iterable[Path] = (),
     progress: Progress | None = None,
     quantization: Quantization | None = None,
+    overwrite: bool = True,
 ) -> None:
     """Writes a Hugging Face folder with a sha256 manifest. Replaces a checkpoint that is there.
 
     `dtype` casts the tensors; by default each keeps its own. `companions` are files to copy into
     the folder, such as a tokenizer or a licence. Other files in the folder are kept. With
-    `quantization`, some of the tensors are `QuantizedWeight`s.
+    `quantization`, some of the tensors are `QuantizedWeight`s. Without `overwrite`, a folder that
+    holds something, or that another process is writing, is a `FileExistsError`.
     """
     target = check_target(folder)
     if max_shard_bytes < 1:
@@ -319,7 +321,10 @@ def save_checkpoint(
                 f"{path} cannot be copied: its name is that of a checkpoint file or not printable"
             )
 
-    with files.replacing(target, lambda name: _OWN_FILE.fullmatch(name) is not None) as aside:
+    def dropped(name: str) -> bool:
+        return _OWN_FILE.fullmatch(name) is not None
+
+    with files.replacing(target, dropped, overwrite=overwrite) as aside:
         sums: dict[str, str] = {}
 
         def write(name: str, pieces: Iterable[bytes | memoryview]) -> None:

@@ -4,6 +4,7 @@
 """
 
 import ctypes
+import errno
 import fcntl
 import functools
 import hashlib
@@ -56,21 +57,39 @@ def check_utf8(path: str | Path) -> None:
 
 
 @contextmanager
-def write_aside(path: Path) -> Iterator[Path]:
+def write_aside(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
     """Yields a temporary path in the same folder. At the end that file is renamed to `path`.
 
     So `path` is never half written, and an error leaves the old file unchanged. A process that is
     killed leaves the temporary one. Folders with many or large files remove such leftovers
-    themselves (`StateStore`, `data/prepare.py`).
+    themselves (`StateStore`, `data/prepare.py`). Without `overwrite`, a file that is there by then
+    stays, and a `FileExistsError` says so.
     """
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with naming_target(aside, path):
         try:
             yield aside
+            if not overwrite:
+                _take_name(aside, path)
             aside.replace(path)
         finally:
             aside.unlink(missing_ok=True)
     _sync(path.parent)
+
+
+def _take_name(aside: Path, path: Path) -> None:
+    """Makes `path` a second name of the file `aside`. `FileExistsError` if it is there already."""
+    try:
+        os.link(aside, path)
+    except FileExistsError as error:
+        raise _exists(path) from error
+    except OSError as error:  # a file system without hard links
+        if path.exists():
+            raise _exists(path) from error
+
+
+def _exists(target: Path) -> FileExistsError:
+    return FileExistsError(f"{target} exists already: perhaps another process has just written it")
 
 
 @contextmanager
@@ -405,16 +424,24 @@ def file_sha256(path: Path) -> str:
 
 
 @contextmanager
-def replacing(target: Path, dropped: Callable[[str], bool]) -> Iterator[Path]:
+def replacing(
+    target: Path, dropped: Callable[[str], bool], *, overwrite: bool = True
+) -> Iterator[Path]:
     """Yields an empty folder. It replaces `target` when the block ends without an error.
 
     Files and folders that are only in `target` are kept, unless `dropped(name)` is true. `target`
     is always the whole old folder or the whole new one, even if the process is killed. An error
     leaves the old one unchanged.
+
+    Without `overwrite`, a `FileExistsError` says that `target` holds something, then or at the end,
+    or that another process is writing it.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{target.name}.saving-"
-    _sweep(target.parent, prefix)
+    if not overwrite and target.is_dir() and any(target.iterdir()):
+        raise _exists(target)
+    if _sweep(target.parent, prefix) and not overwrite:
+        raise FileExistsError(f"another process is writing {target} right now")
     aside = target.parent / f"{prefix}{secrets.token_hex(4)}"
     with naming_target(aside, target):
         aside.mkdir()
@@ -427,20 +454,29 @@ def replacing(target: Path, dropped: Callable[[str], bool]) -> Iterator[Path]:
                 _carry_over(target, aside, dropped)
             for folder, _, _ in os.walk(aside):
                 _sync(Path(folder))
-            _swap(aside, target)
+            _swap(aside, target, overwrite)
             _sync(target.parent)
         finally:
             # The unfinished folder or, after the swap, the old one.
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def _sweep(parent: Path, prefix: str) -> None:
-    """Removes the temporary folders of killed processes. A running process has locked its own."""
+def _sweep(parent: Path, prefix: str) -> bool:
+    """Removes the temporary folders of killed processes. A running process has locked its own.
+
+    True if there is one of a running process.
+    """
+    is_busy = False
     for entry in parent.iterdir():
         if entry.name.startswith(prefix):
             with suppress(OSError), _descriptor(entry) as descriptor:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(entry, ignore_errors=True)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    is_busy = True
+                else:
+                    shutil.rmtree(entry, ignore_errors=True)
+    return is_busy
 
 
 def _carry_over(source: Path, destination: Path, dropped: Callable[[str], bool]) -> None:
@@ -466,11 +502,20 @@ def _carry_over(source: Path, destination: Path, dropped: Callable[[str], bool])
     )
 
 
-def _swap(aside: Path, target: Path) -> None:
-    """Exchanges `aside` and `target`; just renames `aside` if there is no `target`."""
-    if not target.exists():
+def _swap(aside: Path, target: Path, overwrite: bool) -> None:
+    """Exchanges `aside` and `target`; just renames `aside` if `target` is missing or empty.
+
+    `FileExistsError` if `target` holds something and `overwrite` is false.
+    """
+    try:
         aside.rename(target)
-    elif not _exchange(aside, target):
+        return
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        if not overwrite:
+            raise _exists(target) from error
+    if not _exchange(aside, target):
         replaced = aside.with_name(aside.name.replace(".saving-", ".replaced-"))
         target.rename(replaced)
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import random_adapter
-from commands import CHATML, Cli, refused, save_chat_model, succeeded
+from commands import CHATML, Cli, loses_the_race, refused, save_chat_model, succeeded
 from tokenizers import Tokenizer as Backend
 
 from xlstm7b.cli.loading import open_model
@@ -41,6 +41,13 @@ def test_merge_writes_a_checkpoint(cli: Cli, speller: Path, adapter: Path, tmp_p
     quantised = refused(cli("merge", tmp_path / "int8", adapter, tmp_path / "x"))
     assert "merge it into the float weights and quantise the result" in quantised
     assert not (tmp_path / "x").exists()
+
+
+def test_merge_keeps_what_another_process_writes(
+    cli: Cli, speller: Path, adapter: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "merged"
+    loses_the_race(lambda: cli("merge", speller, adapter, target), target)
 
 
 def changed(cli: Cli, adapter: Path, *command: object) -> tuple[str, str]:

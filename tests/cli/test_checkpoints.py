@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from checkpoint_files import CONFIG, INDEX, assert_same, draw, fuse, names_in, save_small
-from commands import Cli, refused, succeeded, write_config
+from commands import Cli, loses_the_race, refused, succeeded, write_config
 from safetensors.torch import load_file, save_file
 
 from xlstm7b.checkpoint import open_checkpoint, read_config, save_checkpoint, verify
@@ -230,6 +230,13 @@ def test_convert_replaces_only_with_overwrite(cli: Cli, tmp_path: Path) -> None:
     # A checkpoint can replace itself.
     succeeded(cli("convert", source, source, "--dtype", "bfloat16", "--overwrite"))
     assert_same(load_file(source / "model.safetensors"), narrow)
+
+
+def test_convert_keeps_what_another_process_writes(cli: Cli, tmp_path: Path) -> None:
+    source, _ = save_small(tmp_path)
+    target = tmp_path / "target"
+    loses_the_race(lambda: cli("convert", source, target), target)
+    assert names_in(tmp_path) == {"model", "target"}
 
 
 def test_convert_errors(cli: Cli, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_files import names_in
-from commands import Cli, refused, succeeded
+from commands import Cli, loses_the_race, refused, succeeded
 from models import spelling_model
 from rounding import rounded_inputs
 from train_processes import full_disk
@@ -177,6 +177,18 @@ def test_what_a_killed_command_left_is_named(
     assert names_in(left) == kept
     succeeded(cli(*command, "--overwrite"))
     assert names_in(tmp_path) == {"small"}
+
+
+def test_a_target_that_another_process_writes_loses_no_work(
+    cli: Cli, speller: Path, tmp_path: Path
+) -> None:
+    command = ("quantize", speller, tmp_path / "small", "--bits", 8)
+    loses_the_race(lambda: cli(*command), tmp_path / "small")
+    kept = names_in(tmp_path / ".small.quantizing")
+    assert len(kept) > 10
+    (tmp_path / "small").rename(tmp_path / "theirs")
+    succeeded(cli(*command))
+    assert names_in(tmp_path) == {"small", "theirs"}
 
 
 def test_a_busy_target_is_named_as_it_was_given(

@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import Cli, Outcome, environment, refused, save_chat_model, succeeded
+from commands import (
+    Cli,
+    Outcome,
+    environment,
+    loses_the_race,
+    refused,
+    save_chat_model,
+    succeeded,
+)
 from train_processes import full_disk
 
 from xlstm7b.config import ModelConfig
@@ -345,6 +353,13 @@ def test_a_damaged_shard_is_named(cli: Cli, settings: list[str], tmp_path: Path,
     said = refused(train(cli, tmp_path / "run", *settings))
     assert str(tmp_path / "data" / "00000.ds") in said
     assert not (tmp_path / "run").exists()
+
+
+def test_an_export_keeps_what_another_process_writes(
+    cli: Cli, trained: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "model"
+    loses_the_race(lambda: cli("export", trained, target), target)
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "run.json"])

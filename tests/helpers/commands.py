@@ -5,12 +5,14 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from xlstm7b import files
 from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import ByteTokenizer
@@ -42,6 +44,22 @@ def refused(outcome: Outcome) -> str:
     assert not others
     assert first.startswith("xlstm7b: ")
     return first.removeprefix("xlstm7b: ")
+
+
+def loses_the_race(outcome: Callable[[], Outcome], target: Path) -> None:
+    """A command that writes `target` keeps what another process writes there meanwhile."""
+    sweep = files._sweep
+
+    def meanwhile(*given: Any) -> bool:
+        target.mkdir()
+        (target / "config.json").write_text("theirs")
+        return sweep(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_sweep", meanwhile)
+        said = refused(outcome())
+    assert said == f"{target} exists already: perhaps another process has just written it"
+    assert {path.name: path.read_text() for path in target.iterdir()} == {"config.json": "theirs"}
 
 
 def environment() -> dict[str, str]:

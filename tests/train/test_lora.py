@@ -252,6 +252,8 @@ def test_the_export_of_a_run_is_an_adapter(bases, data, tmp_path):
     chosen = lora_recipe(data, bases / "float32", "run.validate_every=4", "run.log_every=4")
     run(0, chosen, tmp_path / "run")
     assert export_run(tmp_path / "run", tmp_path / "adapter", dtype=torch.float32) == 8
+    with pytest.raises(FileExistsError, match="exists already"):
+        export_run(tmp_path / "run", tmp_path / "adapter", overwrite=False)
     config = ModelConfig(64, 2, 2, vocab_size=320)
     adapter = load_adapter(tmp_path / "adapter", config)
     check_base(adapter, open_checkpoint(bases / "float32"))

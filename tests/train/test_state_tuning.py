@@ -207,7 +207,7 @@ def test_a_tuned_state_writes_the_phrase_it_was_trained_on(tmp_path):
     assert {*both[1].text} <= {*"xyz"}
 
 
-def test_an_exported_state_knows_its_weights(bases, data, tmp_path):
+def test_an_exported_state_knows_its_weights(bases, data, tmp_path, monkeypatch):
     chosen = state_recipe(data, bases / "float32", "run.steps=4")
     run(0, chosen, tmp_path / "run")
     file = tmp_path / "state.safetensors"
@@ -216,6 +216,12 @@ def test_an_exported_state_knows_its_weights(bases, data, tmp_path):
         check_state_weights(file, open_checkpoint(bases / kind))
     with pytest.raises(ValueError, match="exists already"):
         export_run(tmp_path / "run", file)
+    with monkeypatch.context() as patch:  # another process writes it after the first check
+        late, checks = tmp_path / "late.safetensors", "xlstm7b.train.run_checkpoints"
+        patch.setattr(f"{checks}.verify_checkpoint", lambda _: late.write_text("theirs"))
+        with pytest.raises(FileExistsError, match="exists already: perhaps another process"):
+            export_run(tmp_path / "run", late)
+    assert late.read_text() == "theirs"
     with pytest.raises(ValueError, match="written in float32"):
         export_run(tmp_path / "run", tmp_path / "narrow", dtype=torch.bfloat16)
     torch.manual_seed(9)

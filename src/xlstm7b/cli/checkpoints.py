@@ -98,6 +98,7 @@ def convert(
             max_shard_bytes=int(max_shard_size * 1e9),
             companions=checkpoint.companions(),
             progress=report,
+            overwrite=overwrite,
         )
     print(f"wrote {target}")
 
@@ -116,7 +117,7 @@ def merge(
     check_new(target, overwrite)
     from xlstm7b.model.adapter import merge_checkpoint
 
-    merge_checkpoint(base, adapter, target)
+    merge_checkpoint(base, adapter, target, overwrite=overwrite)
     print(f"wrote {target}")
 
 

@@ -94,6 +94,7 @@ def quantize(
             act_order=act_order,
             device=to,
             done=lambda report: advance(),
+            overwrite=overwrite,
         )
     rows = [(report.name, str(report.scheme), f"{report.error:.2%}") for report in reports]
     print(table(("weights", "scheme", "output error"), rows))

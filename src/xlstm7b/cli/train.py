@@ -157,7 +157,9 @@ def export(
         if not str(step).isdecimal():
             raise ValueError(f"--step must be a number or best, not {step!r}")
         chosen = int(str(step))
-    done = export_run(run, folder, step=chosen, dtype=to_dtype(dtype), tokenizer=tokenizer)
+    done = export_run(
+        run, folder, step=chosen, dtype=to_dtype(dtype), tokenizer=tokenizer, overwrite=False
+    )
     if folder.is_file():
         print(f"wrote the state of step {done} of {run} to {folder}")
         return

@@ -237,8 +237,12 @@ def save_adapter(
     base: Mapping[str, str],
     base_name: str,
     companion_files: Iterable[Path] = (),
+    overwrite: bool = True,
 ) -> None:
-    """Writes a folder that PEFT loads. It appears when it is complete."""
+    """Writes a folder that PEFT loads. It appears when it is complete.
+
+    `overwrite` is that of `save_checkpoint`.
+    """
     target = files.real_path(folder)
     if target.is_file():
         raise ValueError(f"{target} is a file; an adapter is a folder")
@@ -260,7 +264,8 @@ def save_adapter(
         for side, tensor in (("A", layer.A), ("B", layer.B))
     }
     metadata = {"format": "pt", "base": json.dumps(dict(base))}
-    with files.replacing(target, lambda name: name in (CONFIG, WEIGHTS)) as aside:
+    own = (CONFIG, WEIGHTS)
+    with files.replacing(target, lambda name: name in own, overwrite=overwrite) as aside:
         for path in companion_files:
             files.write_hashed(aside / path.name, [path.read_bytes()])
         files.write_json(aside / CONFIG, settings)
@@ -328,11 +333,13 @@ def load_adapted(
     return model
 
 
-def merge_checkpoint(base: str | Path, adapter: str | Path, target: str | Path) -> None:
+def merge_checkpoint(
+    base: str | Path, adapter: str | Path, target: str | Path, *, overwrite: bool = True
+) -> None:
     """Writes the base with the adapter added, in the base's dtype: an ordinary checkpoint.
 
     Tokenizer, chat template and end-of-text token are those of the adapter's folder, where it has
-    them.
+    them. `overwrite` is that of `save_checkpoint`.
     """
     opened = open_checkpoint(base)
     if opened.schemes:
@@ -356,7 +363,13 @@ def merge_checkpoint(base: str | Path, adapter: str | Path, target: str | Path) 
         if "tokenizer_config.json" in beside:  # other commands would refuse the merged folder
             described = beside["tokenizer_config.json"].parent
             check_trained(described, tokenizer, config, beside["tokenizer.json"].parent)
-    save_checkpoint(folder, config, _merged(opened, added), companions=beside.values())
+    save_checkpoint(
+        folder,
+        config,
+        _merged(opened, added),
+        companions=beside.values(),
+        overwrite=overwrite,
+    )
 
 
 def _merged(base: Checkpoint, adapter: Adapter) -> Iterator[tuple[str, Tensor]]:

@@ -51,11 +51,13 @@ def quantize_checkpoint(
     act_order: bool = False,
     device: torch.device | str = "cpu",
     done: Callable[[LayerReport], None] | None = None,
+    overwrite: bool = True,
 ) -> list[LayerReport]:
     """Writes `target`, and returns a report for each quantised matrix.
 
     `calibration` are token ids, sequences of one length; "gptq" needs them. `done` is called after
-    each matrix, also for those that an earlier, killed call has finished.
+    each matrix, also for those that an earlier, killed call has finished. `overwrite` is that of
+    `save_checkpoint`.
     """
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; choose from {', '.join(METHODS)}")
@@ -96,6 +98,7 @@ def quantize_checkpoint(
                 _finished(checkpoint, pieces),
                 companions=checkpoint.companions(),
                 quantization=quantization,
+                overwrite=overwrite,
             )
         except ValueError:  # bad weights; after Ctrl-C or on a full disk the same call goes on
             shutil.rmtree(work, ignore_errors=True)

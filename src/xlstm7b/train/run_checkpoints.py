@@ -61,6 +61,7 @@ from xlstm7b.files import (
     manifest_bytes,
     read_manifest,
     real_path,
+    write_aside,
     write_hashed,
     write_manifest,
 )
@@ -336,6 +337,7 @@ def export_run(
     step: int | Literal["best"] | None = None,
     dtype: torch.dtype | None = None,
     tokenizer: str | Path | None = None,
+    overwrite: bool = True,
 ) -> int:
     """Writes a checkpoint, by default the last, as a Hugging Face folder. Returns its step.
 
@@ -343,6 +345,7 @@ def export_run(
     "best" is the step with the lowest validation loss. `tokenizer` is a tokenizer.json, its folder,
     a hub id or "bytes"; by default that of `init_from` or of the data. The folder gets the
     tokenizer with the model's first token, a chat template, and the tokenizer's fingerprint.
+    `overwrite` is that of `save_checkpoint`; a state file is never replaced.
     """
     folder = run / "checkpoints"
     found = saved_steps(folder)
@@ -380,7 +383,14 @@ def export_run(
             companions += [write_chat_template(Path(aside), template)] if template else []
         if recipe.lora is None:
             parameters = read_model(checkpoint, recipe.model).named_parameters()
-            save_checkpoint(target, recipe.model, parameters, dtype=dtype, companions=companions)
+            save_checkpoint(
+                target,
+                recipe.model,
+                parameters,
+                dtype=dtype,
+                companions=companions,
+                overwrite=overwrite,
+            )
         else:
             layers = read_adapter(checkpoint, recipe).items()
             save_adapter(
@@ -390,6 +400,7 @@ def export_run(
                 base=saved["frozen"],
                 base_name=recipe.init_from,
                 companion_files=companions,
+                overwrite=overwrite,
             )
     return step
 
@@ -431,7 +442,8 @@ def _export_state(
     if not config.force_bos_token_insert:
         state = state._replace(tokens_seen=torch.zeros_like(state.tokens_seen))
     saved = SavedState(base.config, state, logits)
-    saved.save(target, **{WEIGHTS_NOTE: json.dumps(frozen)})
+    with write_aside(target, overwrite=False) as aside:
+        saved.save(aside, **{WEIGHTS_NOTE: json.dumps(frozen)})
 
 
 def _find_tokenizer(
