@@ -256,7 +256,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 results = [each._asdict() for each in rows]
                 write_json(folder / "results.json", {"results": results, "settings": settings})
     except (ValueError, OSError) as error:
-        raise SystemExit(f"adapt: {error}") from error
+        print(f"adapt: {error}", file=sys.stderr)
+        sys.exit(2)
     shown = [(r.method, f"{r.loss:.4f}", f"{r.parameters:,}", f"{r.seconds:.1f}") for r in rows]
     print(table(HEADER, shown))
 

@@ -275,7 +275,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         solve(parser.parse_args(arguments))
     except (ValueError, OSError) as error:
-        sys.exit(f"gsm8k: {error}")
+        print(f"gsm8k: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

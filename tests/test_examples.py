@@ -140,6 +140,13 @@ def test_gsm8k_runs_through(gsm8k, model, tmp_path, capsys, method):
         assert saved > 0
 
 
+def check_refused(example, arguments: list[str], sentence: str, capsys) -> None:
+    """The last line on stderr starts with this pattern. The exit code is that of the commands."""
+    with pytest.raises(SystemExit, match=r"^2$"):
+        example.main(arguments)
+    assert re.match(sentence, capsys.readouterr().err.splitlines()[-1])
+
+
 def test_gsm8k_counts_right_answers(gsm8k, model, tmp_path, capsys, monkeypatch):
     """With an answer of 5 for everything, every method is right once."""
     path = Path(write(tmp_path / "questions.jsonl"))
@@ -171,29 +178,25 @@ def test_gsm8k_counts_right_answers(gsm8k, model, tmp_path, capsys, monkeypatch)
          "temperature must be 0 or a positive number, not -1.0"),
     ],
 )  # fmt: skip
-def test_gsm8k_names_mistakes(gsm8k, model, tmp_path, content, options, message):
+def test_gsm8k_names_mistakes(gsm8k, model, tmp_path, capsys, content, options, message):
     path = tmp_path / "questions.jsonl"
     if content is not None:
         path.write_text(content, encoding="utf-8")
-    with pytest.raises(SystemExit) as raised:
-        gsm8k.main([model, str(path), "--device", "cpu", "--shots", "1", *options])
-    assert str(raised.value).startswith("gsm8k: ")
-    assert message in str(raised.value)
+    arguments = [model, str(path), "--device", "cpu", "--shots", "1", *options]
+    check_refused(gsm8k, arguments, f"gsm8k: .*{re.escape(message)}", capsys)
 
 
-def test_gsm8k_names_the_file_and_the_device(gsm8k, model, tmp_path):
+def test_gsm8k_names_the_file_and_the_device(gsm8k, model, tmp_path, capsys):
     path = tmp_path / "questions.jsonl"
     path.write_bytes(b"\xff")
-    with pytest.raises(SystemExit, match=rf"^gsm8k: {path} is not UTF-8 text: "):
-        gsm8k.main([model, str(path)])
-    with pytest.raises(SystemExit, match=r"^gsm8k: the device 'cuda:99' cannot be used here: "):
-        gsm8k.main([model, write(path), "--device", "cuda:99"])
+    check_refused(gsm8k, [model, str(path)], rf"gsm8k: {path} is not UTF-8 text: ", capsys)
+    device = [model, write(path), "--device", "cuda:99"]
+    check_refused(gsm8k, device, "gsm8k: the device 'cuda:99' cannot be used here: ", capsys)
 
 
 def test_gsm8k_command_line(gsm8k, tmp_path, capsys):
     path = write(tmp_path / "questions.jsonl")
-    with pytest.raises(SystemExit, match=r"^gsm8k: 'nowhere' is neither a folder nor"):
-        gsm8k.main(["nowhere", path])
+    check_refused(gsm8k, ["nowhere", path], r"gsm8k: 'nowhere' is neither a folder nor", capsys)
     with pytest.raises(SystemExit, match=r"^2$"):
         gsm8k.main(["nowhere", path, "--n", "0"])
     assert "must be at least 1, not 0" in capsys.readouterr().err
@@ -220,20 +223,19 @@ def test_adapt_compares_all_ways(tmp_path, capsys):
     assert losses["state, prompt"] < losses["prompt"] - 0.05
     results = json.loads((output / "results.json").read_text())["results"]
     assert [result["parameters"] for result in results][2:4] == [2112, 2112]
-    with pytest.raises(SystemExit, match=r"^adapt: .*adapt exists already: choose another"):
-        adapt.main(["--smoke", "--output", str(output)])
     XLSTM(ModelConfig(64, 2, 2, vocab_size=320)).save_pretrained(tmp_path / "model")
+    quantize_checkpoint(tmp_path / "model", tmp_path / "int8", Quantization.named("int8"))
     (tmp_path / "text.txt").write_text("one\n" * 20)
     given = [str(tmp_path / "model"), str(tmp_path / "text.txt")]
-    with pytest.raises(SystemExit, match=r"^adapt: the held-out text has no token that counts"):
-        adapt.main([*given, "--held-out-documents", "0"])
-    with pytest.raises(SystemExit, match=r"^adapt: run\.steps must be greater than or equal to 1"):
-        adapt.main([*given, "--steps", "0"])
-    with pytest.raises(SystemExit, match=r"^adapt: give a model and a text, or --smoke"):
-        adapt.main([])
-    quantize_checkpoint(tmp_path / "model", tmp_path / "int8", Quantization.named("int8"))
-    with pytest.raises(SystemExit, match=r"^adapt: .*int8 has quantised weights, and the last row"):
-        adapt.main([str(tmp_path / "int8"), given[1]])
+    for arguments, sentence in (
+        (["--smoke", "--output", str(output)], ".*adapt exists already: choose another"),
+        ([*given, "--held-out-documents", "0"], "the held-out text has no token that counts"),
+        ([*given, "--steps", "0"], r"run\.steps must be greater than or equal to 1"),
+        ([], "give a model and a text, or --smoke"),
+        ([given[0], "nowhere"], ".*No such file or directory: 'nowhere'"),
+        ([str(tmp_path / "int8"), given[1]], ".*int8 has quantised weights, and the last row"),
+    ):
+        check_refused(adapt, arguments, f"adapt: {sentence}", capsys)
 
 
 @pytest.mark.parametrize("path", sorted(FILE.parent.glob("*.toml")), ids=lambda path: path.name)

@@ -1,5 +1,7 @@
 """`xlstm7b chat`: through pipes and on a terminal, its commands, and Ctrl-C."""
 
+import errno
+import io
 import os
 import pty
 import re
@@ -83,6 +85,24 @@ def test_chat_commands(cli: Cli, greeter: Path, tmp_path: Path) -> None:
         assert sentence in err.splitlines()
 
 
+class FullDisk(io.StringIO):
+    """It has room for one line."""
+
+    def write(self, text: str) -> int:
+        if "\n" in self.getvalue():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(text)
+
+
+@pytest.mark.parametrize("second", ["b", "/retry"])
+def test_an_answer_that_cannot_be_written_ends_the_chat(
+    cli: Cli, greeter: Path, monkeypatch: pytest.MonkeyPatch, second: str
+) -> None:
+    monkeypatch.setattr(sys, "stdout", FullDisk())
+    code, _, err = cli("chat", greeter, *GREEDY, stdin=f"a\n{second}\nc\n")
+    assert (code, err) == (2, "xlstm7b: [Errno 28] No space left on device\n")
+
+
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
@@ -92,11 +112,11 @@ def test_chat_commands(cli: Cli, greeter: Path, tmp_path: Path) -> None:
         ("/save x", "there is nothing to save: the conversation is empty"),
         ("/save no/x", "cannot write {here}/no/x: there is no folder {here}/no"),
         ("/save text", "{here}/text exists and is no saved state: choose another file"),
-        ("/load no", "no is missing"),
-        ('/load "no way"', "no way is missing"),
-        ("/load 'no way'", "no way is missing"),
-        ("/load no way", "no way is missing"),
-        ('/load "', '" is missing'),
+        ("/load no", "there is no file no"),
+        ('/load "no way"', "there is no file no way"),
+        ("/load 'no way'", "there is no file no way"),
+        ("/load no way", "there is no file no way"),
+        ('/load "', 'there is no file "'),
         ("/load text", "text is not a safetensors file"),
         ("/retry", "there is no answer to generate again"),
         ("/set temperature", "write /set NAME VALUE, where NAME is one of: max_new_tokens, "),

@@ -87,9 +87,10 @@ def chat(
                 _run_command(conversation, text, opened)
             else:
                 _answer(partial(conversation.say, text))
-        except BrokenPipeError:  # nobody reads the answers any more
-            raise
         except (ValueError, OSError) as error:
+            has_path = is_command and text.startswith(("/save", "/load"))
+            if isinstance(error, OSError) and not has_path:  # no answer can be printed any more
+                raise
             _notify(str(error))
 
 
