@@ -160,7 +160,7 @@ def test_the_authors_format_is_read(tmp_path: Path, fused: bool, shards: int) ->
     assert_same(dict(opened.tensors()), tensors)
     if shards > 1:
         (tmp_path / "model_1.safetensors").unlink()
-        with pytest.raises(ValueError, match=r"model_1\.safetensors is missing"):
+        with pytest.raises(ValueError, match=r"there is no file .*model_1\.safetensors"):
             open_checkpoint(tmp_path)
 
 

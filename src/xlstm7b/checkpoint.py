@@ -365,6 +365,7 @@ def save_checkpoint(
 def check_target(folder: str | Path) -> Path:
     """The folder to save to, with links resolved. `ValueError` if it holds something else."""
     target = files.real_path(folder)  # keeps a symbolic link and replaces the folder it points to
+    files.check_writable(target)
     taken = target.exists()
     if taken and not target.is_dir():
         raise ValueError(f"{target} is a file; a checkpoint is a folder")

@@ -28,6 +28,7 @@ Progress = Callable[[str, int], None]
 
 MANIFEST = "SHA256SUMS"
 _LONGEST_HEADER = 100_000_000  # the limit of the safetensors library
+_NOT_WRITTEN = " could not be written ("
 
 # Single files
 
@@ -46,6 +47,21 @@ def real_path(path: str | Path) -> Path:
     if not above.is_dir():
         raise ValueError(f"cannot write {path}: {above} is not a folder")
     return found
+
+
+def check_writable(target: Path) -> None:
+    """`ValueError` if nothing can be written beside `target`, or where its folder would be made."""
+    above = next(parent for parent in target.parents if parent.exists())
+    if not os.access(above, os.W_OK):
+        raise ValueError(f"cannot write {target}: no write permission in {above}")
+
+
+def check_file(path: Path, hint: str = "") -> None:
+    """`ValueError` if an input file is missing or a folder. It may be a pipe."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, not a file{hint}")
+    if not path.exists():
+        raise ValueError(f"there is no file {path}{hint}")
 
 
 def check_utf8(path: str | Path) -> None:
@@ -96,7 +112,7 @@ def _exists(target: Path) -> FileExistsError:
 def naming_target(aside: Path, target: Path) -> Iterator[None]:
     """Names `target` in an error of the system that names the temporary `aside`, or a file in it.
 
-    The user knows only `target`, for example on a file system that is read-only or full.
+    The user knows only `target`, for example on a file system that is full.
     """
     try:
         yield
@@ -104,10 +120,10 @@ def naming_target(aside: Path, target: Path) -> Iterator[None]:
         named = str(error) if error.errno is None else str(error.filename)  # by `naming`, or not
         if not named.startswith(str(aside)):
             raise
-        known = f"{target}{named[len(str(aside)) :]}"
         if error.errno is None:
-            raise OSError(known) from error
-        raise OSError(error.errno, error.strerror, known) from error
+            _, said, reason = named.partition(_NOT_WRITTEN)
+            raise OSError(f"{target}{said}{reason}") from error
+        raise OSError(error.errno, error.strerror, str(target)) from error
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -156,7 +172,7 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno is None or error.filename is not None:  # it names a file already
             raise
-        raise OSError(f"{path} could not be written ({error})") from error
+        raise OSError(f"{path}{_NOT_WRITTEN}{error})") from error
 
 
 def complete_lines(path: Path) -> Iterator[bytes]:
@@ -259,8 +275,9 @@ class Stored(NamedTuple):
 @contextmanager
 def opened_safetensors(path: Path) -> Iterator[Any]:
     """`safe_open` with errors that name the file. Its tensors are views of the mapped file."""
+    check_file(path)
     if not path.is_file():
-        raise ValueError(f"{path} is {'not a file' if path.exists() else 'missing'}")
+        raise ValueError(f"{path} is not a regular file")
     check_utf8(path)
     path.open("rb").close()  # without permission, this OSError names the file
     try:

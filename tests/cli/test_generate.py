@@ -98,6 +98,12 @@ def test_mistakes_in_a_json_schema(
     assert str(file) in error
 
 
+def test_a_folder_is_no_input_file(cli: Cli, speller: Path, tmp_path: Path) -> None:
+    for options in (["--file"], ["a", "--json-schema"], ["--jsonl"]):
+        error = refused(cli("generate", speller, *options, tmp_path))
+        assert error.startswith(f"{tmp_path} is a folder, not a file")
+
+
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -225,7 +231,6 @@ def test_there_must_be_one_prompt(cli: Cli, speller: Path, tmp_path: Path) -> No
     want = "no prompt is given: use an argument or --file, or pipe it to stdin"
     assert refused(cli("generate", speller)) == want
     assert refused(cli("generate", speller, "--file", tmp_path / "no")).startswith("there is no f")
-    assert refused(cli("generate", speller, "--file", tmp_path)).startswith("there is no f")
     assert refused(cli("generate", speller, "--file", file)).startswith(f"{file} is not UTF-8 text")
     sentence = refused(cli("generate", speller, stdin=b"a\xff"))
     assert sentence.startswith("stdin is not UTF-8 text: ")
@@ -305,8 +310,8 @@ def test_states_are_checked_before_weights_are_loaded(
 ) -> None:
     config = read_config(speller)
     path = tmp_path / "state"
-    assert refused(cli("generate", speller, "--load-state", path)) == f"{path} is missing"
-    want = f"{tmp_path} is not a file"
+    assert refused(cli("generate", speller, "--load-state", path)) == f"there is no file {path}"
+    want = f"{tmp_path} is a folder, not a file"
     assert refused(cli("generate", speller, "--load-state", tmp_path)) == want
     path.write_bytes(b"hello")
     sentence = refused(cli("generate", speller, "--load-state", path))

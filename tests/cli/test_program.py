@@ -201,6 +201,8 @@ def test_options_of_generate_chat_and_serve_say_what_their_default_does() -> Non
         (["prepare", "a.txt", "--output="], "--output"),
         (["generate", "model", "", "--load-state", ""], "--load-state"),
         (["generate", "model", "x", "--json-schema", ""], "--json-schema"),
+        (["generate", "model", "--jsonl", ""], "--jsonl"),
+        (["generate", "model", "--jsonl", "a.txt", "--output", ""], "--output"),
         (["chat", "model", "--tokenizer", ""], "--tokenizer"),
         (["serve", "model", "--states-folder", ""], "--states-folder"),
         (["quantize", "model", "out", "--bits", "4", "--calibration", ""], "--calibration"),

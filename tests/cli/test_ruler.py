@@ -144,8 +144,13 @@ def test_wrong_arguments_are_refused_before_a_download(
         (("--batch-size", 0), "batch_size must be at least 1, not 0"),
         (("--tasks", "qa_1"), "none of these tasks can be run: no --squad is given"),
         (("--squad", "HERE/nothing.json"), "there is no file HERE/nothing.json"),
-        (("--squad", "HERE/text"), "HERE/text is not a JSON file of SQuAD v2: "),
-        (("--hotpotqa", "HERE/list"), "HERE/list is not a JSON file of HotpotQA: "),
+        (("--squad", "HERE/text"), "HERE/text is not a JSON file of SQuAD v2: Expecting"),
+        (("--squad", "HERE"), "HERE is a folder, not a file"),
+        (
+            ("--squad", "HERE/object"),
+            "HERE/object is not a JSON file of SQuAD v2: it has no field 'data'",
+        ),
+        (("--hotpotqa", "HERE/list"), "HERE/list is not a JSON file of HotpotQA"),
         (("--hotpotqa", "HERE/empty"), "HERE/empty contains no question with an answer"),
         (("--haystack", "HERE/blank"), "HERE/blank contains no words"),
         (("--haystack", "HERE/binary"), "HERE/binary is not UTF-8 text: "),
@@ -158,6 +163,7 @@ def test_wrong_arguments_are_refused_before_weights_are_loaded(
     cli: Cli, speller: Path, tmp_path: Path, options: tuple[object, ...], message: str
 ) -> None:
     files = {"text": b"x", "list": b"[1]", "empty": b"[]", "blank": b" \n", "binary": b"\xff\xfe"}
+    files["object"] = b"{}"
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     given = [str(option).replace("HERE", str(tmp_path)) for option in options]

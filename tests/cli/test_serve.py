@@ -40,7 +40,7 @@ def test_serve_mistakes(
     file.write_text("")
     for option in ("--states-folder", "--cache-folder"):
         wrong = error("--port", 0, option, file)
-        assert wrong == f"{option}: cannot create {file}: File exists"
+        assert wrong == f"{option}: {file} is a file, not a folder"
         wrong = error("--port", 0, option, file / "sub")
         assert wrong == f"{option}: cannot create {file / 'sub'}: Not a directory"
     outcome = cli("serve", speller, "--log-level", "loud")

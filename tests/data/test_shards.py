@@ -118,7 +118,7 @@ def test_missing_and_unknown_shards(tmp_path):
     write(tmp_path, masked=True)
     for name in ("00001.ds", "00001.ds.index", "00001.ds.loss"):
         (tmp_path / name).rename(tmp_path / "away")
-        assert refused(tmp_path) == f"{tmp_path / name} is missing"
+        assert refused(tmp_path) == f"there is no file {tmp_path / name}"
         (tmp_path / "away").rename(tmp_path / name)
     (tmp_path / "other.ds").write_bytes(b"12")
     assert refused(tmp_path) == f"{tmp_path}/other.ds is not listed in manifest.json"

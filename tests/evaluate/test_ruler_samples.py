@@ -292,7 +292,7 @@ def test_the_haystack_may_be_the_benchmarks_own_file(tmp_path: Path) -> None:
     words = ["One", "two.", "Three", "four.", ""]
     assert Datasets.read(haystack=text).haystack == Datasets.read(essays).haystack == words
     essays.write_text("[]")
-    with pytest.raises(ValueError, match=r"Essays\.json is not a JSON file with a \"text\": "):
+    with pytest.raises(ValueError, match=r"Essays\.json is not a JSON file with a \"text\"$"):
         Datasets.read(essays)
 
 

@@ -177,7 +177,7 @@ def test_notes(tmp_path):
         with pytest.raises(ValueError, match=f"^the file has its own '{name}': give the note"):
             state.save(path, **{name: "mine"})
     assert_same(SavedState.load(path, SMALL), state)
-    with pytest.raises(ValueError, match="is missing"):
+    with pytest.raises(ValueError, match="there is no file"):
         SavedState.read_notes(tmp_path / "other")
     with pytest.raises(ValueError, match=r"^the note 'mine' must be a string, not 3$"):
         state.save(path, mine=3)
@@ -216,8 +216,8 @@ def test_a_device_that_cannot_be_used(tmp_path):
 
 def test_files_that_are_no_states(tmp_path):
     path = tmp_path / "file"
-    assert refusal(path) == f"{path} is missing"
-    assert refusal(tmp_path) == f"{tmp_path} is not a file"
+    assert refusal(path) == f"there is no file {path}"
+    assert refusal(tmp_path) == f"{tmp_path} is a folder, not a file"
     for content in (b"\0" * 100, b"hello", b"xlstm" * 100, bytes(range(256)) * 9):
         path.write_bytes(content)
         assert refusal(path) == f"{path} is not a safetensors file"

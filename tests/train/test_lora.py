@@ -1,6 +1,7 @@
 """LoRA in the trainer: what is trained, saved and resumed, on float and quantised weights."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -248,12 +249,16 @@ def test_the_examples_fit_on_one_gpu(tmp_path, monkeypatch):
     assert words == "int4 in groups of 64, head int8"
 
 
-def test_the_export_of_a_run_is_an_adapter(bases, data, tmp_path):
+def test_the_export_of_a_run_is_an_adapter(bases, data, tmp_path, monkeypatch):
     chosen = lora_recipe(data, bases / "float32", "run.validate_every=4", "run.log_every=4")
     run(0, chosen, tmp_path / "run")
     assert export_run(tmp_path / "run", tmp_path / "adapter", dtype=torch.float32) == 8
     with pytest.raises(FileExistsError, match="exists already"):
         export_run(tmp_path / "run", tmp_path / "adapter", overwrite=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: path != tmp_path)
+        with pytest.raises(ValueError, match=f"new: no write permission in {tmp_path}$"):
+            export_run(tmp_path / "run", tmp_path / "new")
     config = ModelConfig(64, 2, 2, vocab_size=320)
     adapter = load_adapter(tmp_path / "adapter", config)
     check_base(adapter, open_checkpoint(bases / "float32"))

@@ -1,5 +1,6 @@
 """State tuning in the trainer: what is trained, saved, resumed and exported."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -222,6 +223,10 @@ def test_an_exported_state_knows_its_weights(bases, data, tmp_path, monkeypatch)
         with pytest.raises(FileExistsError, match="exists already: perhaps another process"):
             export_run(tmp_path / "run", late)
     assert late.read_text() == "theirs"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: path != tmp_path)
+        with pytest.raises(ValueError, match=f"new: no write permission in {tmp_path}$"):
+            export_run(tmp_path / "run", tmp_path / "new")
     with pytest.raises(ValueError, match="written in float32"):
         export_run(tmp_path / "run", tmp_path / "narrow", dtype=torch.bfloat16)
     torch.manual_seed(9)

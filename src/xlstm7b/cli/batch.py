@@ -126,7 +126,13 @@ def _read_object(line: bytes) -> dict[str, Any]:
     fields = json.loads(line.decode("utf-8-sig"))
     if not isinstance(fields, dict):
         raise ValueError('a line must be a JSON object such as {"prompt": "…"}')
-    json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair cannot be written back
+    for name, value in fields.items():
+        try:
+            json.dumps([name, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"{name!a} is not valid Unicode: it has half of a surrogate pair"
+            ) from None
     return fields
 
 

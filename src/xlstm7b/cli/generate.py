@@ -125,6 +125,9 @@ def generate(
         )
     if peak_tbs is not None and not 0 < peak_tbs < float("inf"):
         raise ValueError(f"peak_tbs must be a positive number of TB/s, not {peak_tbs}")
+    for name, path in (("--jsonl", jsonl), ("--output", output)):
+        if path == "":
+            raise ValueError(f"{name} is empty: give a path")
     if jsonl is not None:
         from xlstm7b.cli.batch import check_output, complete_lines, read_lines
 

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import os
 import signal
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -181,8 +180,9 @@ def _read_schema(path: Path) -> str:
 
 def read_input(path: Path, hint: str = "") -> bytes:
     """The content of a file, which may be a pipe, as in `--file <(command)`."""
-    if not path.exists() or path.is_dir():
-        raise ValueError(f"there is no file {path}{hint}")
+    from xlstm7b.files import check_file
+
+    check_file(path, hint)
     return path.read_bytes()
 
 
@@ -216,15 +216,14 @@ def to_target(path: Path) -> Path:
 
     Links are resolved because the file is written under a temporary name, then renamed.
     """
-    from xlstm7b.files import real_path
+    from xlstm7b.files import check_writable, real_path
 
     path = real_path(path)
     if path.exists() and not path.is_file():
         raise ValueError(f"cannot write {path}: it exists and is not a regular file")
     if not path.parent.is_dir():
         raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"cannot write {path}: no write permission in {path.parent}")
+    check_writable(path)
     return path
 
 
@@ -253,6 +252,8 @@ def to_state_target(path: Path) -> Path:
 def check_new(target: Path, overwrite: bool) -> None:
     """Raises a `ValueError` if the folder holds something and `--overwrite` is not given."""
     if target.is_dir() and not overwrite and any(target.iterdir()):
+        if not (target / "config.json").exists():
+            raise ValueError(f"{target} holds other files: choose a new or an empty folder")
         raise ValueError(f"{target} exists already; --overwrite replaces the checkpoint in it")
 
 

@@ -111,7 +111,7 @@ def _check_new(target: Path, overwrite: bool) -> None:
         from xlstm7b.model.quantizer import work_folder
 
         left = work_folder(target.resolve())
-        if not left.is_dir():
+        if not left.is_dir() or not (target / "config.json").exists():
             raise
         with lock_folder(left, "quantising to", name=target):
             raise ValueError(

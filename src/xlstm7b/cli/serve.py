@@ -320,6 +320,8 @@ def _check_at_least(minimum: int, **numbers: float) -> None:
 def _create_folder(option: str, folder: Path | None) -> None:
     if folder is None:
         return
+    if folder.is_file():
+        raise ValueError(f"{option}: {folder} is a file, not a folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -214,7 +214,7 @@ def _open_shard(path: Path, size: int, has_mask: bool) -> TokenShard:
 
 def _map(path: Path, dtype: str) -> npt.NDArray[Any]:
     if not path.is_file():
-        raise ValueError(f"{path} is missing")
+        raise ValueError(f"there is no file {path}")
     size, item = path.stat().st_size, np.dtype(dtype).itemsize
     if size % item:
         raise ValueError(f"{path} is damaged: its size, {size}, is not a multiple of {item}")

@@ -244,6 +244,7 @@ def save_adapter(
     `overwrite` is that of `save_checkpoint`.
     """
     target = files.real_path(folder)
+    files.check_writable(target)
     if target.is_file():
         raise ValueError(f"{target} is a file; an adapter is a folder")
     settings = {

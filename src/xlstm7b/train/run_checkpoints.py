@@ -57,6 +57,7 @@ from xlstm7b.config import ModelConfig
 from xlstm7b.files import (
     MANIFEST,
     check_sha256,
+    check_writable,
     json_bytes,
     manifest_bytes,
     read_manifest,
@@ -426,6 +427,7 @@ def _export_state(
     if not target.parent.is_dir():
         raise ValueError(f"cannot write {target}: there is no folder {target.parent}")
     target = real_path(target)
+    check_writable(target)
     verify_checkpoint(checkpoint)
     base = open_checkpoint(recipe.init_from)
     if base.fingerprint() != frozen:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from xlstm7b.files import check_file
+
 Parsed = TypeVar("Parsed")
 
 
@@ -46,8 +48,8 @@ class Datasets:
         english_words: Path | None = None,
     ) -> "Datasets":
         for path in (haystack, squad, hotpotqa, english_words):
-            if path is not None and (path.is_dir() or not path.exists()):
-                raise ValueError(f"there is no file {path}")
+            if path is not None:
+                check_file(path)
         return cls(
             None if haystack is None else _read_haystack(haystack),
             None if squad is None else _read_questions(squad, "SQuAD v2", _squad),
@@ -87,9 +89,15 @@ def _read_questions(path: Path, dataset: str, parse: Callable[[Any], Questions])
 
 def _parsed(path: Path, what: str, parse: Callable[[Any], Parsed]) -> Parsed:
     try:
-        return parse(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is not {what}: {error!r}") from error
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not {what}: {error}") from error
+    try:
+        return parse(content)
+    except KeyError as error:
+        raise ValueError(f"{path} is not {what}: it has no field {error}") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not {what}") from error
 
 
 def _squad(content: Any) -> Questions:
