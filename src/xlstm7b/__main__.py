@@ -14,7 +14,8 @@ def main() -> None:
         sys.exit(130)
     finally:
         # While Python exits, which may take a moment, another Ctrl-C just ends the process.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a shell's background job has that
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 if __name__ == "__main__":

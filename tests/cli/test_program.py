@@ -108,6 +108,8 @@ def test_an_interrupt_at_any_time_prints_no_traceback() -> None:
         import atexit, os, signal, sys
         from importlib.abc import MetaPathFinder
         when = sys.argv[1]
+        # The tests may run in the background, where a shell lets commands ignore the signal.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         def interrupt():
             os.kill(os.getpid(), signal.SIGINT)
         class Interrupts(MetaPathFinder):
