@@ -5,16 +5,24 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line. Ctrl-C ends it at any time with exit code 130, without a traceback."""
-    try:
-        from xlstm7b.cli import main as run
+    """Runs the command line. Ctrl-C ends it at any time, without a traceback; a shell reports 130.
 
+    While the command line is imported, and while Python exits, the signal just ends the process.
+    """
+    # The background jobs of a shell ignore the signal.
+    is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    if not is_ignored:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from xlstm7b.cli import main as run
+
+    try:
+        if not is_ignored:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         run()
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
-        # While Python exits, which may take a moment, another Ctrl-C just ends the process.
-        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a shell's background job has that
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
