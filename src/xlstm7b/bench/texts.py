@@ -11,13 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from xlstm7b.bench.cases import Result
 from xlstm7b.bench.measure import GREEDY, SAMPLED, attempt, measure, release
 from xlstm7b.bench.plans import Generation
 from xlstm7b.checkpoint import read_config
 from xlstm7b.devices import to_dtype
 from xlstm7b.generate import Generator
-from xlstm7b.generate.draft_model import Speculation, open_speculation
+from xlstm7b.generate.draft_model import Speculation, load_speculation, open_speculation
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import AnyTokenizer, model_tokenizer
 
@@ -81,11 +83,11 @@ def results(plan: Generation) -> Iterator[Result]:
     """For each batch size and kind of text: without speculation, by lookup, by a draft model."""
     assert plan.folder is not None
     sentences, tokenizer, draft = read_inputs(plan)
-    load = partial(XLSTM.from_pretrained, dtype=to_dtype(plan.dtype), device=plan.device)
-    model = load(plan.folder)
+    dtype, device = to_dtype(plan.dtype), torch.device(plan.device)
+    model = XLSTM.from_pretrained(plan.folder, dtype=dtype, device=device)
     ways: dict[str, Speculation] = {"no speculation": None, "lookup": "lookup"}
     if draft is not None:
-        ways["draft model"] = load(draft)
+        ways["draft model"] = load_speculation(draft, dtype, device)
     for batch in plan.batches:
         for kind, prompts in make_prompts(sentences, batch).items():
             ids = [tokenizer.encode(prompt) for prompt in prompts]

@@ -15,14 +15,8 @@ import typer
 
 from xlstm7b.cli import options
 from xlstm7b.cli.loading import OpenedModel, open_model
-from xlstm7b.cli.options import (
-    Command,
-    count_progress,
-    listed,
-    option,
-    to_results_target,
-    to_target,
-)
+from xlstm7b.cli.options import Command, count_progress, listed, option, to_target
+from xlstm7b.report import check_figure, check_matplotlib, check_results_file
 
 
 class _RunByDefault(typer.core.TyperGroup):
@@ -97,7 +91,9 @@ def run(
     for name, value, least in (("limit", limit, 1), ("num-fewshot", num_fewshot, 0)):
         if value is not None and value < least:
             raise ValueError(f"--{name} must be at least {least}, not {value}")
-    target = None if output is None else to_results_target(output)
+    target = None if output is None else to_target(output)
+    if target is not None:
+        check_results_file(target)
     names = listed(tasks)
     if log_samples and target is None:
         raise ValueError("--log-samples needs --output: its files are written beside that file")
@@ -234,7 +230,6 @@ def ppl(
     from xlstm7b.data.input_files import Columns, check_input_file, find_input_files
     from xlstm7b.evaluate.perplexity import perplexity, plot_loss, read_documents
     from xlstm7b.evaluate.results import run_info
-    from xlstm7b.report import check_figure, check_results_file
 
     if picture is not None:
         check_figure(picture)
@@ -373,7 +368,6 @@ def ruler(
     from xlstm7b.evaluate.ruler.sentences import splitter
     from xlstm7b.evaluate.ruler.tasks import TASKS
     from xlstm7b.files import file_sha256, lock_folder
-    from xlstm7b.report import check_matplotlib
 
     if (model is None) == (peer is None):
         raise ValueError("give either a model or --peer FOLDER")

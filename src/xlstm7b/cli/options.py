@@ -227,15 +227,6 @@ def to_target(path: Path) -> Path:
     return path
 
 
-def to_results_target(path: Path) -> Path:
-    """As `to_target`, for results. They replace older ones, but no other file."""
-    from xlstm7b.report import check_results_file
-
-    path = to_target(path)
-    check_results_file(path)
-    return path
-
-
 def to_state_target(path: Path) -> Path:
     """As `to_target`, for a saved state. It replaces an older state, but no other file."""
     path = to_target(path)
