@@ -165,13 +165,20 @@ def test_a_state_of_16_bits(d_qk, d_hv, tile, dtype):
         layer.check(got, want, live)
 
 
-@pytest.mark.parametrize("batch", [1, 16, 37, 256])
-def test_rows_that_are_folded_come_first(batch):
+@pytest.mark.parametrize("batch", [1, 16, 37, 127, 256, 500])
+@pytest.mark.parametrize("interval", [1, 2, 5, 16, 10**6])  # all rows are due, … none
+def test_rows_that_are_folded_start_early(batch, interval):
     folded = torch.randint(40, (batch,), device=DEVICE)
-    seen, live = folded + torch.randint(5, (batch,), device=DEVICE), folded % 3 != 1
-    cursor = Cursor(folded, seen, live, 4)
-    want = torch.argsort(cursor.is_due().int(), descending=True, stable=True)
-    assert torch.equal(launch_order(cursor), want)
+    seen, live = folded + torch.randint(2, (batch,), device=DEVICE), folded % 3 != 1
+    cursor = Cursor(folded, seen, live, interval)
+    due = cursor.is_due()
+    rows, others = due.nonzero().flatten().tolist(), (~due).nonzero().flatten().tolist()
+    step = max(1, min(batch // 64, batch // max(1, len(rows))))
+    want = []
+    for row in rows:
+        want += [row, *others[: step - 1]]
+        del others[: step - 1]
+    assert launch_order(cursor).tolist() == want + others
 
 
 @settings(max_examples=4)

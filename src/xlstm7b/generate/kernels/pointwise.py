@@ -62,6 +62,7 @@ def gate_product(
         x, W, bias, out if live is None else live, out, cap or 1.0, rows, len(W), D=width,
         ROWS=16, GATES=16, PARTS=8, BLOCK=128 // x.itemsize,
         HAS_CAP=cap is not None, HAS_LIVE=live is not None, num_warps=8, num_stages=4,
+        **overlap_options(x.device),
     )  # fmt: skip
     return out
 
@@ -70,9 +71,12 @@ def gate_product(
 def gate_product_kernel(
     x, W, bias, live, out, cap, R, N_GATES, D: tl.constexpr,
     ROWS: tl.constexpr, GATES: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_LIVE: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_LIVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """GATES gates of ROWS rows per program. Each warp sums over its own part of the width."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     gate = tl.program_id(1) * GATES + tl.arange(0, GATES)
     part, d = tl.arange(0, PARTS), tl.arange(0, BLOCK)
@@ -256,14 +260,17 @@ def silu_and_multiply(x: Tensor) -> Tensor:
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     block = 2048
     silu_and_multiply_kernel[(triton.cdiv(out.numel(), block),)](
-        x, out, out.numel(), width, BLOCK=block
+        x, out, out.numel(), width, BLOCK=block, **overlap_options(x.device)
     )
     return out
 
 
 @triton.jit
-def silu_and_multiply_kernel(x, out, SIZE, F, BLOCK: tl.constexpr):
+def silu_and_multiply_kernel(x, out, SIZE, F, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """BLOCK elements of the result [R, F] per program."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < SIZE
     gate_at = x + at // F * 2 * F + at % F

@@ -60,9 +60,10 @@ def replay_kernel(
     ring_i_head = ring_i + batch * ring_i_stride_b + head * SIZE
     ring_f_head = ring_f + batch * ring_i_stride_b + head * SIZE
 
-    # All that the previous launch does not write is loaded before it ends: C first.
+    # All that the previous launch does not write is loaded before it ends: C first. A row that is
+    # folded reads it later.
     d_k = tl.arange(0, BLOCK_K)
-    in_k = d_k < width_k
+    in_k = d_k < tl.where(folds, 0, width_k)
     C_t = tl.load(C_head + d_k[:, None] * DV, mask=in_k[:, None] & in_v[None, :], other=0.0)
     age = tl.arange(0, ENTRIES)
     held = (age >= 1) & (age <= in_ring)
@@ -107,22 +108,30 @@ def replay_kernel(
     m_new = tl.maximum(decayed, tl.max(g_i, 0))
     decay, weight = tl.exp(decayed - m_new), tl.exp(g_i - m_new)
 
-    # Each thread adds up its own products. They are joined once, at the end.
-    from_state = tl.zeros([PARTS, BLOCK_V], tl.float32)
-    products = tl.zeros([ENTRIES, BLOCK_K], tl.float32)
-    from_state, products = _add_block(from_state, products, q_head, C_t, K_t, d_k, in_k)
-    for start in tl.range(BLOCK_K, DK, BLOCK_K, num_stages=STAGES):
-        d_k = start + tl.arange(0, BLOCK_K)
-        in_k = d_k < width_k
-        mask = in_k[:, None] & in_v[None, :]
-        C_t = tl.load(C_head + d_k[:, None] * DV, mask=mask, other=0.0)
-        K_t = tl.load(K_at + d_k[None, :], mask=held[:, None] & in_k[None, :], other=0.0)
+    V_t = tl.where(age[:, None] == 0, v_new[None, :], V_t).to(tl.float32)
+    if folds:  # one step in INTERVAL does this
+        V_in = weight[:, None] * V_t
+        from_state, scores = _read_and_fold(
+            q_head, C_head, K_at, k_head, age, held, in_v, V_in, decay,
+            DK, DV, FOLDED, min(PARTS, FOLDED), PRECISION,
+        )  # fmt: skip
+    else:
+        # Each thread adds up its own products. They are joined once, at the end.
+        from_state = tl.zeros([PARTS, BLOCK_V], tl.float32)
+        products = tl.zeros([ENTRIES, BLOCK_K], tl.float32)
         from_state, products = _add_block(from_state, products, q_head, C_t, K_t, d_k, in_k)
-    scores = tl.where(age == 0, tl.sum(k_new.to(tl.float32) * q_all, 0), tl.sum(products, 1))
+        for start in tl.range(BLOCK_K, DK, BLOCK_K, num_stages=STAGES):
+            d_k = start + tl.arange(0, BLOCK_K)
+            in_k = d_k < width_k
+            mask = in_k[:, None] & in_v[None, :]
+            C_t = tl.load(C_head + d_k[:, None] * DV, mask=mask, other=0.0)
+            K_t = tl.load(K_at + d_k[None, :], mask=held[:, None] & in_k[None, :], other=0.0)
+            from_state, products = _add_block(from_state, products, q_head, C_t, K_t, d_k, in_k)
+        from_state, scores = tl.sum(from_state, 0), tl.sum(products, 1)
+    scores = tl.where(age == 0, tl.sum(k_new.to(tl.float32) * q_all, 0), scores)
     from_token = weight * scale * scores
     n_q = decay * scale * tl.sum(n_old * q_all, 0) + tl.sum(from_token, 0)
-    V_t = tl.where(age[:, None] == 0, v_new[None, :], V_t).to(tl.float32)
-    numerator = decay * scale * tl.sum(from_state, 0) + tl.sum(from_token[:, None] * V_t, 0)
+    numerator = decay * scale * from_state + tl.sum(from_token[:, None] * V_t, 0)
     h_t = numerator / (tl.maximum(tl.abs(n_q), tl.exp(-m_new)) + eps)
     tl.store(raw + row * DV + d_v, h_t, mask=d_v < DV)
 
@@ -138,10 +147,6 @@ def replay_kernel(
         x = centred * tl.rsqrt(tl.sum(centred * centred, 0) / DV + norm_eps) * norm_v
         tl.store(h + row * DV + all_v, x * tl.sigmoid(gate_v), mask=in_all_v)
 
-    if folds:  # one step in INTERVAL does this
-        V_in = weight[:, None] * V_t
-        fold_tile(C_head, K_at, k_head, age, held, in_v, V_in, decay, DK, DV, FOLDED, PRECISION)
-
 
 @triton.jit
 def _add_block(from_state, products, q_head, C_t, K_t, d_k, in_k):
@@ -154,44 +159,44 @@ def _add_block(from_state, products, q_head, C_t, K_t, d_k, in_k):
 
 
 @triton.jit
-def fold_n(n_head, K_at, newest, age, held, weight, decay, DK: tl.constexpr, FOLDED: tl.constexpr):
-    """n ← decay n + Σ_j w_j k_j."""
+def _read_and_fold(
+    q_head, C_head, K_at, newest, age, held, in_v, V_in, decay,
+    DK: tl.constexpr, DV: tl.constexpr, FOLDED: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """qᵀC of the tile and q·k_j of the ring; C ← decay C + Σ_j k_j (w_j v_j)ᵀ, for V_in of w_j v_j.
+
+    In one loop, so that C is read once.
+    """
+    from_state = tl.zeros([PARTS, V_in.shape[1]], tl.float32)
+    products = tl.zeros([V_in.shape[0], FOLDED], tl.float32)
     for start in range(0, DK, FOLDED):
         d_k = start + tl.arange(0, FOLDED)
-        K_in = _load_k(K_at, newest, age, held, d_k, d_k < DK)
-        n_new = decay * tl.load(n_head + d_k, mask=d_k < DK, other=0.0)
-        n_new += tl.sum(weight[:, None] * K_in, 0)
-        tl.store(n_head + d_k, n_new, mask=d_k < DK)
-
-
-@triton.jit
-def _load_k(K_at, newest, age, held, d_k, in_k):
-    """Elements d_k of k in float32: of the ring's tokens, and of the one at `newest` if given."""
-    K_in = tl.load(K_at + d_k[None, :], mask=held[:, None] & in_k[None, :], other=0.0)
-    if newest is not None:
+        in_k = d_k < DK
+        mask = in_k[:, None] & in_v[None, :]
+        C_t = tl.load(C_head + d_k[:, None] * DV, mask=mask, other=0.0)
+        K_t = tl.load(K_at + d_k[None, :], mask=held[:, None] & in_k[None, :], other=0.0)
+        from_state, products = _add_block(from_state, products, q_head, C_t, K_t, d_k, in_k)
         k_in = tl.load(newest + d_k, mask=in_k, other=0.0)
-        K_in = tl.where(age[:, None] == 0, k_in[None, :], K_in)
-    return K_in.to(tl.float32)
+        K_in = tl.where(age[:, None] == 0, k_in[None, :], K_t).to(tl.float32)
+        C_new = dot_narrow(tl.trans(K_in), V_in, decay * C_t.to(tl.float32), False, PRECISION)
+        tl.store(C_head + d_k[:, None] * DV, C_new, mask=mask)
+    return tl.sum(from_state, 0), tl.sum(products, 1)
 
 
 @triton.jit
-def fold_tile(
-    C_head, K_at, newest, age, held, in_v, V_in, decay,
-    DK: tl.constexpr, DV: tl.constexpr, FOLDED: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr = 1,
-):  # fmt: skip
-    """C ← decay C + Σ_j k_j (w_j v_j)ᵀ, for the rows w_j v_j of V_in.
-
-    The tile is read a second time, most of it from the L2 cache.
-    """
-    for start in tl.range(0, DK, FOLDED, num_stages=STAGES):
+def fold_n(n_head, K_at, newest, age, held, weight, decay, DK: tl.constexpr, FOLDED: tl.constexpr):
+    """n ← decay n + Σ_j w_j k_j, over the ring's tokens and, if given, the one at `newest`."""
+    for start in range(0, DK, FOLDED):
         d_k = start + tl.arange(0, FOLDED)
         in_k = d_k < DK
-        K_in = _load_k(K_at, newest, age, held, d_k, in_k)
-        C_block, mask = C_head + d_k[:, None] * DV, in_k[:, None] & in_v[None, :]
-        C_new = decay * tl.load(C_block, mask=mask, other=0.0).to(tl.float32)
-        C_new = dot_narrow(tl.trans(K_in), V_in, C_new, False, PRECISION)
-        tl.store(C_block, C_new, mask=mask)
+        K_in = tl.load(K_at + d_k[None, :], mask=held[:, None] & in_k[None, :], other=0.0)
+        if newest is not None:
+            k_in = tl.load(newest + d_k, mask=in_k, other=0.0)
+            K_in = tl.where(age[:, None] == 0, k_in[None, :], K_in)
+        n_new = decay * tl.load(n_head + d_k, mask=in_k, other=0.0)
+        n_new += tl.sum(weight[:, None] * K_in.to(tl.float32), 0)
+        tl.store(n_head + d_k, n_new, mask=in_k)
 
 
 @triton.jit
@@ -243,7 +248,14 @@ def order_kernel(folded, seen, live, order, rows, INTERVAL: tl.constexpr, BLOCK:
     crosses = (tokens + 1 + row) // INTERVAL > (before + row) // INTERVAL
     is_due = (tl.load(live + row, mask=mask, other=0) != 0) & crosses
     due = is_due.to(tl.int32)
-    at = tl.where(is_due, tl.cumsum(due, 0) - 1, tl.sum(due, 0) + tl.cumsum(1 - due, 0) - 1)
+    count = tl.sum(due, 0)
+    step = tl.maximum(1, tl.minimum(rows // 64, rows // tl.maximum(count, 1)))
+    # `step` − 1 rows that are not folded follow each one that is, as long as there are any.
+    other, between = tl.cumsum(1 - due, 0) - 1, tl.maximum(1, step - 1)
+    at = tl.where(
+        other < count * (step - 1), other // between * step + 1 + other % between, other + count
+    )
+    at = tl.where(is_due, (tl.cumsum(due, 0) - 1) * step, at)
     tl.store(order + at, row.to(tl.int64), mask=mask)
 
 
@@ -321,9 +333,11 @@ def launch_advance(cursor: Cursor) -> None:
 
 
 def launch_order(cursor: Cursor) -> Tensor:
-    """The rows [B], int64: those first that are folded after the current token (`is_due`).
+    """The rows [B], int64, in the order in which their programs start.
 
-    Programs that fold take the longest. If they start first, they are not the last to end.
+    Programs that fold (`is_due`) take the longest. They start early, so that they are not the last
+    to end. Up to 127 rows they come first. With more, one row in B // 64 of the first is folded:
+    fewer tiles are written at the same time, and the others are read meanwhile.
     """
     rows = len(cursor.seen)
     order = torch.empty_like(cursor.seen)

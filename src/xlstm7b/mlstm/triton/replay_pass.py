@@ -18,7 +18,6 @@ from xlstm7b.mlstm.triton.launch_params import Tile, padded
 from xlstm7b.mlstm.triton.replay import (
     dot_narrow,
     fold_n,
-    fold_tile,
     folded_rows,
     most_held,
     precision,
@@ -177,10 +176,27 @@ def pass_kernel(
     # 7. Fold the tile of C.
     if folds:
         V_in = weight_fold[:, None] * V_old
-        fold_tile(
-            C_head, K_at, None, age, held, in_v, V_in, decay_fold,
-            DK, DV, FOLDED, PRECISION, STAGES,
-        )  # fmt: skip
+        _fold_tile(C_head, K_at, held, in_v, V_in, decay_fold, DK, DV, FOLDED, PRECISION, STAGES)
+
+
+@triton.jit
+def _fold_tile(
+    C_head, K_at, held, in_v, V_in, decay,
+    DK: tl.constexpr, DV: tl.constexpr, FOLDED: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """C ← decay C + Σ_j k_j (w_j v_j)ᵀ, for the rows w_j v_j of V_in.
+
+    The tile is read a second time, most of it from the L2 cache.
+    """
+    for start in tl.range(0, DK, FOLDED, num_stages=STAGES):
+        d_k = start + tl.arange(0, FOLDED)
+        in_k = d_k < DK
+        K_in = tl.load(K_at + d_k[None, :], mask=held[:, None] & in_k[None, :], other=0.0)
+        C_block, mask = C_head + d_k[:, None] * DV, in_k[:, None] & in_v[None, :]
+        C_new = decay * tl.load(C_block, mask=mask, other=0.0).to(tl.float32)
+        C_new = dot_narrow(tl.trans(K_in.to(tl.float32)), V_in, C_new, False, PRECISION)
+        tl.store(C_block, C_new, mask=mask)
 
 
 @triton.jit
