@@ -170,7 +170,7 @@ def _read_and_fold(
     """
     from_state = tl.zeros([PARTS, V_in.shape[1]], tl.float32)
     products = tl.zeros([V_in.shape[0], FOLDED], tl.float32)
-    for start in range(0, DK, FOLDED):
+    for start in tl.range(0, DK, FOLDED, num_stages=1):  # more stages need more registers
         d_k = start + tl.arange(0, FOLDED)
         in_k = d_k < DK
         mask = in_k[:, None] & in_v[None, :]
