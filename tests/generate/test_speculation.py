@@ -215,7 +215,9 @@ def alone(request: Request, longer: Sequence[int] = ()) -> Completion:
 
 @pytest.fixture
 def oracle(monkeypatch: pytest.MonkeyPatch) -> type[Oracle]:
+    """All drafts are read: they cost nothing."""
     monkeypatch.setattr("xlstm7b.generate.drafts.LookupText", Oracle)
+    monkeypatch.setattr(ModelRunner, "draft_cost", lambda *_: DraftCost())
     monkeypatch.setattr(Oracle, "draw", random.Random(0))
     return Oracle
 

@@ -123,7 +123,7 @@ def _timed(
     generate = partial(generator.generate, prompts, **sampling)
     done = generate(max_new_tokens=tokens)
     whole, first = (
-        measure(partial(generate, max_new_tokens=count), plan.device, repeats=2)
+        measure(partial(generate, max_new_tokens=count), plan.device, repeats=9, enough=0.5)
         for count in (tokens, 1)
     )
     if whole <= first:

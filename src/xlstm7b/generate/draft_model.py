@@ -196,7 +196,7 @@ class ModelDrafter(Drafter):
 
     A prompt is read when the output starts, `chunk_tokens` in each step, also if the engine took
     its state from a cache. Until it is read, the request has no drafts. Drafts are made only if
-    they are expected to gain at least what they and the pass cost the batch.
+    they are not expected to raise the mean time per token of the batch.
     """
 
     def __init__(self, runner: DraftRunner, chunk_tokens: int, cost: DraftCost) -> None:

@@ -134,23 +134,21 @@ class SuffixIndex:
 
 
 class DraftCost(NamedTuple):
-    """By how many steps a pass with drafts takes longer than a step, with all that belongs to it.
-
-    In this time each request of the batch would have generated as many tokens.
-    """
+    """By how many steps a pass with drafts takes longer than a step, with all that is needed."""
 
     fixed: float = 0.0
     per_token: float = 0.0  # for each token of the longest draft
 
     def is_paid_by(self, drafts: Iterable[tuple[int, float]], batch: int) -> bool:
-        """True if drafts are expected to gain at least what they cost a batch of this size.
+        """True if drafts are expected not to raise the mean time per token of a batch of this size.
 
-        Each has a length and the share that is expected to be right.
+        Each has a length and the share that is expected to be right. A request whose draft has g
+        right tokens takes 1 / (1 + g) passes for a token, one without a draft takes a whole pass.
         """
-        gained, longest = 0.0, 0
+        saved, longest = 0.0, 0  # passes for a token, summed over the requests
         for length, share in drafts:
-            gained, longest = gained + length * share, max(longest, length)
-        return gained >= (self.fixed + self.per_token * longest) * batch
+            saved, longest = saved + 1 - 1 / (1 + length * share), max(longest, length)
+        return (batch - saved) * (1 + self.fixed + self.per_token * longest) <= batch
 
     def least_share(self, longest: int) -> float:
         """The share of the longest draft that must be right. From 1 on, no draft pays."""
@@ -277,7 +275,7 @@ class Drafter(Protocol):
 class LookupDrafter(Drafter):
     """Drafts by lookup in each request's own prompt and output.
 
-    They are read only if they are expected to gain at least what the pass costs the batch.
+    They are read only if they are not expected to raise the mean time per token of the batch.
     """
 
     def __init__(self, cost: DraftCost) -> None:

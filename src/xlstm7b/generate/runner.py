@@ -535,9 +535,10 @@ class ModelRunner:
     def draft_cost(self, drafting: "ModelRunner | None" = None) -> DraftCost:
         """About what drafts cost, with 8 slots, from times on an H200.
 
-        A pass takes longer than a step by 0.4 steps for a 7B in bfloat16, and by 2.4 for a 160M.
-        The runner `drafting` of a draft model takes a step for each token of a draft, and a pass to
-        read what was accepted. On a CPU the cost is not known, and 0.
+        A pass takes longer than a step by 0.5 steps for a 7B in bfloat16, and by 3 for a 160M. That
+        includes the time in which the host waits for the last tokens and finds drafts. The runner
+        `drafting` of a draft model takes a step for each token of a draft, and a pass to read what
+        was accepted. On a CPU the cost is not known, and 0.
         """
         if not self._on_gpu:
             return DraftCost()
@@ -551,7 +552,7 @@ class ModelRunner:
         """About the time of a step, and by how much longer a pass takes."""
         weights = sum(weight.nbytes for weight in self.model.weights())
         blocks = self.config.num_blocks
-        return weights / 4e12 + 17e-6 * blocks, 100e-6 + 50e-6 * blocks
+        return weights / 4e12 + 17e-6 * blocks, 250e-6 + 50e-6 * blocks
 
     @torch.inference_mode()
     def verify(
