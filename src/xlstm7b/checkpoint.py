@@ -494,9 +494,10 @@ def _read_headers(folder: Path, dtypes: Mapping[str, torch.dtype]) -> list[Store
 def _read_index(index: Path) -> dict[str, str]:
     """The index's map from keys to file names. The files exist in the folder of the index."""
     try:
-        file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, RecursionError, TypeError, KeyError) as error:
-        raise ValueError(f"{index} is not an index of shards: {error!r}") from error
+        stored = json.loads(index.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{index} is not JSON: {error}") from error
+    file_of = stored.get("weight_map") if isinstance(stored, dict) else None
     if not isinstance(file_of, dict) or not file_of:
         raise ValueError(f"{index}: weight_map is not a map from keys to files")
     for key, name in file_of.items():
