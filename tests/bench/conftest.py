@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from xlstm7b.bench import generation, measure, peer_models, training
+from xlstm7b.bench import generation, measure, peer_models, texts, training
 from xlstm7b.bench.cases import Result
 from xlstm7b.config import SIZES
 
@@ -22,12 +22,13 @@ def _fewer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _short_timings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding is timed once and for a few steps. The timers' own tests are in test_cases.py."""
-    monkeypatch.setattr(measure, "measure", _timed_once)
+    for module in (measure, generation, texts):
+        monkeypatch.setattr(module, "measure", _timed_once)
     for module in (measure, peer_models):
         monkeypatch.setattr(module, "measure_steps", partial(measure.measure_steps, most=4))
 
 
-def _timed_once(call: Callable[[], object], device: str, *, repeats: int = 1) -> float:
+def _timed_once(call: Callable[[], object], device: str, **_: object) -> float:
     return _measure(call, device, repeats=1)
 
 
