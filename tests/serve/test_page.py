@@ -466,9 +466,9 @@ def test_answers_are_markdown_and_their_html_is_text(page: Page) -> None:
 @pytest.mark.parametrize(
     ("text", "selector"),
     [
-        ("word " * 60, ".body"),
-        ("line\nagain\n" * 25, ".body"),
-        ("```\n" + "co de \n" * 40, "pre code"),
+        ("word " * 30, ".body"),
+        ("line\nagain\n" * 12, ".body"),
+        ("```\n" + "co de \n" * 20, "pre code"),
     ],
     ids=["spaces", "lines", "code"],
 )
