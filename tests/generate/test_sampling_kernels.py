@@ -104,7 +104,7 @@ some_scores = {
 }
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(
     rows=st.lists(row_params, min_size=1, max_size=4),
     idle=st.sets(st.integers(0, 3)),
@@ -131,7 +131,7 @@ def test_tokens_are_those_of_pytorch(
         assert_same(*both)
 
 
-@settings(max_examples=12)
+@settings(max_examples=20)
 @given(
     rows=st.lists(row_params, min_size=1, max_size=3),
     positions=st.sampled_from([1, 2, 3, 9]),
@@ -163,7 +163,7 @@ def test_drafts_are_verified_as_by_pytorch(
         assert_same(*both)
 
 
-@settings(max_examples=6)
+@settings(max_examples=10)
 @given(
     rows=st.lists(penalised, min_size=1, max_size=3),
     seed=st.integers(0, 2**32),
@@ -234,7 +234,7 @@ def test_scores_that_are_no_numbers_end_a_row():
     keys=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=3),
     index=st.integers(0, 2**40),
 )
-@settings(max_examples=25)
+@settings(max_examples=40)
 def test_random_numbers_are_those_of_pytorch(keys, index):
     """64 equally likely tokens show the first 6 bits of the number."""
     rows = [SamplingParams(max_new_tokens=2**62) for _ in keys]

@@ -129,6 +129,7 @@ def test_the_loss_of_the_docs_has_its_formula(z_loss, plain, data):
         (1, ["batch.micro_batch=2", "run.activation_checkpointing=block"]),
         (2, ["batch.micro_batch=2"]),
         (2, ["parallel.tp=2"]),
+        (2, ["parallel.dp_shard=1", "parallel.dp_replicate=2"]),
     ],
 )
 def test_a_custom_loss_is_the_same_on_every_layout(z_loss, data, files, tmp_path, world, settings):
