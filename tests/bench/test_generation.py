@@ -162,7 +162,10 @@ def test_speculation_on_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Of a trained model in a folder; here it drafts for itself."""
 
     def seconds(call: partial[object], *_: object, **__: object) -> float:
-        return 0.001 * call.keywords["max_new_tokens"]
+        """1 ms for each step of a batch of two."""
+        batches = len(call.args[0]) / 2
+        assert batches == 4
+        return 0.001 * call.keywords["max_new_tokens"] * batches
 
     monkeypatch.setattr(texts, "measure", seconds)
     folder = str(save_byte_model(tmp_path / "model"))

@@ -161,7 +161,9 @@ def test_requests_with_drafts_lose_time_too(copies, is_drafted):
     assert len(drafter.propose(most)) == copies * is_drafted
 
 
-@pytest.mark.parametrize(("cost", "batch", "copies"), [(0.4, 8, 4), (2.4, 8, 7), (2.4, 1, 1)])
+@pytest.mark.parametrize(
+    ("cost", "batch", "copies"), [(0.4, 8, 4), (0.9, 8, 6), (2.4, 8, 8), (2.4, 1, 1)]
+)
 def test_after_wrong_drafts_a_long_copy_is_drafted_again(cost, batch, copies):
     """Drafts that are not read are compared with what comes, so they are known to be right."""
     draw = random.Random(0)
@@ -321,6 +323,19 @@ def test_drafts_of_a_model_pay_for_their_time(cost, p, least, most):
     assert least <= costly_share(cost, p) <= most
 
 
+@pytest.mark.parametrize(
+    ("cost", "pause"), [(DraftCost(), 16), (DraftCost(0.74, 0.07), 34), (DraftCost(4.8, 0.24), 216)]
+)
+def test_the_pause_after_drafts_that_fail_is_longer_if_they_take_longer(cost, pause):
+    length, waited = DraftLength(8, cost), 0
+    while length.next:
+        length.record(length.next, 0, 1)
+    while not length.next:
+        length.record(0, 0, 1)
+        waited += 1
+    assert waited == pause
+
+
 def test_drafts_pay_for_the_whole_batch():
     cost = DraftCost(0.2, 0.02)
     assert cost.is_paid_by([(5, 0.5)], batch=3)
@@ -333,7 +348,10 @@ def test_requests_without_drafts_are_not_slowed_down_much():
     """6 of 8 requests generate 8 tokens in a pass, which takes four steps."""
     cost, drafts = DraftCost(3.0), [(7, 1.0)] * 6
     assert not cost.is_paid_by(drafts, batch=8)  # two generate one token in four steps
-    assert cost.is_paid_by(drafts, batch=7)
+    assert not cost.is_paid_by(drafts, batch=7)  # one does, though the mean time would fall
+    assert not cost.is_paid_by([*drafts, (1, 0.5)], batch=7)  # 1.5 tokens in four steps
+    assert cost.is_paid_by([*drafts, (1, 1.0)], batch=7)
+    assert cost.is_paid_by(drafts, batch=6)
     assert DraftCost(0.5).is_paid_by(drafts[:4], batch=8)  # as with a 7B: in 1.5 steps
     assert not DraftCost(0.5).is_paid_by(drafts[:3], batch=8)
 

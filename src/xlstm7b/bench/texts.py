@@ -43,13 +43,14 @@ _FUNCTION = '''def read_{0}(path):
 
 
 '''
+_PROMPTS = 8  # at least, of each kind: one output may be an exception
 _SENTENCES = 12  # of a passage
 _LETTERS = 1500  # most of a passage
 _STEP = 5  # sentences from the start of one passage to that of the next
 
 
 class _Outputs(NamedTuple):
-    """Outputs without speculation, and the time of a token of them."""
+    """Outputs without speculation, and the time of a step."""
 
     token_ids: list[list[int]]
     seconds: float
@@ -89,7 +90,8 @@ def results(plan: Generation) -> Iterator[Result]:
     if draft is not None:
         ways["draft model"] = load_speculation(draft, dtype, device)
     for batch in plan.batches:
-        for kind, prompts in make_prompts(sentences, batch).items():
+        count = -(-_PROMPTS // batch) * batch
+        for kind, prompts in make_prompts(sentences, count).items():
             ids = [tokenizer.encode(prompt) for prompt in prompts]
             plain: list[_Outputs] = []
             for way, speculate in ways.items():
@@ -118,7 +120,10 @@ def _timed(
     plain: list[_Outputs],
     case: Result,
 ) -> Result:
-    """The time of a token after the first. `plain` gets the first outputs, and has them later."""
+    """The time of a step after the first token, as the mean of all prompts, a batch at a time.
+
+    `plain` gets the first outputs, and has them later.
+    """
     tokens = plan.text_tokens
     generate = partial(generator.generate, prompts, **sampling)
     done = generate(max_new_tokens=tokens)
@@ -128,7 +133,7 @@ def _timed(
     )
     if whole <= first:
         raise RuntimeError(f"{tokens} tokens took no longer than one: this machine is too busy")
-    seconds = (whole - first) / (tokens - 1)
+    seconds = (whole - first) / (tokens - 1) * case.batch / len(prompts)
     figures: dict[str, Any] = {}
     if drafted := sum(one.drafted_tokens for one in done):
         figures["accepted"] = 100 * sum(one.accepted_tokens for one in done) / drafted
@@ -172,10 +177,10 @@ def _split(text: str) -> list[str]:
     return [" ".join(one.split()) for one in re.split(r"(?<=[.!?])\s+", text) if one.strip()]
 
 
-def make_prompts(sentences: Sequence[str], batch: int) -> dict[str, list[str]]:
-    """One prompt for each row of a batch, by kind of text."""
+def make_prompts(sentences: Sequence[str], count: int) -> dict[str, list[str]]:
+    """This many prompts of each kind of text, by kind."""
     found: dict[str, list[str]] = {"copy": [], "code": [], "question": [], "prose": []}
-    for row in range(batch):
+    for row in range(count):
         start = row * _STEP % len(sentences)
         passage = [*sentences[start:], *sentences[:start]][:_SENTENCES]
         while len(passage) > 4 and sum(map(len, passage)) > _LETTERS:

@@ -23,7 +23,7 @@ from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.replay import INTERVAL
 from xlstm7b.generate.request import Request
 from xlstm7b.generate.runner import ModelRunner, PrefillRow, Results
-from xlstm7b.generate.sampler import on_device
+from xlstm7b.generate.sampler import copy_to
 from xlstm7b.generate.state import state_bytes
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import AnyTokenizer, model_tokenizer
@@ -138,7 +138,7 @@ class DraftRunner(ModelRunner):
         if self._on_gpu and ("draft", n, False) not in self._graphs:
             self._capture_drafts(n)
         left = [lengths.get(slot, 0) for slot in range(n)]
-        self._left[:n] = on_device(left, self.device)
+        copy_to(self._left[:n], left)
         for number in range(longest):
             is_first = number == 0
             self._run(("draft", n, is_first), partial(self._draft, n, is_first))
@@ -196,7 +196,7 @@ class ModelDrafter(Drafter):
 
     A prompt is read when the output starts, `chunk_tokens` in each step, also if the engine took
     its state from a cache. Until it is read, the request has no drafts. Drafts are made only if
-    they are not expected to raise the mean time per token of the batch.
+    they are expected to pay (`DraftCost.is_paid_by`).
     """
 
     def __init__(self, runner: DraftRunner, chunk_tokens: int, cost: DraftCost) -> None:

@@ -23,9 +23,13 @@ _PATIENCE = 6  # tokens after a copy broke off until this search ends
 _CANDIDATES = 16  # earlier positions that are compared
 WINDOW = 1 << 16  # latest tokens that are searched
 
+_NO_MATCH = 0, -1
+
 _FIRST_LENGTH, _FIRST_COSTLY_LENGTH = 7, 4
+_MOST_STEPS = 2  # that a request of a batch may take for a token, because others have drafts
 _LEAST_RATE = 0.15  # of accepted drafts; below it, drafting costs more than it saves
 _FIRST_REST, _LONGEST_REST = 16, 512  # tokens without drafts, after drafts that did not pay
+_TRY_SHARE = 0.03  # of the time may be taken by drafts of a model that are all wrong
 
 
 class SuffixIndex:
@@ -48,14 +52,16 @@ class SuffixIndex:
         if not 1 <= min_match <= max_match or candidates < 1 or window < 1:
             raise ValueError("sizes must be at least 1, and max_match at least min_match")
         self._min_match, self._max_match = min_match, max_match
+        self._key_bits = (1 << 32 * min_match) - 1
         self._candidates, self._window = candidates, window
         self._rebuild(tokens[-window:])
 
     def _rebuild(self, tokens: Iterable[int]) -> None:
         self._tokens = array("i")
         self._before = array("i")  # by position: the one before it with the same tokens, or −1
-        self._latest: dict[bytes, int] = {}  # by the bytes of `min_match` tokens
-        self._match: tuple[int, int] | None = None  # of the latest tokens, once it was searched
+        self._latest: dict[int, int] = {}  # by key
+        self._key = 0  # the latest `min_match` tokens as one number of 32 bits each
+        self._match: tuple[int, int] | None = _NO_MATCH  # of the latest tokens; None: not known
         for token in tokens:
             self._append(token)
 
@@ -65,24 +71,19 @@ class SuffixIndex:
         self._append(token)
 
     def _append(self, token: int) -> None:
-        self._match = None
         self._tokens.append(token)
         end = len(self._tokens)  # a position is the number of tokens before it
+        self._key = key = (self._key << 32 | token) & self._key_bits
         before = -1
         if end >= self._min_match:
-            key = self._tokens[end - self._min_match :].tobytes()
             before = self._latest.get(key, -1)
             self._latest[key] = end
         self._before.append(before)
+        self._match = _NO_MATCH if before < 0 else None
 
     def __len__(self) -> int:
         """The number of tokens that are kept. Positions change whenever it falls."""
         return len(self._tokens)
-
-    @property
-    def match_length(self) -> int:
-        """How many of the latest tokens have occurred before; 0 if fewer than `min_match`."""
-        return self.longest_match()[0]
 
     def following(self, position: int, count: int) -> list[int]:
         """The tokens from this position on. At the end of the text they are repeated from there."""
@@ -109,8 +110,8 @@ class SuffixIndex:
         """
         if self._match is not None:
             return self._match
-        longest, best = 0, -1
-        position = self._before[-1] if self._before else -1
+        longest, best = _NO_MATCH
+        position = self._before[-1]
         for _ in range(self._candidates):
             if position < 0 or longest == self._max_match:
                 break
@@ -140,15 +141,20 @@ class DraftCost(NamedTuple):
     per_token: float = 0.0  # for each token of the longest draft
 
     def is_paid_by(self, drafts: Iterable[tuple[int, float]], batch: int) -> bool:
-        """True if drafts are expected not to raise the mean time per token of a batch of this size.
+        """True if drafts are expected to pay in a batch of this size.
 
         Each has a length and the share that is expected to be right. A request whose draft has g
         right tokens takes 1 / (1 + g) passes for a token, one without a draft takes a whole pass.
+        The mean time of a token must not rise, and no request may take more than twice as long:
+        its user gains nothing from the drafts of others.
         """
-        saved, longest = 0.0, 0  # passes for a token, summed over the requests
+        passes, longest = [], 0  # passes for a token, of requests with drafts
         for length, share in drafts:
-            saved, longest = saved + 1 - 1 / (1 + length * share), max(longest, length)
-        return (batch - saved) * (1 + self.fixed + self.per_token * longest) <= batch
+            passes.append(1 / (1 + length * share))
+            longest = max(longest, length)
+        passes += [1.0] * (batch - len(passes))
+        steps = 1 + self.fixed + self.per_token * longest  # that a pass takes
+        return steps * sum(passes) <= batch and steps * max(passes, default=0) <= _MOST_STEPS
 
     def least_share(self, longest: int) -> float:
         """The share of the longest draft that must be right. From 1 on, no draft pays."""
@@ -171,7 +177,8 @@ class DraftLength:
     cost: that of drafts, if each of their tokens takes time, as with a draft model. Then drafts
         start shorter, and after a wrong one the length is that of the tokens that were right and
         one more. But drafts are at least as long as it takes to pay, and if none can pay, nothing
-        is drafted. If the batch does not let a request draft for some time, it tries again.
+        is drafted. The next try comes the later, the longer it takes. If the batch does not let a
+        request draft for some time, it tries again.
     """
 
     def __init__(self, longest: int = MAX_DRAFT, cost: DraftCost | None = None) -> None:
@@ -181,12 +188,16 @@ class DraftLength:
             self._least_rate = max(_LEAST_RATE, cost.least_share(longest))
         self._good_rate = max(0.5, self._least_rate)
         self._rate = self._good_rate  # share of accepted drafts: a moving average
-        self._rest = _FIRST_REST
+        self._first_rest = _FIRST_REST
         self._resting = 0  # tokens to generate before the next draft
         self._idle = 0  # tokens that were generated since then without a draft
         self._length: int
         self._expected: float  # share of the next draft
         self._prepare_try(_FIRST_LENGTH if cost is None else _FIRST_COSTLY_LENGTH)
+        if cost is not None:
+            steps = cost.fixed + cost.per_token * self._length  # that a try takes
+            self._first_rest = max(_FIRST_REST, min(_LONGEST_REST, math.ceil(steps / _TRY_SHARE)))
+        self._rest = self._first_rest
 
     @property
     def next(self) -> int:
@@ -210,7 +221,7 @@ class DraftLength:
         self._rate += (accepted / drafted - self._rate) / 4
         self._expected = self._rate
         if self._rate >= self._good_rate:
-            self._rest = _FIRST_REST
+            self._rest = self._first_rest
         elif self._rate < self._least_rate:
             self._resting, self._rest = self._rest, min(2 * self._rest, _LONGEST_REST)
             self._rate = self._least_rate
@@ -275,7 +286,7 @@ class Drafter(Protocol):
 class LookupDrafter(Drafter):
     """Drafts by lookup in each request's own prompt and output.
 
-    They are read only if they are not expected to raise the mean time per token of the batch.
+    They are read only if they are expected to pay (`DraftCost.is_paid_by`).
     """
 
     def __init__(self, cost: DraftCost) -> None:
@@ -352,7 +363,7 @@ class LookupText:
 
     @property
     def _has_match(self) -> bool:
-        return self._index.match_length >= self._needed
+        return self._index.longest_match()[0] >= self._needed
 
     def propose(self, most: int) -> list[int]:
         """The next draft, of at most this many tokens. It may be empty."""
@@ -370,7 +381,13 @@ class LookupText:
 
     def record(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
         """Adds the tokens that a pass generated, with a draft of which some were accepted."""
-        waited, size = self._length.next > 0 and self._has_match, len(self._index)
+        size, has_match = len(self._index), self._has_match
+        if not (has_match or drafted or self._unread or self._patience):  # mostly, and quickly
+            for token in tokens:
+                self._index.append(token)
+            self._length.record(0, 0, len(tokens))
+            return
+        waited = has_match and self._length.next > 0
         if drafted:
             self._unread = []
         elif not self._unread and self.wanted and (position := self._position()) is not None:

@@ -100,11 +100,16 @@ class _Step:
     drafts: Mapping[int, Sequence[int]] | None = None
     values: list[list[Any]] | None = None  # None until the host has received them
 
-    def drawn(self, row: int) -> list[tuple[Any, ...]]:
-        """The tokens of a row, each with its log-probabilities. A pass may draw several."""
+    def tokens(self, row: int) -> list[int]:
+        """The tokens of a row. A pass may draw several."""
         assert self.values is not None
-        own = [part[row] if self.drafts else [part[row]] for part in self.values]
-        return [found for found in zip(*own, strict=True) if found[0] != -1]
+        found = self.values[0][row]
+        return [token for token in (found if self.drafts else [found]) if token != -1]
+
+    def logprobs(self, row: int, number: int) -> list[Any]:
+        """The log-probabilities of one of its tokens, if they were computed."""
+        assert self.values is not None
+        return [part[row][number] if self.drafts else part[row] for part in self.values[1:]]
 
 
 class Engine:
@@ -572,7 +577,7 @@ class Engine:
         for row, request in step.rows:
             if not request.speculate or request.finished or request in self._finishing:
                 continue
-            tokens = [token for token, *_ in step.drawn(row)]
+            tokens = step.tokens(row)
             drafted, accepted = len((step.drafts or {}).get(row, ())), max(0, len(tokens) - 1)
             if tokens and (tokens[-1] < 0 or tokens[-1] in request.params.eos_token_ids):
                 tokens.pop()
@@ -596,14 +601,12 @@ class Engine:
             assert text is not None
             request.first_token = request.first_token or now
             before = len(text.token_ids)
-            drawn = step.drawn(row)
-            unused = len(drawn)
-            new_text = ""
+            drawn, used, new_text = step.tokens(row), 0, ""
             try:
-                while unused and text.finish_reason is None:
-                    token, *logprobs = drawn[-unused]
-                    unused -= 1
-                    new_text += text.push(token, *logprobs)
+                while used < len(drawn) and text.finish_reason is None:
+                    token = drawn[used]
+                    new_text += text.push(token, *step.logprobs(row, used))
+                    used += 1
                     if request.matcher is not None and text.finish_reason != "stop":
                         request.matcher.advance(token)
                         if request.matcher.is_complete:  # nothing but the end of text can follow
@@ -612,6 +615,7 @@ class Engine:
                 self._fail(request, error)
                 continue
             self._generated_tokens += len(text.token_ids) - before
+            unused = len(drawn) - used
             accepted = max(0, len(drawn) - 1) - unused
             request.accepted_tokens += accepted
             self._accepted_tokens += accepted

@@ -289,8 +289,9 @@ class OutputText:
             return self.finish("stop")
         self.token_ids.append(token)
         self.logprobs.append(logprob)
-        wanted = slice(self._params.logprobs or 0)  # another row of the batch may have more
-        self.top_logprobs.append(dict(zip(top_tokens[wanted], top_logprobs[wanted], strict=True)))
+        count = self._params.logprobs or 0  # another row of the batch may have more
+        tops = dict(zip(top_tokens[:count], top_logprobs[:count], strict=True)) if count else {}
+        self.top_logprobs.append(tops)
         searched = max(0, len(self.text) - self._longest_stop + 1)
         self.text += self._decoder.push(token)
         found = [at for stop in self._stops if (at := self.text.find(stop, searched)) >= 0]

@@ -7,7 +7,7 @@ is called directly and allocates as it likes.
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -18,7 +18,7 @@ from xlstm7b.generate.drafts import DraftCost
 from xlstm7b.generate.fused import FusedModel, Slots
 from xlstm7b.generate.params import MAX_LOGPROBS, SamplingParams
 from xlstm7b.generate.replay import Rings, folded_copy, ring_sizes
-from xlstm7b.generate.sampler import Needs, Sampler, mask_words, on_device
+from xlstm7b.generate.sampler import Needs, Sampler, copy_to, mask_words, on_device
 from xlstm7b.generate.scheduler import PrefillLimits
 from xlstm7b.generate.state import SavedState, state_bytes, to_device
 from xlstm7b.generate.unfused import UnfusedModel
@@ -380,13 +380,12 @@ class ModelRunner:
             start if row.fresh else row.slot for row, start in zip(padded, starts, strict=True)
         ]
         inputs += [row.slot for row in padded]
-        values = on_device(inputs, self.device)
         if not has_graph:
-            self._prefill(values, count, size)
+            self._prefill(on_device(inputs, self.device), count, size)
             return
         if ("prefill", count, size) not in self._graphs:
             self._capture_prefill(count, size)
-        self._inputs[: len(values)] = values
+        copy_to(self._inputs[: len(inputs)], inputs)
         self._graphs["prefill", count, size].replay()
 
     def _is_cheaper_as_step(self, rows: Sequence[PrefillRow]) -> bool:
@@ -422,11 +421,10 @@ class ModelRunner:
     def _read_single(self, tokens: dict[int, int]) -> None:
         """One token per slot, computed as in decoding but without sampling."""
         n = self.bucket(max(tokens) + 1)
-        values = on_device([tokens.get(slot, -1) for slot in range(n)], self.device)
         if self._on_gpu and ("single", n) not in self._graphs:
             self._single_tokens.fill_(-1)
             self._capture(("single", n), partial(self._single_step, n))
-        self._single_tokens[:n] = values
+        copy_to(self._single_tokens[:n], [tokens.get(slot, -1) for slot in range(n)])
         if self._on_gpu:
             self._graphs["single", n].replay()
         else:
@@ -581,7 +579,7 @@ class ModelRunner:
             positions = min(most + 1, next(size for size in _POSITIONS if size >= positions))
         given = (drafts.get(slot, ()) for slot in range(n))
         padded = [[*draft, *[-1] * (most - len(draft))] for draft in given]
-        self._drafting.drafts[:n] = on_device(padded, self.device)
+        copy_to(self._drafting.drafts[:n], padded)
         for slot, mask in (masks or {}).items():
             self._drafting.allowed[slot, : len(mask)] = to_device(mask, self.device)
         key = "verify", n, positions, needs
@@ -659,15 +657,8 @@ class ModelRunner:
 
     def _needs(self) -> Needs:
         """The sampling work of the next step: what the slots need, or a graph that covers it."""
-        return self._covering(self._sampler.needs) if self._on_gpu else self._sampler.needs
-
-    def _covering(self, needs: Needs) -> Needs:
-        """The first kind of sampling graph that covers these needs."""
-        kinds = _GRAMMAR_NEEDS if needs.grammar else _NEEDS
-        kind = next(kind for kind in kinds if Needs.union([kind, needs]) == kind)
-        if kind.logprobs is None:
-            return kind
-        return kind._replace(logprobs=min(kind.logprobs, self.config.vocab_size))
+        needs = self._sampler.needs
+        return _covering(needs, self.config.vocab_size) if self._on_gpu else needs
 
     # CUDA graphs
 
@@ -685,7 +676,7 @@ class ModelRunner:
             if self._drafting is not None and n < self._write_below:
                 parts.append(part._replace(rings=None))
             for needs in _NEEDS:
-                kind = self._covering(needs)
+                kind = _covering(needs, self.config.vocab_size)
                 for each in parts:
                     key = "decode", n, kind, each.rings is None
                     self._capture(key, partial(self._decode, each, kind))
@@ -722,6 +713,16 @@ class ModelRunner:
         ):
             work()
         self._graphs[key] = graph
+
+
+@cache  # for every step
+def _covering(needs: Needs, vocab_size: int) -> Needs:
+    """The first kind of sampling graph that covers these needs."""
+    kinds = _GRAMMAR_NEEDS if needs.grammar else _NEEDS
+    kind = next(kind for kind in kinds if Needs.union([kind, needs]) == kind)
+    if kind.logprobs is None:
+        return kind
+    return kind._replace(logprobs=min(kind.logprobs, vocab_size))
 
 
 _idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}

@@ -467,8 +467,17 @@ def on_device(
     values: Sequence[Any], device: torch.device | str, dtype: torch.dtype = torch.int64
 ) -> Tensor:
     """Numbers on a device, without waiting for the device."""
-    tensor = torch.tensor(values, dtype=dtype, pin_memory=torch.device(device).type == "cuda")
-    return tensor.to(device, non_blocking=True)
+    return _on_host(values, device, dtype).to(device, non_blocking=True)
+
+
+def copy_to(target: Tensor, values: Sequence[Any]) -> None:
+    """Copies numbers into a tensor of the same shape, without waiting for its device."""
+    target.copy_(_on_host(values, target.device, target.dtype), non_blocking=True)
+
+
+def _on_host(values: Sequence[Any], device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    """Numbers in memory from which a copy to the device does not wait."""
+    return torch.tensor(values, dtype=dtype, pin_memory=torch.device(device).type == "cuda")
 
 
 # Random numbers that depend on a seed and an index only: the same on any device, in any batch.
