@@ -207,7 +207,7 @@ def run_head() -> None:
 def run_steps(dtype: torch.dtype, rows: int) -> None:
     """Single tokens; some rows keep their state. Then by replay, until all others are folded.
 
-    Last, several tokens at once, of which some are kept.
+    Then several tokens at once, of which some are kept. The last steps fold all rows, and write.
     """
     fused = fused_model(dtype)
     state = ModelState.zeros(fused.config, rows, device=DEVICE)
@@ -228,6 +228,8 @@ def run_steps(dtype: torch.dtype, rows: int) -> None:
         logits = fused.read_drafts(read, state, one_pass, rings)
         gpu.keep_logits(logits, lengths, logits[:, 0].contiguous(), torch.empty_like(logits))
         fused.advance(one_pass, (lengths + 1) // 2)
+    for way in ("fold", "write"):
+        fused.step(tokens, state, live, rings=rings, way=way)
 
 
 def run_quantized(scheme: Scheme) -> None:

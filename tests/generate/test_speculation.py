@@ -10,7 +10,6 @@ import types
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import ClassVar
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,7 +33,6 @@ from speculation_cases import assert_same, grammar_requests, many_requests
 
 from xlstm7b.bench import speculation
 from xlstm7b.generate import Completion, Engine, Generator, Request, SamplingParams, SavedState
-from xlstm7b.generate import runner as runner_module
 from xlstm7b.generate.chat import Chat
 from xlstm7b.generate.drafts import MAX_DRAFT, DraftCost, LookupText
 from xlstm7b.generate.fused import FusedModel
@@ -99,19 +97,15 @@ def continued(prompt: tuple[int, ...], count: int = 120) -> list[int]:
     slots=st.integers(1, 5),
     interval=st.integers(1, 5),
     kind=st.sampled_from([ModelRunner, GraphRunner]),
-    steps=st.sampled_from([0, 1, 2, runner_module.STEPS_BY_REPLAY]),
+    replay_from=st.sampled_from([0, 3, REPLAY_SLOTS]),
 )
-def test_any_order_of_calls(data, slots, interval, kind, steps):
+def test_any_order_of_calls(data, slots, interval, kind, replay_from):
     """Slots start, stop, move and start again; drafts are right up to any place.
 
-    Steps without drafts come in between. On a CPU they write the states, on a GPU after some steps.
+    Steps without drafts come in between. They write the states on a CPU, and of few slots.
     """
-    with patch.object(runner_module, "STEPS_BY_REPLAY", steps):
-        call_in_any_order(data, slots, exact_runner(slots, interval, kind))
-
-
-def call_in_any_order(data: st.DataObject, slots: int, runner: ModelRunner) -> None:
-    runner._write_below = REPLAY_SLOTS
+    runner = exact_runner(slots, interval, kind)
+    runner._replay_drafts_from = replay_from
     read = dict[int, tuple[tuple[int, ...], int]]()  # by slot: the prompt, and how much after it
     for _ in range(12):
         free = [slot for slot in range(slots) if slot not in read]
@@ -155,6 +149,34 @@ def call_in_any_order(data: st.DataObject, slots: int, runner: ModelRunner) -> N
                 assert_has_read(runner, slot, text, back)
     for slot, (prompt, count) in read.items():
         assert_has_read(runner, slot, [*prompt, *continued(prompt)[:count]])
+
+
+@pytest.mark.parametrize(
+    ("replay_from", "want"),
+    [(REPLAY_SLOTS, ["write", "fold", "write", "fold"]), (1, ["replay"] * 4)],
+)
+def test_the_first_step_after_a_pass_folds_the_rings(replay_from, want):
+    """Then few slots write their states again. No state is copied."""
+    runner = exact_runner(2)
+    runner._replay_drafts_from = replay_from
+    runner.prefill([PrefillRow(slot, (1,), True) for slot in range(2)])
+    for slot in range(2):
+        runner.start(slot, ENDLESS, seed=0)
+    runner.sample([0, 1])
+    text, read, ways = continued((0, 1)), 0, []
+    run = runner._run
+    runner._run = lambda key, work: (ways.append(key[-1]), run(key, work))
+    for action in ("step", "pass", "step", "step", "pass", "pass", "step"):
+        if action == "step":
+            runner.decode(1)
+            read += 1
+        else:
+            runner.verify(1, {0: text[read + 1 : read + 4], 1: text[read + 1 : read + 4]})
+            ways.pop()
+            read += 4
+        for slot in range(2):
+            assert_has_read(runner, slot, [0, 1, *text[:read]])
+    assert ways == want
 
 
 def test_a_ring_is_never_too_small():

@@ -28,8 +28,10 @@ class Replay:
             part.fill_(torch.nan)  # what an earlier text may have left
         self.seen, self.folded, self.interval = seen.clone(), seen.clone(), interval
 
-    def step(self, tokens: list[Tensor], live: Tensor, **options: float) -> Tensor:
-        cursor = Cursor(self.folded, self.seen, live, self.interval)
+    def step(
+        self, tokens: list[Tensor], live: Tensor, *, folds_all: bool = False, **options: float
+    ) -> Tensor:
+        cursor = Cursor(self.folded, self.seen, live, self.interval, folds_all=folds_all)
         h = replay_step(*tokens, self.state, self.ring, cursor, **options)
         cursor.advance()
         return h
@@ -74,7 +76,10 @@ def assert_same(got: MLSTMState, want: MLSTMState, largest: float) -> None:
     gates=st.sampled_from([1.0, 5.0, 30.0]),
 )
 def test_replay_equals_the_plain_step_in_float64(seed, shape, interval, slack, gates):
-    """Rows that stop and go on, at any place of the cursor, with rings of any size."""
+    """Rows that stop and go on, at any place of the cursor, with rings of any size.
+
+    Some steps fold all rows that are live.
+    """
     batch, heads, d_qk, d_hv = shape
     case = random_case(seed, batch, 25, heads, d_qk, d_hv, gates=gates, fresh=seed % 2 == 0)
     draw = torch.Generator().manual_seed(seed)
@@ -85,12 +90,14 @@ def test_replay_equals_the_plain_step_in_float64(seed, shape, interval, slack, g
         live = torch.rand(batch, generator=draw) < 0.7
         tokens = shut(tokens_at(case, t), live)
         want, state = recurrent_step(*tokens, state)
-        h = replay.step(tokens, live)
+        folds_all = t % 9 == 8
+        h = replay.step(tokens, live, folds_all=folds_all)
         if live.any():
             assert error(h[live], want[live]) < 1e-11
         seen += live
         assert torch.equal(replay.seen, seen)
         assert (replay.seen - replay.folded < interval).all()
+        assert not folds_all or torch.equal(replay.folded[live], seen[live])
         assert_same(replay.current(), state, 1e-11)
 
 

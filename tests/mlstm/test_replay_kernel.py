@@ -66,10 +66,12 @@ class Layer:
         i[~live], f[~live] = -torch.inf, torch.inf
         return [*parts, i, f]
 
-    def step(self, live: Tensor, tile: Tile | None = None, **options) -> tuple[Tensor, Tensor]:
+    def step(
+        self, live: Tensor, tile: Tile | None = None, *, folds_all: bool = False, **options
+    ) -> tuple[Tensor, Tensor]:
         """h of the kernel and of the reference."""
         q, k, v, gate, i, f = self.tokens(live, **options)
-        cursor = Cursor(self.folded, self.seen, live, self.interval)
+        cursor = Cursor(self.folded, self.seen, live, self.interval, folds_all=folds_all)
         self.steps += 1
         if self.steps % 2:  # the order of the rows changes nothing
             cursor = cursor._replace(order=launch_order(cursor))
@@ -78,7 +80,7 @@ class Layer:
             tile or self.tile(),
         )  # fmt: skip
         launch_advance(cursor)
-        cursor = Cursor(self.want_folded, self.want_seen, live, self.interval)
+        cursor = Cursor(self.want_folded, self.want_seen, live, self.interval, folds_all=folds_all)
         wide = [x.double() for x in (q, k, v, i, f)]
         want = replay_step(*wide, self.want_state, self.want_ring, cursor, eps=EPS)
         cursor.advance()
@@ -210,6 +212,20 @@ def test_the_state_is_written_only_where_a_row_is_folded():
             assert changed.tolist() == [row == folded_row and row != 3 for row in range(4)]
 
 
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_step_folds_all_rows_after_a_pass(count):
+    """As many tokens as a ring may hold before a step."""
+    layer = Layer(3, 1, 16, 24, 4 + 2 * count, 4, torch.float32, torch.float32)
+    layer.seen[:] = layer.folded[:] = layer.want_seen[:] = layer.want_folded[:] = 8
+    lengths = torch.full((3,), count, device=DEVICE)
+    for _ in range(3):
+        layer.check(*layer.read(lengths, lengths, count))
+    live = torch.tensor([True, True, False], device=DEVICE)
+    layer.check(*layer.step(live, folds_all=True), live)
+    assert torch.equal(layer.folded[:2], layer.seen[:2])
+    assert layer.folded[2] < layer.seen[2]
+
+
 def test_a_nan_of_an_earlier_text_does_not_return():
     layer = Layer(1, 1, 16, 16, 4, 4, torch.float32, torch.float32)
     live = torch.ones(1, dtype=torch.bool, device=DEVICE)
@@ -262,7 +278,7 @@ def test_a_pass_equals_the_equations(count, d_qk, d_hv, tile, dtype):
     gates=st.sampled_from([1.0, 5.0, 15.0]),
 )
 def test_passes_and_steps_in_any_order(seed, interval, most, slack, gates):
-    """All drafts of a pass are kept, or some. Steps fold what passes have left."""
+    """All drafts of a pass are kept, or some. Steps fold what passes have left, or all rows."""
     torch.manual_seed(seed)
     size = interval + 2 * most - 1 + slack
     layer = Layer(2, 1, 17, 20, size, interval, torch.float32, torch.float32)
@@ -270,7 +286,8 @@ def test_passes_and_steps_in_any_order(seed, interval, most, slack, gates):
         count = int(torch.randint(1, most + 1, ()))
         if count == 1:
             live = torch.rand(2, device=DEVICE) < 0.8
-            layer.check(*layer.step(live, gates=gates), live)
+            folds_all = bool(torch.rand(()) < 0.5)
+            layer.check(*layer.step(live, gates=gates, folds_all=folds_all), live)
             continue
         lengths = torch.randint(0, count + 1, (2,), device=DEVICE)
         kept = lengths if torch.rand(()) < 0.5 else some_of(lengths)

@@ -17,7 +17,7 @@ from xlstm7b.generate.low_rank import (
     Masks,
     add_low_rank,
 )
-from xlstm7b.generate.replay import Rings
+from xlstm7b.generate.replay import Rings, StepWay
 from xlstm7b.generate.unfused import evaluation_mode
 from xlstm7b.mlstm import MLSTMState, has_kernels, mlstm_sequence
 from xlstm7b.mlstm.replay import Cursor, Pass, Ring
@@ -112,27 +112,32 @@ class FusedModel:
         live: Tensor,
         adapter_of: Tensor | None = None,
         rings: Rings | None = None,
+        way: StepWay = "replay",
     ) -> Tensor:
         """Reads one token per row [B] into the state; float32 logits [B, V].
 
         A row that is not `live` keeps its state, and its logits are garbage; its token may be below
-        0. With `rings` the tokens are read into them, and into the state only every few tokens
-        (replay decoding).
+        0. With `rings` the tokens are read in this way.
         """
         x = self.operations.embed(tokens, self.embedding)
         masks = self.low_ranks.masks(adapter_of)
-        if rings is None:
+        cursor = None
+        if rings is not None:
+            folds_all = way != "replay"
+            cursor = Cursor(rings.folded, state.tokens_seen, live, rings.interval, None, folds_all)
+        if rings is None or cursor is None or way == "write":
             # One look at `live` saves an operator in each block. A GPU would wait for it.
             masked = None if live.device.type == "cpu" and live.all() else live
             for number, memory in enumerate(state.blocks):
                 self._block(x, number, memory, masked, batch=None, slots=None, masks=masks)
-            state.tokens_seen.add_(live)
         else:
-            cursor = Cursor(rings.folded, state.tokens_seen, live, rings.interval)
             cursor = self.operations.ordered(cursor)
             for number, memory in enumerate(state.blocks):
                 ring = rings.blocks[number], cursor
                 self._block(x, number, memory, live, None, None, masks, ring)
+        if cursor is None:
+            state.tokens_seen.add_(live)
+        else:
             self.operations.advance(cursor)
         return self.logits(x)
 

@@ -4,7 +4,7 @@ Only `ModelRunner` and `FusedModel` know of them. A state that leaves the runner
 ring's tokens folded in.
 """
 
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -19,9 +19,17 @@ from xlstm7b.model import ModelState
 INTERVAL = 16
 _DRAFTS_RING = 48  # tokens of a ring, with drafts
 
+# How a step reads its tokens. "replay": into the rings, and into the states every few tokens.
+# "fold": into the states, with all that is in the rings. "write": into the states; the rings of
+# rows that are live are empty. It is faster than "fold".
+StepWay = Literal["replay", "fold", "write"]
+
 
 class Rings(NamedTuple):
-    """One ring for each block, and how many tokens the state of each row has read."""
+    """One ring for each block, and how many tokens the state of each row has read.
+
+    This number is right after every step. So the ring of a row holds the tokens since then.
+    """
 
     blocks: tuple[Ring, ...]
     folded: Tensor  # int64 [B]

@@ -17,7 +17,7 @@ from xlstm7b.config import ModelConfig
 from xlstm7b.generate.drafts import DraftCost
 from xlstm7b.generate.fused import FusedModel, Slots
 from xlstm7b.generate.params import MAX_LOGPROBS, SamplingParams
-from xlstm7b.generate.replay import Rings, folded_copy, ring_sizes
+from xlstm7b.generate.replay import Rings, StepWay, folded_copy, ring_sizes
 from xlstm7b.generate.sampler import Needs, Sampler, copy_to, mask_words, on_device
 from xlstm7b.generate.scheduler import PrefillLimits
 from xlstm7b.generate.state import SavedState, state_bytes, to_device
@@ -44,10 +44,6 @@ _NEEDS = (
 _GRAMMAR_NEEDS = tuple(needs._replace(grammar=True) for needs in _NEEDS)
 # Graphs that verify drafts exist for these numbers of positions: a token and the drafts after it.
 _POSITIONS = (2, 4, 8, 16)
-# After a pass with drafts, small batches on a GPU continue by replay for this number of steps. Then
-# rings are folded, and steps write the states: for a small model that is faster. To fold takes
-# longer than a step.
-STEPS_BY_REPLAY = 64
 # The most tokens that a pass of all slots reads: as many as the kernels for few rows take. So most
 # of its time is that of reading the weights.
 PASS_TOKENS = 64
@@ -138,7 +134,7 @@ class _Part(NamedTuple):
     state: ModelState
     logits: Tensor
     sampler: Sampler
-    rings: Rings | None  # None: a decode step of this many slots writes the states
+    rings: Rings | None
 
 
 class _Drafting(NamedTuple):
@@ -189,8 +185,8 @@ class ModelRunner:
     drafts: the most tokens of a draft that `verify` reads.
 
     With replay, slots between `start` and `stop` may have tokens in their rings. Prefill never
-    touches these slots, so it knows of no ring. A step of fewer slots, which writes the states,
-    comes after all rings have been folded.
+    touches these slots, so it knows of no ring. Before steps that write the states, one step folds
+    the rings: see `_way`.
     """
 
     def __init__(
@@ -211,11 +207,11 @@ class ModelRunner:
             self._rings = Rings.zeros(
                 self.config, slots, dtype=model.dtype, device=device, **ring_sizes(drafts)
             )
-        self._replaying = False  # whether rings may have tokens
-        self._steps = STEPS_BY_REPLAY  # without drafts, since the latest pass
-        # With drafts, steps of fewer slots than this may write the states on a GPU.
-        self._write_below = REPLAY_SLOTS if replay is None and model.uses_kernels else 0
+        # With drafts, steps without any replay on a GPU from this many slots on.
+        self._replay_drafts_from = REPLAY_SLOTS if replay is None and model.uses_kernels else 0
         self._decoding = set[int]()  # slots between `start` and `stop`
+        self._replaying = False  # whether rings of live slots may have tokens
+        self._replayed = set[int]()  # slots whose ring may have tokens
         # The last rows are not slots. They hold the states that prompts start from, after the
         # model's first token: without an adapter, and with each of them. Unused rows of a prefill
         # graph read 0 tokens from the first of them and write it back.
@@ -254,9 +250,7 @@ class ModelRunner:
 
     def _part(self, n: int) -> _Part:
         sampler = self._sampler if n == self.slots else self._sampler.first(n)
-        rings = None
-        if self._rings is not None and self._replay_from is not None and n >= self._replay_from:
-            rings = self._rings.rows(0, n)
+        rings = None if self._rings is None else self._rings.rows(0, n)
         return _Part(self._state.rows(0, n), self._logits[:n], sampler, rings)
 
     # Slots
@@ -307,7 +301,8 @@ class ModelRunner:
 
     def _copy_of(self, slot: int, back: int = 0) -> ModelState:
         """A copy of a slot's state, with the tokens of its ring but the last `back`."""
-        if self._rings is not None and self._replaying and slot in self._decoding:
+        if slot in self._replayed:
+            assert self._rings is not None
             return folded_copy(self._slot_states[slot], self._rings.rows(slot, slot + 1), back)
         assert not back
         return self._slot_states[slot].clone()
@@ -319,13 +314,13 @@ class ModelRunner:
         self._slot_states[target].copy_(self._copy_of(source))
         self._logits[target].copy_(self._logits[source])
         self._sampler.move_row(source, target)
-        self._decoding.discard(source)
+        self._stop_ring(source)
         self._start_ring(target)
 
     def stop(self, slot: int) -> None:
         """Stops decoding in a slot: later steps do not change it."""
         self._sampler.clear_row(slot)
-        self._decoding.discard(slot)
+        self._stop_ring(slot)
 
     def _start_ring(self, slot: int) -> None:
         """From now on the slot is decoded, from the state that it has."""
@@ -333,16 +328,41 @@ class ModelRunner:
         if self._rings is not None:
             self._rings.folded[slot : slot + 1].copy_(self._state.tokens_seen[slot : slot + 1])
 
-    def _set_replay(self, part: _Part) -> None:
-        """Prepares the states for a decode step of these slots, by replay or not."""
-        if self._rings is None or self._replaying == (part.rings is not None):
-            return
-        if self._replaying:
-            for slot in self._decoding:
-                self._slot_states[slot].copy_(self._copy_of(slot))
-        else:  # all rings are empty
-            self._rings.folded.copy_(self._state.tokens_seen[: self.slots])
-        self._replaying = part.rings is not None
+    def _stop_ring(self, slot: int) -> None:
+        """From now on the slot is not decoded."""
+        self._decoding.discard(slot)
+        self._replayed.discard(slot)
+
+    def _replays(self, n: int) -> bool:
+        """True if steps of this many slots go by replay."""
+        if self._drafting is not None:
+            return self._on_gpu and n >= self._replay_drafts_from
+        return self._rings is not None and self._replay_from is not None and n >= self._replay_from
+
+    def _note_replay(self) -> None:
+        """Notes that the next launch adds tokens to the rings."""
+        self._replaying = True
+        self._replayed |= self._decoding
+
+    def _way(self, n: int) -> StepWay:
+        """How the next step of this many slots reads its tokens.
+
+        Few slots of a GPU write their states, and so does a CPU: that takes less time than replay.
+        After a pass with drafts, or after a step of more slots, the first such step folds the
+        rings. It takes about as long as one that writes the states.
+        """
+        if self._replays(n):
+            self._note_replay()
+            return "replay"
+        way: StepWay = "fold" if self._replaying else "write"
+        self._replaying = False
+        return way
+
+    def _ways(self, n: int) -> list[StepWay]:
+        """All ways in which steps of this many slots may read."""
+        if self._replays(n):
+            return ["replay"]
+        return ["write"] if self._rings is None else ["write", "fold"]
 
     # Prefill
 
@@ -431,9 +451,10 @@ class ModelRunner:
             self._single_step(n)
 
     def _single_step(self, n: int) -> None:
-        self._step(self._parts[n]._replace(rings=None), self._single_tokens[:n])
+        # These slots are not decoded, so their rings do not count.
+        self._step(self._parts[n]._replace(rings=None), self._single_tokens[:n], "write")
 
-    def _step(self, part: _Part, tokens: Tensor) -> None:
+    def _step(self, part: _Part, tokens: Tensor, way: StepWay) -> None:
         live = tokens >= 0
         adapter = self._adapter_rows(0, len(tokens))
         inputs = tokens, part.state, live, adapter
@@ -441,7 +462,7 @@ class ModelRunner:
             logits = self.model.step(*inputs)
         else:
             assert isinstance(self.model, FusedModel)
-            logits = self.model.step(*inputs, part.rings)
+            logits = self.model.step(*inputs, part.rings, way)
         self.model.operations.keep_logits(logits[:, None], live, part.logits)
 
     @torch.inference_mode()
@@ -496,28 +517,12 @@ class ModelRunner:
     def decode(self, highest_slot: int) -> "Results":
         """Reads the last token of every running slot and draws the next. Results are by slot."""
         n, needs = self.bucket(highest_slot + 1), self._needs()
-        part = self._decoded(n)
-        key = "decode", n, needs, part.rings is None
-        self._run(key, partial(self._decode, part, needs))
+        part, way = self._parts[n], self._way(n)
+        self._run(("decode", n, needs, way), partial(self._decode, part, needs, way))
         return Results.of(part.sampler)
 
-    def _decoded(self, n: int) -> _Part:
-        """The first slots, prepared for a step without drafts.
-
-        On a CPU such a step takes longer by replay. So it writes the states, also if passes with
-        drafts come before and after it. On a GPU small batches do so after some steps.
-        """
-        part = self._parts[n]
-        if self._drafting is not None:
-            has_waited = n < self._write_below and self._steps >= STEPS_BY_REPLAY
-            if has_waited or not self._on_gpu:
-                part = part._replace(rings=None)
-            self._steps += 1
-        self._set_replay(part)
-        return part
-
-    def _decode(self, part: _Part, needs: Needs) -> None:
-        self._step(part, part.sampler.pending)
+    def _decode(self, part: _Part, needs: Needs, way: StepWay) -> None:
+        self._step(part, part.sampler.pending, way)
         part.sampler(part.logits, needs)
 
     def most_drafts(self, highest_slot: int) -> int:
@@ -571,8 +576,7 @@ class ModelRunner:
         assert self._drafting is not None
         n, needs = self.bucket(highest_slot + 1), self._needs()
         part = self._parts[n]
-        self._set_replay(part)
-        self._steps = 0
+        self._note_replay()
         most = self._drafting.drafts.shape[1]
         positions = 1 + max(map(len, drafts.values()), default=0)
         if self._on_gpu:
@@ -623,9 +627,8 @@ class ModelRunner:
     def forward(self, highest_slot: int) -> None:
         """Reads the last token of every running slot."""
         n = self.bucket(highest_slot + 1)
-        part = self._decoded(n)
-        key = "forward", n, part.rings is None
-        self._run(key, partial(self._step, part, part.sampler.pending))
+        part, way = self._parts[n], self._way(n)
+        self._run(("forward", n, way), partial(self._step, part, part.sampler.pending, way))
 
     def set_masks(self, slots: Sequence[int], masks: Tensor) -> None:
         """Sets which tokens may be drawn next in slots with a grammar: see `Sampler.set_masks`."""
@@ -672,14 +675,11 @@ class ModelRunner:
         self._single_tokens.fill_(-1)
         for n, part in self._parts.items():
             self._capture(("single", n), partial(self._single_step, n))
-            parts = [part]
-            if self._drafting is not None and n < self._write_below:
-                parts.append(part._replace(rings=None))
             for needs in _NEEDS:
                 kind = _covering(needs, self.config.vocab_size)
-                for each in parts:
-                    key = "decode", n, kind, each.rings is None
-                    self._capture(key, partial(self._decode, each, kind))
+                for way in self._ways(n):
+                    work = partial(self._decode, part, kind, way)
+                    self._capture(("decode", n, kind, way), work)
                 for positions in _POSITIONS:
                     if positions <= self.most_drafts(n - 1) + 1:
                         work = partial(self._verify, part, positions, kind)

@@ -64,6 +64,12 @@ class Cursor(NamedTuple):
     live: Tensor  # bool: whether the row reads a token now
     interval: int  # tokens from one fold to the next; no more than the ring holds
     order: Tensor | None = None  # int64: the rows in the order in which a kernel starts them
+    folds_all: bool = False  # all live rows are folded after the current token
+
+    @property
+    def multiple(self) -> int:
+        """A row is folded when its tokens reach a multiple of this number: see `is_due`."""
+        return 1 if self.folds_all else self.interval
 
     def is_due(self) -> Tensor:
         """True for rows [B] that are folded after the current token.
@@ -72,7 +78,7 @@ class Cursor(NamedTuple):
         rows that start together are not folded in the same step. A pass may leave tokens beyond
         the multiple in the ring: then the next step folds them.
         """
-        return self.live & _crosses(self.folded, self.seen + 1, self.interval)
+        return self.live & _crosses(self.folded, self.seen + 1, self.multiple)
 
     def advance(self) -> None:
         """Counts the current token, in place. Call it after the last layer."""
@@ -109,10 +115,10 @@ class Pass(NamedTuple):
         self.seen.add_(kept)
 
 
-def _crosses(folded: Tensor, seen: Tensor, interval: int) -> Tensor:
-    """True for rows [B] that pass a multiple of the interval from one count to the other."""
+def _crosses(folded: Tensor, seen: Tensor, multiple: int) -> Tensor:
+    """True for rows [B] that pass a multiple of this number from one count to the other."""
     rows = torch.arange(len(seen), device=seen.device)
-    return (seen + rows) // interval > (folded + rows) // interval
+    return (seen + rows) // multiple > (folded + rows) // multiple
 
 
 def replay_step(

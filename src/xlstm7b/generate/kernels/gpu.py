@@ -135,7 +135,7 @@ def ordered(cursor: Cursor) -> Cursor:
 
     The programs of few rows all run at once.
     """
-    if len(cursor.seen) < _ORDERED_ROWS:
+    if len(cursor.seen) < _ORDERED_ROWS or cursor.folds_all:
         return cursor
     return cursor._replace(order=launch_order(cursor))
 

@@ -27,7 +27,7 @@ def replay_kernel(
     i_stride_b, i_stride_h, f_stride_b, f_stride_h, gate_stride_b, gate_stride_h,
     C_stride_b, n_stride_b, m_stride_b, ring_k_stride_b, ring_v_stride_b, ring_i_stride_b,
     scale, eps, norm_eps, NH, DK: tl.constexpr, DV: tl.constexpr,
-    SIZE: tl.constexpr, ENTRIES: tl.constexpr, INTERVAL: tl.constexpr,
+    SIZE: tl.constexpr, ENTRIES: tl.constexpr, MULTIPLE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PADDED_K: tl.constexpr, PADDED_V: tl.constexpr,
     FOLDED: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
     HAS_ORDER: tl.constexpr, OVERLAP: tl.constexpr,
@@ -47,7 +47,7 @@ def replay_kernel(
     width_k, width_v = DK * is_live, DV * is_live
     token, before = tl.load(seen + batch), tl.load(folded + batch)
     in_ring = (token - before).to(tl.int32) * is_live
-    crosses = (token + 1 + batch) // INTERVAL > (before + batch) // INTERVAL
+    crosses = (token + 1 + batch) // MULTIPLE > (before + batch) // MULTIPLE
     folds = tl.where(crosses, is_live, 0) != 0
     d_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     in_v = d_v < width_v
@@ -109,7 +109,7 @@ def replay_kernel(
     decay, weight = tl.exp(decayed - m_new), tl.exp(g_i - m_new)
 
     V_t = tl.where(age[:, None] == 0, v_new[None, :], V_t).to(tl.float32)
-    if folds:  # one step in INTERVAL does this
+    if folds:  # one step in MULTIPLE does this
         V_in = weight[:, None] * V_t
         from_state, scores = _read_and_fold(
             q_head, C_head, K_at, k_head, age, held, in_v, V_in, decay,
@@ -226,26 +226,26 @@ def _leading_digits(x):
 
 
 @triton.jit
-def advance_kernel(folded, seen, live, rows, INTERVAL: tl.constexpr, BLOCK: tl.constexpr):
+def advance_kernel(folded, seen, live, rows, MULTIPLE: tl.constexpr, BLOCK: tl.constexpr):
     """`Cursor.advance` in one program."""
     row = tl.arange(0, BLOCK)
     mask = row < rows
     is_live = tl.load(live + row, mask=mask, other=0) != 0
     tokens = tl.load(seen + row, mask=mask, other=0) + is_live.to(tl.int64)
     before = tl.load(folded + row, mask=mask, other=0)
-    crosses = (tokens + row) // INTERVAL > (before + row) // INTERVAL
+    crosses = (tokens + row) // MULTIPLE > (before + row) // MULTIPLE
     tl.store(seen + row, tokens, mask=mask)
     tl.store(folded + row, tokens, mask=mask & is_live & crosses)
 
 
 @triton.jit
-def order_kernel(folded, seen, live, order, rows, INTERVAL: tl.constexpr, BLOCK: tl.constexpr):
+def order_kernel(folded, seen, live, order, rows, MULTIPLE: tl.constexpr, BLOCK: tl.constexpr):
     """`launch_order` in one program."""
     row = tl.arange(0, BLOCK)
     mask = row < rows
     tokens = tl.load(seen + row, mask=mask, other=0)
     before = tl.load(folded + row, mask=mask, other=0)
-    crosses = (tokens + 1 + row) // INTERVAL > (before + row) // INTERVAL
+    crosses = (tokens + 1 + row) // MULTIPLE > (before + row) // MULTIPLE
     is_due = (tl.load(live + row, mask=mask, other=0) != 0) & crosses
     due = is_due.to(tl.int32)
     count = tl.sum(due, 0)
@@ -296,7 +296,7 @@ def launch_replay(
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *i.stride(), *f.stride(),
         *gate.stride()[:2], *(part.stride(0) for part in (*state, *ring[:3])),
         d_k**-0.5, eps, norm_eps, heads, DK=d_k, DV=d_v,
-        SIZE=size, ENTRIES=padded(1 + most_held(size, cursor.interval)), INTERVAL=cursor.interval,
+        SIZE=size, ENTRIES=padded(1 + most_held(size, cursor.interval)), MULTIPLE=cursor.multiple,
         BLOCK_K=tile.d_in, BLOCK_V=tile.d_out, PADDED_K=padded(d_k), PADDED_V=padded(d_v),
         FOLDED=min(32, folded_rows(tile, d_k)), PRECISION=precision(q.dtype),
         PARTS=min(tile.d_in, threads_of_column(tile, state.C.itemsize)), STAGES=tile.stages,
@@ -327,7 +327,7 @@ def launch_advance(cursor: Cursor) -> None:
     """`Cursor.advance` as one launch."""
     rows = len(cursor.seen)
     advance_kernel[(1,)](
-        *cursor[:3], rows, INTERVAL=cursor.interval, BLOCK=max(16, triton.next_power_of_2(rows)),
+        *cursor[:3], rows, MULTIPLE=cursor.multiple, BLOCK=max(16, triton.next_power_of_2(rows)),
         num_warps=1,
     )  # fmt: skip
 
@@ -342,7 +342,7 @@ def launch_order(cursor: Cursor) -> Tensor:
     rows = len(cursor.seen)
     order = torch.empty_like(cursor.seen)
     order_kernel[(1,)](
-        *cursor[:3], order, rows, INTERVAL=cursor.interval,
+        *cursor[:3], order, rows, MULTIPLE=cursor.multiple,
         BLOCK=max(16, triton.next_power_of_2(rows)), num_warps=4,
     )  # fmt: skip
     return order
