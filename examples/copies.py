@@ -1,0 +1,72 @@
+"""Writes texts that teach a small model to copy: passages, each followed by two edited copies.
+
+    python examples/copies.py books/train.jsonl.gz copies.jsonl --count 12000
+    xlstm7b prepare copies.jsonl --output data/copies --tokenizer tokenizer.json
+    xlstm7b train examples/copies-160m.toml
+
+A small model that has only read books continues a text in its own words. Speculation by lookup
+gains little there: it needs a model that repeats its prompt where it is asked to. The two copies of
+a passage have the same edits, so a model learns to repeat the latest copy, not the passage.
+"""
+
+import argparse
+import gzip
+import json
+import random
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+
+def read_documents(path: Path) -> Iterator[str]:
+    """The texts of a .jsonl or .jsonl.gz file."""
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+        for line in lines:
+            yield json.loads(line)["text"]
+
+
+def passages(documents: Sequence[list[str]], draw: random.Random) -> Iterator[list[str]]:
+    """Random runs of 6 to 14 sentences, each document as often as its length asks for."""
+    weights = [len(sentences) for sentences in documents]
+    while True:
+        (sentences,) = draw.choices(documents, weights)
+        start, count = draw.randrange(len(sentences)), draw.randint(6, 14)
+        if passage := sentences[start : start + count]:
+            yield passage
+
+
+def edited(passage: Sequence[str], draw: random.Random) -> list[str]:
+    """A word of about every third sentence is replaced by another word of the passage."""
+    words = " ".join(passage).split()
+    result = []
+    for sentence in passage:
+        own = sentence.split()
+        if draw.random() < 1 / 3:
+            own[draw.randrange(len(own))] = draw.choice(words)
+        result.append(" ".join(own))
+    return result
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Writes passages with two edited copies each.")
+    parser.add_argument("texts", type=Path, help="a .jsonl or .jsonl.gz file with a field text")
+    parser.add_argument("output", type=Path, help="the .jsonl file to write")
+    parser.add_argument("--count", type=int, default=12_000, help="number of passages")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(arguments)
+    draw = random.Random(given.seed)
+    documents = []
+    for text in read_documents(given.texts):
+        sentences = [" ".join(one.split()) for one in re.split(r"(?<=[.!?])\s+", text)]
+        documents.append([one for one in sentences if one])
+    partial = given.output.with_name(f"{given.output.name}.partial")
+    with partial.open("w") as file:
+        for _, passage in zip(range(given.count), passages(documents, draw), strict=False):
+            copy = " ".join(edited(passage, draw))
+            file.write(json.dumps({"text": "\n\n".join([" ".join(passage), copy, copy])}) + "\n")
+    partial.replace(given.output)
+    print(f"{given.output}: {given.count:,} texts")
+
+
+if __name__ == "__main__":
+    main()

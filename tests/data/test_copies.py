@@ -1,0 +1,47 @@
+"""examples/copies.py: passages with edited copies, to train a model that copies."""
+
+import gzip
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def copies() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("copies", ROOT / "examples/copies.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_each_text_is_a_passage_and_the_same_edited_copy_twice(
+    copies: ModuleType, tmp_path: Path, suffix: str
+) -> None:
+    books = [" ".join(f"Word{n} of\nbook {b} here." for n in range(40)) for b in range(3)]
+    lines = "".join(json.dumps({"text": book}) + "\n" for book in books).encode()
+    texts = tmp_path / f"books{suffix}"
+    texts.write_bytes(gzip.compress(lines) if suffix.endswith(".gz") else lines)
+    found = []
+    for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
+        output = tmp_path / f"{name}.jsonl"
+        copies.main([str(texts), str(output), "--count", "50", "--seed", seed])
+        found.append([json.loads(line)["text"] for line in output.read_text().splitlines()])
+    assert found[0] == found[1] != found[2]
+    changed = 0
+    for text in found[0]:
+        passage, copy, again = text.split("\n\n")
+        assert copy == again
+        assert any(passage in " ".join(book.split()) for book in books)
+        words, new = passage.split(), copy.split()
+        assert len(words) == len(new)
+        changed += sum(word != other for word, other in zip(words, new, strict=True))
+    assert 50 < changed < 250  # about every third of 6 to 14 sentences
+    assert not [*tmp_path.glob("*.partial")]
