@@ -164,10 +164,11 @@ def test_speculation_on_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def seconds(call: partial[object], *_: object, **__: object) -> float:
         """1 ms for each step of a batch of two."""
         batches = len(call.args[0]) / 2
-        assert batches == 4
+        assert batches == 2
         return 0.001 * call.keywords["max_new_tokens"] * batches
 
     monkeypatch.setattr(texts, "measure", seconds)
+    monkeypatch.setattr(texts, "_PROMPTS", 3)
     folder = str(save_byte_model(tmp_path / "model"))
     plan = replace(SMALL, parts=("speculation",), batches=(2,), text_tokens=8)
     plan = replace(plan, folder=folder, draft=folder)

@@ -43,7 +43,7 @@ _FUNCTION = '''def read_{0}(path):
 
 
 '''
-_PROMPTS = 8  # at least, of each kind: one output may be an exception
+_PROMPTS = 16  # at least, of each kind: one output may be an exception
 _SENTENCES = 12  # of a passage
 _LETTERS = 1500  # most of a passage
 _STEP = 5  # sentences from the start of one passage to that of the next
