@@ -292,16 +292,18 @@ class OutputText:
         count = self._params.logprobs or 0  # another row of the batch may have more
         tops = dict(zip(top_tokens[:count], top_logprobs[:count], strict=True)) if count else {}
         self.top_logprobs.append(tops)
-        searched = max(0, len(self.text) - self._longest_stop + 1)
+        before = len(self.text)
         self.text += self._decoder.push(token)
-        found = [at for stop in self._stops if (at := self.text.find(stop, searched)) >= 0]
-        if found:
-            self.text = self.text[: min(found)]
-            self._decoder.flush()
-            return self.finish("stop")
+        if self._stops:
+            searched = max(0, before - self._longest_stop + 1)
+            found = [at for stop in self._stops if (at := self.text.find(stop, searched)) >= 0]
+            if found:
+                self.text = self.text[: min(found)]
+                self._decoder.flush()
+                return self.finish("stop")
         if len(self.token_ids) >= self._params.max_new_tokens:
             return self.finish("length")
-        return self._new_text(len(self.text) - self._held_back())
+        return self._new_text(len(self.text) - (self._held_back() if self._stops else 0))
 
     def finish(self, reason: FinishReason) -> str:
         """Ends the text; returns what was held back."""
