@@ -308,12 +308,18 @@ def test_passes_and_steps_in_any_order(seed, interval, most, slack, gates):
     ],
 )
 def test_passes_of_real_models(heads, dtype, state_dtype):
+    """Now and then a step folds all rows that are live."""
     torch.manual_seed(0)
     layer = Layer(9, *heads, 32, 14, dtype, state_dtype)
-    for number in range(24):
-        count = (9, 2)[number % 2]
-        lengths = torch.randint(0, count + 1, (9,), device=DEVICE)
-        got, want, live = layer.read(lengths, some_of(lengths), count)
+    for number in range(27):
+        if number % 9 == 8:
+            live = torch.rand(9, device=DEVICE) < 0.8
+            got, want = layer.step(live, folds_all=True)
+            assert torch.equal(layer.folded[live], layer.seen[live])
+        else:
+            count = (9, 2)[number % 2]
+            lengths = torch.randint(0, count + 1, (9,), device=DEVICE)
+            got, want, live = layer.read(lengths, some_of(lengths), count)
         if state_dtype == torch.bfloat16:  # the reference goes on from the rounded state
             for part, want_part in zip(layer.state, layer.want_state, strict=True):
                 assert error(part, want_part) < DIGITS[state_dtype]
