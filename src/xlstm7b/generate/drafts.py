@@ -382,7 +382,7 @@ class LookupText:
     def record(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
         """Adds the tokens that a pass generated, with a draft of which some were accepted."""
         size, has_match = len(self._index), self._has_match
-        if not (has_match or drafted or self._unread or self._patience):  # mostly, and quickly
+        if not (has_match or drafted or self._unread or self._patience):  # the usual case
             for token in tokens:
                 self._index.append(token)
             self._length.record(0, 0, len(tokens))

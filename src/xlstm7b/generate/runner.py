@@ -207,7 +207,7 @@ class ModelRunner:
             self._rings = Rings.zeros(
                 self.config, slots, dtype=model.dtype, device=device, **ring_sizes(drafts)
             )
-        # With drafts, steps without any replay on a GPU from this many slots on.
+        # If there are drafts, steps that read none go by replay on a GPU from this many slots on.
         self._replay_drafts_from = REPLAY_SLOTS if replay is None and model.uses_kernels else 0
         self._decoding = set[int]()  # slots between `start` and `stop`
         self._replaying = False  # whether rings of live slots may have tokens
