@@ -244,7 +244,10 @@ def oracle(monkeypatch: pytest.MonkeyPatch) -> type[Oracle]:
     return Oracle
 
 
-@both_engines
+@pytest.mark.parametrize(
+    "make_engine",
+    [new_engine, gpu_like_engine, pytest.param(partial(gpu_like_engine, replay=True), id="replay")],
+)
 @pytest.mark.parametrize("accuracy", [0.0, 0.8, 1.0])
 def test_outputs_and_states_are_those_without_drafts(make_engine, accuracy, oracle, monkeypatch):
     monkeypatch.setattr(oracle, "accuracy", accuracy)
