@@ -31,8 +31,7 @@ def passages(documents: Sequence[list[str]], draw: random.Random) -> Iterator[li
     while True:
         (sentences,) = draw.choices(documents, weights)
         start, count = draw.randrange(len(sentences)), draw.randint(6, 14)
-        if passage := sentences[start : start + count]:
-            yield passage
+        yield sentences[start : start + count]
 
 
 def edited(passage: Sequence[str], draw: random.Random) -> list[str]:
@@ -59,6 +58,8 @@ def main(arguments: list[str] | None = None) -> None:
     for text in read_documents(given.texts):
         sentences = [" ".join(one.split()) for one in re.split(r"(?<=[.!?])\s+", text)]
         documents.append([one for one in sentences if one])
+    if not any(documents):
+        parser.error(f"{given.texts} has no text")
     partial = given.output.with_name(f"{given.output.name}.partial")
     with partial.open("w") as file:
         for _, passage in zip(range(given.count), passages(documents, draw), strict=False):

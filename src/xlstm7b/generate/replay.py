@@ -21,7 +21,7 @@ _DRAFTS_RING = 48  # tokens of a ring, with drafts
 
 # How a step reads its tokens. "replay": into the rings, and into the states every few tokens.
 # "fold": into the states, with all that is in the rings. "write": into the states; the rings of
-# rows that are live are empty. It is faster than "fold".
+# rows that are live are empty.
 StepWay = Literal["replay", "fold", "write"]
 
 

@@ -347,9 +347,9 @@ class ModelRunner:
     def _way(self, n: int) -> StepWay:
         """How the next step of this many slots reads its tokens.
 
-        Few slots of a GPU write their states, and so does a CPU: that takes less time than replay.
-        After a pass with drafts, or after a step of more slots, the first such step folds the
-        rings. It takes about as long as one that writes the states.
+        Few slots of a GPU write their states, which is faster than replay for a small model, and so
+        does a CPU. After a pass with drafts, or after a step of more slots, the first such step
+        folds the rings.
         """
         if self._replays(n):
             self._note_replay()
