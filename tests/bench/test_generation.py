@@ -175,8 +175,8 @@ def test_speculation_on_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     results = [r for r in cases.run(plan) if r.part == "speculation"]
     assert [r.work for r in results] == [
         f"{kind}, {way}"
-        for kind in ("copy", "code", "question", "prose")
         for way in ("no speculation", "lookup", "draft model")
+        for kind in ("copy", "code", "question", "prose")
     ]
     for result in results:
         assert result.error is None

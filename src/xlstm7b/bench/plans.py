@@ -178,7 +178,7 @@ class Generation(ModelPlan):
         None,
     )
     text_tokens: int = option(
-        "Tokens generated after each prompt in the part speculation.", 256, on_cpu=64, least=2
+        "Tokens generated after each prompt in the part speculation.", 128, on_cpu=64, least=2
     )
     drift_tokens: int = option("Tokens decoded in the part drift.", 8192, on_cpu=256)
     seconds: float = option("Length of one timing of decoding, in seconds, about.", 0.3)

@@ -81,7 +81,7 @@ def read_inputs(plan: Generation) -> Inputs:
 
 
 def results(plan: Generation) -> Iterator[Result]:
-    """For each batch size and kind of text: without speculation, by lookup, by a draft model."""
+    """For each batch size: without speculation, by lookup, by a draft model, each kind of text."""
     assert plan.folder is not None
     sentences, tokenizer, draft = read_inputs(plan)
     dtype, device = to_dtype(plan.dtype), torch.device(plan.device)
@@ -91,41 +91,45 @@ def results(plan: Generation) -> Iterator[Result]:
         ways["draft model"] = load_speculation(draft, dtype, device)
     for batch in plan.batches:
         count = -(-_PROMPTS // batch) * batch
-        for kind, prompts in make_prompts(sentences, count).items():
-            ids = [tokenizer.encode(prompt) for prompt in prompts]
-            plain: list[_Outputs] = []
-            for way, speculate in ways.items():
-                generator = Generator(
-                    model,
-                    tokenizer,
-                    state_dtype=to_dtype(plan.state_dtype),
-                    batch_size=batch,
-                    speculate=speculate,
-                )
+        prompts = {
+            kind: [tokenizer.encode(prompt) for prompt in texts]
+            for kind, texts in make_prompts(sentences, count).items()
+        }
+        plain: dict[str, _Outputs] = {}
+        for way, speculate in ways.items():
+            generator = Generator(
+                model,
+                tokenizer,
+                state_dtype=to_dtype(plan.state_dtype),
+                batch_size=batch,
+                speculate=speculate,
+            )
+            for kind, ids in prompts.items():
                 case = Result("speculation", work=f"{kind}, {way}", batch=batch, length=len(ids[0]))
-                sampling = SAMPLED if kind == "prose" else GREEDY
-                run = partial(_timed, generator, ids, plan, sampling, plain)
+                run = partial(_timed, generator, kind, ids, plan, plain)
                 # `ValueError`: too many slots; `RuntimeError`: the machine is too busy
-                result = attempt(case, run, ValueError, RuntimeError)
-                yield result
-                del generator, run  # frees its memory
-                release(plan.device)
+                yield attempt(case, run, ValueError, RuntimeError)
+                del run
+            del generator  # frees its memory
+            release(plan.device)
 
 
 def _timed(
     generator: Generator,
+    kind: str,
     prompts: Sequence[Sequence[int]],
     plan: Generation,
-    sampling: dict[str, Any],
-    plain: list[_Outputs],
+    plain: dict[str, _Outputs],
     case: Result,
 ) -> Result:
     """The time of a step after the first token, as the mean of all prompts, a batch at a time.
 
-    `plain` gets the first outputs, and has them later.
+    Without speculation `plain` gets the outputs of this kind. With it, they are compared with them.
     """
     tokens = plan.text_tokens
+    sampling = SAMPLED if kind == "prose" else GREEDY
     generate = partial(generator.generate, prompts, **sampling)
+    generate(max_new_tokens=tokens)  # a pass is captured when its shape first occurs
     done = generate(max_new_tokens=tokens)
     whole, first = (
         measure(partial(generate, max_new_tokens=count), plan.device, repeats=9, enough=0.5)
@@ -138,11 +142,11 @@ def _timed(
     if drafted := sum(one.drafted_tokens for one in done):
         figures["accepted"] = 100 * sum(one.accepted_tokens for one in done) / drafted
     outputs = [one.token_ids for one in done]
-    for want in plain:
+    if (want := plain.get(kind)) is not None:
         same = [got == one for got, one in zip(outputs, want.token_ids, strict=True)]
         figures |= {"of_plain": want.seconds / seconds, "same": 100 * sum(same) / len(same)}
     if generator.speculate is None:
-        plain.append(_Outputs(outputs, seconds))
+        plain[kind] = _Outputs(outputs, seconds)
     return Result(
         case.part,
         work=case.work,
