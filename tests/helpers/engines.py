@@ -167,8 +167,7 @@ class GraphRunner(ModelRunner):
     def __init__(self, model: FusedModel, slots: int, **options: object) -> None:
         super().__init__(model, slots, **options)
         self._on_gpu = True
-        buckets = [n for n in runner_module._SLOT_BUCKETS if n < slots]
-        self._parts = {n: self._part(n) for n in (*buckets, slots)}
+        self._make_parts(runner_module._SLOT_BUCKETS)
         inputs = runner_module._MAX_GRAPH_TOKENS + 3 * runner_module._ROWS[-1]
         self._inputs = torch.zeros(inputs, dtype=torch.long)
 

@@ -63,14 +63,11 @@ class SuffixIndex:
         self._key = 0  # the latest `min_match` tokens as one number of 32 bits each
         self._match: tuple[int, int] | None = _NO_MATCH  # of the latest tokens; None: not known
         for token in tokens:
-            self._append(token)
+            self.append(token)
 
     def append(self, token: int) -> None:
         if len(self._tokens) >= 2 * self._window - 1:
             self._rebuild(self._tokens[len(self._tokens) - self._window + 1 :])
-        self._append(token)
-
-    def _append(self, token: int) -> None:
         self._tokens.append(token)
         end = len(self._tokens)  # a position is the number of tokens before it
         self._key = key = (self._key << 32 | token) & self._key_bits

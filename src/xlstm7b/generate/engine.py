@@ -520,10 +520,10 @@ class Engine:
         """
         drafts: dict[int, list[int]] = {}
         masks: dict[int, Tensor] = {}
-        most = self._runner.most_drafts(highest)
         is_known = all(step.values is not None for step in self._launched)
-        if self._drafter is None or not most or not is_known:
+        if self._drafter is None or not is_known:
             return drafts, masks
+        most = self._runner.most_drafts(highest)
         lengths = self._draft_lengths(requests, most)
         found = self._in_model(partial(self._drafter.propose, lengths))
         for request, draft in found.items():

@@ -235,8 +235,7 @@ class ModelRunner:
         self._slot_states = [self._state.rows(row, row + 1) for row in range(rows)]
         # A CPU always computes all slots: then a request's tokens do not depend, to the bit, on
         # which other requests are running.
-        buckets = [n for n in _SLOT_BUCKETS if n < slots] if self._on_gpu else []
-        self._parts = {n: self._part(n) for n in (*buckets, slots)}
+        self._make_parts(_SLOT_BUCKETS if self._on_gpu else ())
         self._single_tokens = torch.full((slots,), -1, device=device)
         self._graphs: dict[Any, torch.cuda.CUDAGraph | _NoGraph] = {}
         # Zeros are right without a first token.
@@ -247,6 +246,13 @@ class ModelRunner:
             # Tokens, lengths, source and target slots of a prefill batch: one copy from the host.
             inputs = _MAX_GRAPH_TOKENS + 3 * _ROWS[-1]
             self._inputs = torch.zeros(inputs, dtype=torch.long, device=device)
+
+    def _make_parts(self, buckets: Sequence[int]) -> None:
+        sizes = [*(n for n in buckets if n < self.slots), self.slots]
+        self._parts = {n: self._part(n) for n in sizes}
+        # By number of slots, because every step needs them.
+        self._buckets = [min(n for n in sizes if n >= used) for used in range(self.slots + 1)]
+        self._most_drafts = {n: self._longest_draft(n) for n in sizes}
 
     def _part(self, n: int) -> _Part:
         sampler = self._sampler if n == self.slots else self._sampler.first(n)
@@ -527,12 +533,16 @@ class ModelRunner:
 
     def most_drafts(self, highest_slot: int) -> int:
         """How many drafts of a slot the next pass may read. In large batches none pays."""
+        return self._most_drafts[self.bucket(highest_slot + 1)]
+
+    def _longest_draft(self, n: int) -> int:
+        """The same for a pass that computes n slots."""
         if self._drafting is None:
             return 0
         most = self._drafting.drafts.shape[1]
         if not self._on_gpu:
             return most
-        positions = PASS_TOKENS // self.bucket(highest_slot + 1)
+        positions = PASS_TOKENS // n
         return min(most, max((size for size in _POSITIONS if size <= positions), default=1) - 1)
 
     def draft_cost(self, drafting: "ModelRunner | None" = None) -> DraftCost:
@@ -656,7 +666,7 @@ class ModelRunner:
 
     def bucket(self, slots: int) -> int:
         """How many slots a decode step computes if the first `slots` are in use."""
-        return min(n for n in self._parts if n >= slots)
+        return self._buckets[slots]
 
     def _needs(self) -> Needs:
         """The sampling work of the next step: what the slots need, or a graph that covers it."""
