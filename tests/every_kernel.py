@@ -212,24 +212,23 @@ def run_steps(dtype: torch.dtype, rows: int) -> None:
     fused = fused_model(dtype)
     state = ModelState.zeros(fused.config, rows, device=DEVICE)
     live = torch.rand(rows, device=DEVICE) < 0.5
-    tokens = torch.randint(331, (rows,), device=DEVICE)
-    logits = fused.step(tokens, state, live)
-    gpu.keep_logits(logits[:, None], live, torch.zeros_like(logits))
+    tokens = torch.randint(331, (rows,), device=DEVICE).where(live, -1)
+    fused.step(tokens, state, out=torch.zeros(rows, 331, device=DEVICE))
     rings = Rings.zeros(fused.config, rows, dtype=dtype, device=DEVICE, interval=3, size=20)
     rings.folded.copy_(state.tokens_seen)
     for _ in range(1 if ONLY_COMPILE else 5):
-        fused.step(tokens, state, live, rings=rings)
+        fused.step(tokens, state, rings=rings)
     for count in (9,) if ONLY_COMPILE else (2, 4, 8, 9):
         if dtype == BFLOAT16 and rows * count > MAX_ROWS and not ONLY_COMPILE:
             break  # initcheck does not see what cuBLAS stores in bfloat16
         drafts = torch.randint(-1, 331, (rows, count - 1), device=DEVICE)
-        read, lengths = gpu.pass_tokens(torch.where(live, tokens, -1), drafts)
+        read, lengths = gpu.pass_tokens(tokens, drafts)
         one_pass = Pass(rings.folded, state.tokens_seen, lengths, rings.interval)
         logits = fused.read_drafts(read, state, one_pass, rings)
         gpu.keep_logits(logits, lengths, logits[:, 0].contiguous(), torch.empty_like(logits))
         fused.advance(one_pass, (lengths + 1) // 2)
     for way in ("fold", "write"):
-        fused.step(tokens, state, live, rings=rings, way=way)
+        fused.step(tokens, state, rings=rings, way=way)
 
 
 def run_quantized(scheme: Scheme) -> None:

@@ -719,7 +719,7 @@ def test_a_fault_of_the_model_is_raised(monkeypatch):
     driver = Driver(new_engine(MODEL, slots=2))
     driver.add_all(greedy("A", 50, eos_token_id=()) for _ in range(4))
     driver.step(3)
-    monkeypatch.setattr(FusedModel, "step", lambda *_: 1 / 0)
+    monkeypatch.setattr(FusedModel, "step", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         driver.step()
 
@@ -753,9 +753,9 @@ def decoded(monkeypatch) -> list[int]:
     """How many rows each decode step computed."""
     rows, step = [], FusedModel.step
 
-    def counted(self, tokens, *arguments):
+    def counted(self, tokens, *arguments, **options):
         rows.append(len(tokens))
-        return step(self, tokens, *arguments)
+        return step(self, tokens, *arguments, **options)
 
     monkeypatch.setattr(FusedModel, "step", counted)
     return rows
@@ -876,10 +876,10 @@ def test_a_step_does_little_work_outside_the_model(monkeypatch):
     depth = operations = calls = 0
 
     def inside(work):
-        def call(*arguments):
+        def call(*arguments, **options):
             nonlocal depth
             depth += 1
-            result = work(*arguments)
+            result = work(*arguments, **options)
             depth -= 1
             return result
 

@@ -100,7 +100,7 @@ def test_equals_the_model(dtype):
         before = state.clone()
         token, mask = torch.randint(0, 40, (3,)), torch.tensor(live)
         counts = mask.long()
-        logits = fused.step(token, state, mask)
+        logits = fused.step(token.where(mask, -1), state)
         want, want_state = plain(token[:, None], want_state, lengths=counts, logits="last")
         exact_logits, exact_state = exact(
             token[:, None], exact_state, lengths=counts, logits="last"
@@ -189,7 +189,7 @@ def test_a_state_kept_in_bfloat16():
     state = ModelState.zeros(CONFIG, 2, dtype=torch.bfloat16)
     fused.read(tokens, state)
     before = state.clone()
-    logits = fused.step(torch.tensor([3, 4]), state, torch.tensor([True, False]))
+    logits = fused.step(torch.tensor([3, -1]), state)
     assert_row_unchanged(state, before, 1)
     assert state.blocks[0].C.dtype == torch.bfloat16
     want, _ = model(torch.cat([tokens, torch.tensor([[3], [4]])], 1)[:1], logits="last")
@@ -343,7 +343,7 @@ def test_float32_through_the_kernels(batch, reads):
         vectors = fused.read(tokens.to(device), state)
         assert error(fused.logits(vectors).cpu(), want) < 1e-5
     for token in tokens.mT[:2]:
-        got = fused.step(token.to(device), state, live.to(device)).cpu()
+        got = fused.step(token.where(live, -1).to(device), state).cpu()
         want, want_state = model(token[:, None], want_state, lengths=live.long(), logits="last")
         assert error(got[live], want[live]) < 1e-5
     assert_states_close(state.to("cpu"), want_state, 1e-5)
@@ -372,7 +372,7 @@ def test_bfloat16_on_a_gpu(batch):
 
     before, live = state.clone(), torch.arange(batch) % 3 != 1
     for token in tokens.mT[:3]:
-        got = fused.step(token.cuda(), state, live.cuda()).cpu()
+        got = fused.step(token.where(live, -1).cuda(), state).cpu()
         want, want_state = model(token[:, None], want_state, lengths=live.long(), logits="last")
         assert error(got[live], want[live]) < 3e-2
     assert_states_close(state.to("cpu"), want_state, 3e-2)

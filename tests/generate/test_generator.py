@@ -346,10 +346,10 @@ def test_a_generator_can_be_used_after_a_fault(monkeypatch, fault, work):
     want = generator.generate(PROMPTS, **GREEDY)
     method, calls = getattr(FusedModel, work), iter([False, False, True])
 
-    def broken(*arguments):
+    def broken(*arguments, **options):
         if next(calls, False):
             raise fault
-        return method(*arguments)
+        return method(*arguments, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(FusedModel, work, broken)

@@ -609,7 +609,13 @@ def test_norms_of_strided_rows(width, dtype):
 def test_embeddings(count, width, dtype):
     table = draw(11, 2 * width, dtype=dtype)[:, :width]
     tokens = (torch.arange(2 * count, device=DEVICE) % 13 - 2)[::2]  # with gaps
-    assert torch.equal(gpu.embed(tokens, table), plain.embed(tokens, table))
+    want = plain.embed(tokens, table)
+    assert torch.equal(gpu.embed(tokens, table), want)
+    for seen in (None, torch.arange(count, device=DEVICE)):
+        x, live = gpu.embed_live(tokens, table, seen)
+        assert torch.equal(x, want)
+        assert live.tolist() == (tokens >= 0).tolist()
+    assert seen.tolist() == (torch.arange(count, device=DEVICE) + live).tolist()
 
 
 @pytest.mark.parametrize(("rows", "length"), [(1, 2), (3, 1), (5, 16), (2, 9)])
@@ -637,6 +643,31 @@ def test_kept_logits(rows, length, width):
         plain.keep_logits(logits, number, expected, spaces[1][:, :length])
         assert torch.equal(last, expected)
         assert torch.equal(*spaces)
+
+
+@pytest.mark.usefixtures("_poison")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("scheme", [None, Scheme("int8")], ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 17, 67])
+def test_logits_of_live_rows(rows, scheme, cap, dtype):
+    """Written in place; those of other rows stay as they were."""
+    x, norm = draw(rows, 96, dtype=dtype), 1 + draw(96, dtype=dtype, scale=0.3)
+    W = weights(51, 96, dtype)
+    wide_W = W.double()
+    if scheme is not None:
+        weight = QuantizedWeight.quantize(W, scheme)
+        W, wide_W = prepare(weight), weight.dequantize(torch.float64)
+    for remainder in range(2):  # one row is live, then it is not
+        live = torch.arange(rows, device=DEVICE) % 2 == remainder
+        before = draw(rows + 1, 51, dtype=torch.float32)
+        space = before.clone()
+        got = gpu.head(x, norm, EPS, W, cap, space[:rows], live)
+        assert got.data_ptr() == space.data_ptr()
+        assert torch.equal(space[:rows][~live], before[:rows][~live])
+        assert torch.equal(space[rows:], before[rows:])
+        want = plain.head(x.double(), norm.double(), EPS, wide_W, cap, before[:rows].double(), live)
+        assert_close(got, want, max(LARGEST[dtype], LARGEST[torch.float32]))
 
 
 @pytest.mark.usefixtures("_poison")
@@ -818,8 +849,7 @@ def test_graphs_decode_as_eager_calls_do(models, batch, temperature):
         assert torch.equal(saved(runner).logits, logits)
         assert results.lists() == [sampler.tokens.tolist()]
         results = runner.decode(batch - 1)
-        live = sampler.pending >= 0
-        logits = fused.step(sampler.pending.clamp(min=0), state, live)
+        logits = fused.step(sampler.pending, state)
         sampler(logits, sampler.needs)
     after = saved(runner)
     assert after.tokens_seen == [59 - row for row in range(batch)]

@@ -57,8 +57,7 @@ def read(model: FusedModel, tokens: torch.Tensor, *, steps: int = 0, **options) 
     with torch.inference_mode():
         logits = model.logits(model.read(tokens[:, :cut], state, **options))
         for at in range(cut, tokens.shape[1]):
-            live = torch.ones(len(tokens), dtype=torch.bool)
-            logits = model.step(tokens[:, at], state, live, **options)
+            logits = model.step(tokens[:, at], state, **options)
     return logits
 
 
@@ -156,8 +155,7 @@ def test_additions_through_the_kernels(tmp_path):
             fused.read(tokens[:, :2], state, adapter_of=rows.to(device))
         else:
             tokens = tokens[:, 2:]
-        live = torch.ones(batch, dtype=torch.bool, device=device)
-        got = fused.step(tokens[:, -1], state, live, rows.to(device))
+        got = fused.step(tokens[:, -1], state, rows.to(device))
         for row, number in enumerate(numbers):
             merged = XLSTM.from_pretrained(tmp_path / "base", device=device)
             if number:

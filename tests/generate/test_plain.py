@@ -77,6 +77,6 @@ def test_few_operators_a_block():
         fused = FusedModel(XLSTM(ModelConfig(32, blocks, 2, vocab_size=16)))
         state = ModelState.zeros(fused.config, 1)
         with _Counting() as counting:
-            fused.step(torch.zeros(1, dtype=torch.int64), state, torch.ones(1, dtype=torch.bool))
+            fused.step(torch.zeros(1, dtype=torch.int64), state)
         counts.append(counting.calls.total())
     assert counts[1] - counts[0] <= 70

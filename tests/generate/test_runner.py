@@ -169,9 +169,9 @@ def test_single_tokens_are_read_in_one_step(monkeypatch, kind):
     runner.prefill([PrefillRow(slot, [1]) for slot in range(4)])  # graphs are recorded
     steps, step = [], FusedModel.step
 
-    def counted(self, tokens, *arguments):
+    def counted(self, tokens, *arguments, **options):
         steps.append(tokens.tolist())
-        return step(self, tokens, *arguments)
+        return step(self, tokens, *arguments, **options)
 
     monkeypatch.setattr(FusedModel, "step", counted)
     before = held(runner, 1)
@@ -398,9 +398,9 @@ def test_one_token_per_step_in_the_same_memory(monkeypatch):
         runner.start(slot, SamplingParams(eos_token_id=()), seed=slot)
     runner.sample([0, 1])
 
-    def counted(self, tokens, *arguments):
+    def counted(self, tokens, *arguments, **options):
         steps.append(tokens.shape)
-        return step(self, tokens, *arguments)
+        return step(self, tokens, *arguments, **options)
 
     monkeypatch.setattr(FusedModel, "step", counted)
     for _ in range(20):

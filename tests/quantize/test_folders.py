@@ -133,7 +133,7 @@ def test_the_engine_computes_the_same_within_rounding(
         expected, after = want(ids)
         check(fused.logits(fused.read(ids, state)), expected[:, -1])
         expected, _ = want(ids[:, :1], after, logits="last")
-        check(fused.step(ids[:, 0], state, torch.ones(9, dtype=torch.bool)), expected)
+        check(fused.step(ids[:, 0], state), expected)
 
 
 def test_a_server_answers_as_the_dequantised_model(quantized: Path, dequantized: Path) -> None:
@@ -195,10 +195,9 @@ def test_generation_on_a_gpu(
             fused = FusedModel(XLSTM.from_pretrained(folder, dtype=dtype, device="cuda"))
             assert "gpu" in fused.operations.__name__
             state = ModelState.zeros(fused.config, rows, device="cuda")
-            live = torch.ones(rows, dtype=torch.bool, device="cuda")
             vectors = fused.vectors(ids[:, :prompt], state)
             read = fused.logits(vectors.flatten(0, 1)).unflatten(0, (rows, prompt))
-            stepped = [fused.step(one, state, live) for one in ids[:, prompt:].unbind(1)]
+            stepped = [fused.step(one, state) for one in ids[:, prompt:].unbind(1)]
             got = read, torch.stack(stepped, 1)
             errors.append(relative_errors(got, want))
         costs = [0.0, 0.0]

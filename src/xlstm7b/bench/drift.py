@@ -70,7 +70,7 @@ def decoded_loss(model: FusedModel, tokens: Tensor, dtype: torch.dtype, *, repla
 
     def step() -> None:
         token, target = (tokens.index_select(1, at + shift)[:, 0] for shift in (0, 1))
-        logits = model.step(token, state, live, rings=rings)
+        logits = model.step(torch.where(live, token, -1), state, rings=rings)
         total.add_(F.cross_entropy(logits, target, reduction="sum"))
         at.add_(live[:1])
 

@@ -157,7 +157,7 @@ class DraftRunner(ModelRunner):
         else:
             assert isinstance(self.model, FusedModel)
             state = part.state._replace(tokens_seen=self._seen[:n])
-            logits = self.model.step(last.clamp(min=0), state, last >= 0, rings=part.rings)
+            logits = self.model.step(last, state, rings=part.rings)
         token = torch.where(self._left[:n] > 0, logits.argmax(-1), -1)
         self._left[:n] -= 1
         self._drafts[:n] = torch.cat([self._drafts[:n, 1:], token[:, None]], 1)

@@ -109,17 +109,19 @@ class FusedModel:
         self,
         tokens: Tensor,
         state: ModelState,
-        live: Tensor,
         adapter_of: Tensor | None = None,
         rings: Rings | None = None,
         way: StepWay = "replay",
+        out: Tensor | None = None,
     ) -> Tensor:
         """Reads one token per row [B] into the state; float32 logits [B, V].
 
-        A row that is not `live` keeps its state, and its logits are garbage; its token may be below
-        0. With `rings` the tokens are read in this way.
+        A row whose token is below 0 keeps its state, and its logits are garbage. With `rings` the
+        tokens are read in this way. With `out` the logits are written there, but not those of such
+        a row.
         """
-        x = self.operations.embed(tokens, self.embedding)
+        counted = state.tokens_seen if rings is None else None
+        x, live = self.operations.embed_live(tokens, self.embedding, counted)
         masks = self.low_ranks.masks(adapter_of)
         cursor = None
         if rings is not None:
@@ -135,11 +137,9 @@ class FusedModel:
             for number, memory in enumerate(state.blocks):
                 ring = rings.blocks[number], cursor
                 self._block(x, number, memory, live, None, None, masks, ring)
-        if cursor is None:
-            state.tokens_seen.add_(live)
-        else:
+        if cursor is not None:
             self.operations.advance(cursor)
-        return self.logits(x)
+        return self.logits(x, out, live)
 
     def read_drafts(
         self,
@@ -210,12 +210,10 @@ class FusedModel:
             seen.index_copy_(0, slots.target, seen.index_select(0, slots.source) + read)
         return x.view(batch, length, -1)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Soft-capped float32 logits [R, V] from vectors [R, d]."""
-        config = self.config
-        logits: Tensor = self.operations.head(
-            x, self.out_norm, config.norm_eps, self.head, config.output_logit_soft_cap
-        )
+    def logits(self, x: Tensor, out: Tensor | None = None, live: Tensor | None = None) -> Tensor:
+        """Soft-capped float32 logits [R, V] from vectors [R, d]; in `out`, if it is given."""
+        eps, cap = self.config.norm_eps, self.config.output_logit_soft_cap
+        logits: Tensor = self.operations.head(x, self.out_norm, eps, self.head, cap, out, live)
         return logits
 
     def _block(

@@ -461,15 +461,12 @@ class ModelRunner:
         self._step(self._parts[n]._replace(rings=None), self._single_tokens[:n], "write")
 
     def _step(self, part: _Part, tokens: Tensor, way: StepWay) -> None:
-        live = tokens >= 0
-        adapter = self._adapter_rows(0, len(tokens))
-        inputs = tokens, part.state, live, adapter
+        inputs = tokens, part.state, self._adapter_rows(0, len(tokens))
         if part.rings is None:
-            logits = self.model.step(*inputs)
+            self.model.step(*inputs, out=part.logits)
         else:
             assert isinstance(self.model, FusedModel)
-            logits = self.model.step(*inputs, part.rings, way)
-        self.model.operations.keep_logits(logits[:, None], live, part.logits)
+            self.model.step(*inputs, part.rings, way, out=part.logits)
 
     @torch.inference_mode()
     def score(

@@ -47,10 +47,16 @@ class UnfusedModel:
             yield self.model(tokens)[0]
 
     def step(
-        self, tokens: Tensor, state: ModelState, live: Tensor, adapter_of: Tensor | None = None
+        self,
+        tokens: Tensor,
+        state: ModelState,
+        adapter_of: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Reads one token per row [B] into the state; logits [B, V], as `FusedModel.step`."""
-        return self._read(tokens.clamp(min=0)[:, None], state, live.long(), None, "last")
+        live = tokens >= 0
+        logits = self._read(tokens.clamp(min=0)[:, None], state, live.long(), None, "last")
+        return logits if out is None else torch.where(live[:, None], logits, out, out=out)
 
     def read(
         self,

@@ -125,8 +125,7 @@ class DecodeGraph:
             self._fused = FusedModel(view)
             device = self._fused.device
             self._state = ModelState.zeros(view.config, batch, device=device)
-            self._tokens = torch.zeros(batch, dtype=torch.long, device=device)
-            self._live = torch.zeros(batch, dtype=torch.bool, device=device)
+            self._tokens = torch.full((batch,), -1, device=device)  # −1: the row keeps its state
             self._replay = self._capture()
         self.states = list(self._state.blocks)
         self._owner: Callable[[], Any] = lambda: None  # the cache whose states are here
@@ -178,11 +177,7 @@ class DecodeGraph:
                 before.states = list(self._state.clone().blocks)
             self._state.copy_(ModelState(tuple(cache.states), self._state.tokens_seen))
             self._owner = weakref.ref(cache)
-        self._tokens.copy_(tokens)
-        if live is None:
-            self._live.fill_(True)
-        else:
-            self._live.copy_(live)
+        self._tokens.copy_(tokens if live is None else torch.where(live, tokens, -1))
         with as_current(self._fused.device):
             logits = self._replay()
         cache.update(self.states, 1, None)
@@ -193,12 +188,12 @@ class DecodeGraph:
 
         @torch.inference_mode()
         def work() -> Tensor:
-            return self._fused.step(self._tokens, self._state, self._live)
+            return self._fused.step(self._tokens, self._state)
 
         if self._fused.device.type != "cuda":
             return work
         with as_current(self._fused.device):
-            work()  # compiles the kernels; no row is live, so that no state changes
+            work()  # compiles the kernels; no row has a token, so that no state changes
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 logits = work()

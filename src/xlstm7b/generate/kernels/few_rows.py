@@ -11,9 +11,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from xlstm7b.generate.kernels.overlap import overlap_options
+from xlstm7b.generate.kernels.overlap import overlap_options, wait_for_previous
 from xlstm7b.generate.kernels.pointwise import mask_gates, rms_norm
 from xlstm7b.model.head_kernels import soft_cap
 
@@ -42,6 +41,7 @@ def multiply_rows(
     live: Tensor | None = None,
     cap: float | None = None,
     out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
     tile: RowsTile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x Wᵀ [B, N] for x [B, K], B ≤ 64, and the gates [B, 2 NH].
@@ -54,7 +54,7 @@ def multiply_rows(
         x = rms_norm(x, norm, eps)
     rows = len(W) // 2 if swiglu else len(W)
     tile = tile or tile_for(batch, rows, W.dtype, swiglu)
-    out = residual
+    out = out if residual is None else residual
     if out is None:
         out = torch.empty(batch, rows, dtype=out_dtype or x.dtype, device=x.device)
     programs, gate_rows = triton.cdiv(rows, tile.rows), 0
@@ -117,16 +117,16 @@ def rows_kernel(
             row -= W_programs * ROWS
             limit = N_GATES
             weights = W_gates
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(OVERLAP)
     y, y_up = product(x, weights, row, B, limit, K, SWIGLU, BLOCK, ROWS, BATCH, PRECISION)
     if SWIGLU:
         y = y * tl.sigmoid(y) * y_up
     if is_gate:
         store_gates(y, row, bias, live, out_gates, cap, B, N_GATES, HAS_CAP, HAS_LIVE, BATCH)
     else:
-        store_rows(y, row, residual, out, cap, B, N, HAS_RESIDUAL, HAS_CAP and not HAS_GATES, BATCH)
+        capped: tl.constexpr = HAS_CAP and not HAS_GATES
+        masked: tl.constexpr = HAS_LIVE and not HAS_GATES
+        store_rows(y, row, residual, live, out, cap, B, N, HAS_RESIDUAL, capped, masked, BATCH)
 
 
 @triton.jit
@@ -148,12 +148,15 @@ def store_gates(
 
 @triton.jit
 def store_rows(
-    y, row, residual, out, cap, B, N,
-    HAS_RESIDUAL: tl.constexpr, HAS_CAP: tl.constexpr, BATCH: tl.constexpr,
+    y, row, residual, live, out, cap, B, N,
+    HAS_RESIDUAL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_LIVE: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
-    """out[:, row] = soft-cap(y + residual[:, row]), for y [ROWS, BATCH]."""
+    """out[:, row] = soft-cap(y + residual[:, row]), for y [ROWS, BATCH]. Rows of `live` only."""
     b = tl.arange(0, BATCH)
-    inside = (row < N)[:, None] & (b < B)[None, :]
+    is_stored = b < B
+    if HAS_LIVE:
+        is_stored &= tl.load(live + b, mask=b < B, other=0) != 0
+    inside = (row < N)[:, None] & is_stored[None, :]
     at = b[None, :] * N + row[:, None]
     if HAS_RESIDUAL:
         y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)

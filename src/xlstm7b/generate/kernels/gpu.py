@@ -17,6 +17,7 @@ from xlstm7b.generate.kernels.one_row import multiply_row
 from xlstm7b.generate.kernels.overlap import overlap_options
 from xlstm7b.generate.kernels.pointwise import (
     embed,
+    embed_live,
     keep_logits,
     pass_tokens,
     rms_norm,
@@ -39,6 +40,7 @@ __all__ = [
     "advance",
     "advance_pass",
     "embed",
+    "embed_live",
     "gather_states",
     "head",
     "head_norm",
@@ -225,16 +227,34 @@ def multiply(x: Tensor, W: Tensor | QuantizedWeight) -> Tensor:
 
 
 def head(
-    x: Tensor, norm: Tensor, eps: float, W: Tensor | QuantizedWeight, cap: float | None
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    W: Tensor | QuantizedWeight,
+    cap: float | None,
+    out: Tensor | None = None,
+    live: Tensor | None = None,
 ) -> Tensor:
-    """Logits RMSNorm(x) Wᵀ in float32, soft-capped."""
+    """Logits RMSNorm(x) Wᵀ in float32, soft-capped.
+
+    With `out` [R, V], contiguous, they are written there, where a row is `live` [R].
+    """
     if len(x) <= MAX_ROWS:
-        return _multiply(x, W, norm=norm, eps=eps, cap=cap, out_dtype=torch.float32)[0]
-    x = rms_norm(x, norm, eps)
-    products = product_float32(x, W if isinstance(W, Tensor) else W.dequantize(x.dtype))
-    if cap is not None:
-        pointwise.cap_logits(products, cap)
-    return products
+        options: dict[str, Any] = {"norm": norm, "eps": eps, "cap": cap}
+        if out is not None and isinstance(W, Tensor):
+            assert out.is_contiguous()
+            return _multiply(x, W, **options, out=out, live=live)[0]
+        logits = _multiply(x, W, **options, out_dtype=torch.float32)[0]
+    else:
+        x = rms_norm(x, norm, eps)
+        logits = product_float32(x, W if isinstance(W, Tensor) else W.dequantize(x.dtype))
+        if cap is not None:
+            pointwise.cap_logits(logits, cap)
+    if out is None:
+        return logits
+    assert live is not None
+    keep_logits(logits[:, None], live, out)
+    return out
 
 
 def _multiply(x: Tensor, W: Tensor | QuantizedWeight, **options: Any) -> tuple[Tensor, Tensor]:

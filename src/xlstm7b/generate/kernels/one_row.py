@@ -15,9 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from xlstm7b.generate.kernels.overlap import overlap_options, prefetch_rows
+from xlstm7b.generate.kernels.overlap import overlap_options, prefetch_rows, wait_for_previous
 from xlstm7b.generate.kernels.pointwise import mask_gates
 from xlstm7b.model.head_kernels import soft_cap
 
@@ -45,6 +44,7 @@ def multiply_row(
     live: Tensor | None = None,
     cap: float | None = None,
     out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
     tile: RowTile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x Wᵀ [1, N] for x [1, K], W [N, K]; and, with `gates`, gate pre-activations in float32.
@@ -53,13 +53,15 @@ def multiply_row(
     swiglu: W is [2 N, K]; the result is SiLU(x W[:N]ᵀ) · (x W[N:]ᵀ).
     residual [1, N]: the product is added to it in place; it is also the result.
     gates: W_gates [2 NH, K] and bias [2 NH]. Without them, ignore the second result.
-    live [1]: if it is false, the gates leave the state unchanged (`mask_gates`).
+    live [1]: if it is false, the gates leave the state unchanged (`mask_gates`). Without gates the
+        product is not written.
     cap: soft-cap of the gates if there are any, else of the product. None: no soft-cap.
+    out [1, N]: where the product is written. It is also the result.
     """
     columns = W.shape[1]
     rows = len(W) // 2 if swiglu else len(W)
     tile = tile or tile_for(rows, columns, swiglu)
-    out = residual
+    out = out if residual is None else residual
     if out is None:
         out = torch.empty(1, rows, dtype=out_dtype or x.dtype, device=x.device)
     groups, gate_rows = triton.cdiv(rows, tile.rows), 0
@@ -135,15 +137,13 @@ def row_kernel(
     w = _load_tile(W, W_gates, first * blocks, N, N_GATES, K, ROWS, BLOCK, HAS_GATES)
     if SWIGLU:
         w_up = _load_tile(W_up, W_gates, first * blocks, N, N_GATES, K, ROWS, BLOCK, False)
-    if OVERLAP:
-        if PREFETCH > 0:
-            thread = tl.arange(0, THREADS)
-            later_row = (first + (1 + thread // ROWS) * stride) * ROWS + thread % ROWS
-            wanted = (thread < PREFETCH * ROWS) & (later_row < N)
-            row_bytes: tl.constexpr = K * W.dtype.element_ty.primitive_bitwidth // 8
-            prefetch_rows(W, later_row.to(tl.int64) * K, wanted, row_bytes)
-        gdc_wait()
-        gdc_launch_dependents()
+    if OVERLAP and PREFETCH > 0:
+        thread = tl.arange(0, THREADS)
+        later_row = (first + (1 + thread // ROWS) * stride) * ROWS + thread % ROWS
+        wanted = (thread < PREFETCH * ROWS) & (later_row < N)
+        row_bytes: tl.constexpr = K * W.dtype.element_ty.primitive_bitwidth // 8
+        prefetch_rows(W, later_row.to(tl.int64) * K, wanted, row_bytes)
+    wait_for_previous(OVERLAP)
 
     # 2. Add up tile after tile; load the next tile before the sums of this one are needed.
     x_k = _load_x(x, norm, 0, K, BLOCK, HAS_NORM)
@@ -189,7 +189,10 @@ def row_kernel(
                     y += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
                 if HAS_CAP and not HAS_GATES:
                     y = soft_cap(y, cap)
-                tl.store(out + row, y, mask=row < N)
+                stored = N
+                if HAS_LIVE and not HAS_GATES:
+                    stored = tl.where(tl.load(live) != 0, N, 0)
+                tl.store(out + row, y, mask=row < stored)
 
 
 @triton.jit

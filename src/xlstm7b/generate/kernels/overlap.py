@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @cache
@@ -31,6 +32,14 @@ def overlap_options(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         return {"OVERLAP": True, "launch_pdl": True}
     return {"OVERLAP": False}
+
+
+@triton.jit
+def wait_for_previous(OVERLAP: tl.constexpr):
+    """Waits until the previous launch has ended. From then on the next one may start."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

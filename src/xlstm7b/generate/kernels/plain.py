@@ -24,6 +24,17 @@ def embed(tokens: Tensor, table: Tensor) -> Tensor:
     return F.embedding(tokens.clamp(min=0), table)
 
 
+def embed_live(tokens: Tensor, table: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`embed`, and which rows [R] are live: those whose token is not below 0.
+
+    They are counted in `seen` [R], in place, if it is given.
+    """
+    live = tokens >= 0
+    if seen is not None:
+        seen.add_(live)
+    return embed(tokens, table), live
+
+
 def project(
     x: Tensor,
     norm: Tensor,
@@ -192,10 +203,23 @@ def silu_and_multiply(x: Tensor) -> Tensor:
 
 
 def head(
-    x: Tensor, norm: Tensor, eps: float, W: Tensor | QuantizedWeight, cap: float | None
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    W: Tensor | QuantizedWeight,
+    cap: float | None,
+    out: Tensor | None = None,
+    live: Tensor | None = None,
 ) -> Tensor:
-    """Logits RMSNorm(x) Wᵀ in float32, soft-capped."""
-    return soft_cap(linear_float32(rms_norm(x, norm, eps), W), cap)
+    """Logits RMSNorm(x) Wᵀ in float32, soft-capped.
+
+    With `out` [R, V], contiguous, they are written there, where a row is `live` [R].
+    """
+    logits = soft_cap(linear_float32(rms_norm(x, norm, eps), W), cap)
+    if out is None:
+        return logits
+    assert live is not None
+    return torch.where(live[:, None], logits, out, out=out)
 
 
 def pass_tokens(pending: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,9 +7,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from xlstm7b.generate.kernels.overlap import overlap_options
+from xlstm7b.generate.kernels.overlap import overlap_options, wait_for_previous
 from xlstm7b.model.head_kernels import soft_cap
 
 
@@ -34,9 +33,7 @@ def rms_norm_kernel(
     """One row per program."""
     d = tl.arange(0, BLOCK)
     w = tl.load(weight + d, mask=d < D, other=0.0)
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     x_d = tl.load(x + row * x_stride + d, mask=d < D, other=0.0)
     tl.store(out + row * D + d, normalise(x_d, w, eps, D), mask=d < D)
@@ -74,9 +71,7 @@ def gate_product_kernel(
     HAS_CAP: tl.constexpr, HAS_LIVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """GATES gates of ROWS rows per program. Each warp sums over its own part of the width."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     gate = tl.program_id(1) * GATES + tl.arange(0, GATES)
     part, d = tl.arange(0, PARTS), tl.arange(0, BLOCK)
@@ -130,23 +125,51 @@ def embed(tokens: Tensor, table: Tensor) -> Tensor:
 
     Tokens must be below V: unlike PyTorch, nothing checks it.
     """
+    return _launch_embed(tokens, table, None, None)
+
+
+def embed_live(tokens: Tensor, table: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`embed`, and which rows [R] are live: those whose token is not below 0.
+
+    They are counted in `seen` [R], in place, if it is given.
+    """
+    live = torch.empty(len(tokens), dtype=torch.bool, device=tokens.device)
+    return _launch_embed(tokens, table, live, seen), live
+
+
+def _launch_embed(
+    tokens: Tensor, table: Tensor, live: Tensor | None, seen: Tensor | None
+) -> Tensor:
     rows, width = len(tokens), table.shape[1]
+    assert seen is None or seen.is_contiguous()
     out = torch.empty(rows, width, dtype=table.dtype, device=table.device)
     embed_kernel[(triton.cdiv(width, 1024), rows)](
-        tokens.contiguous(), table, out, table.stride(0), width, BLOCK=1024
-    )
+        tokens.contiguous(), table, out, out if live is None else live,
+        out if seen is None else seen, table.stride(0), width,
+        HAS_LIVE=live is not None, HAS_SEEN=seen is not None, BLOCK=1024,
+        **overlap_options(out.device),
+    )  # fmt: skip
     return out
 
 
 @triton.jit
-def embed_kernel(tokens, table, out, table_stride, width, BLOCK: tl.constexpr):
-    """BLOCK elements of one row per program."""
+def embed_kernel(
+    tokens, table, out, live, seen, table_stride, width,
+    HAS_LIVE: tl.constexpr, HAS_SEEN: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """BLOCK elements of one row per program. The first program of a row also writes `live`."""
+    wait_for_previous(OVERLAP)
     row = tl.program_id(1).to(tl.int64)
-    token = tl.maximum(tl.load(tokens + row), 0).to(tl.int64)
+    token = tl.load(tokens + row).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
-    x = tl.load(table + token * table_stride + at, mask=inside)
+    x = tl.load(table + tl.maximum(token, 0) * table_stride + at, mask=inside)
     tl.store(out + row * width + at, x, mask=inside)
+    if HAS_LIVE:  # noqa: SIM102 (this is decided when compiled, the next line at run time)
+        if tl.program_id(0) == 0:
+            tl.store(live + row, token >= 0)
+            if HAS_SEEN:
+                tl.store(seen + row, tl.load(seen + row) + (token >= 0).to(tl.int64))
 
 
 def pass_tokens(pending: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,14 +179,18 @@ def pass_tokens(pending: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
     lengths = torch.empty_like(pending)
     pass_tokens_kernel[(batch,)](
         pending, drafts, tokens, lengths, drafts.stride(0), length,
-        PADDED=triton.next_power_of_2(length), num_warps=1,
+        PADDED=triton.next_power_of_2(length), num_warps=1, **overlap_options(pending.device),
     )  # fmt: skip
     return tokens, lengths
 
 
 @triton.jit
-def pass_tokens_kernel(pending, drafts, tokens, lengths, drafts_stride, T, PADDED: tl.constexpr):
+def pass_tokens_kernel(
+    pending, drafts, tokens, lengths, drafts_stride, T,
+    PADDED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """One row per program."""
+    wait_for_previous(OVERLAP)
     row, t = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     first = tl.load(pending + row)
     draft = tl.load(drafts + row * drafts_stride + t - 1, mask=(t > 0) & (t < T), other=-1)
@@ -186,15 +213,17 @@ def keep_logits(logits: Tensor, kept: Tensor, last: Tensor, every: Tensor | None
         every_stride = every.stride(0)
     keep_logits_kernel[(triton.cdiv(width, 4096), batch * length)](
         logits, kept, last, logits if every is None else every, every_stride, length, width,
-        EVERY=every is not None, BLOCK=4096,
+        EVERY=every is not None, BLOCK=4096, **overlap_options(logits.device),
     )  # fmt: skip
 
 
 @triton.jit
 def keep_logits_kernel(
-    logits, kept, last, every, every_stride, T, V, EVERY: tl.constexpr, BLOCK: tl.constexpr
-):
+    logits, kept, last, every, every_stride, T, V,
+    EVERY: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """BLOCK elements of one position per program."""
+    wait_for_previous(OVERLAP)
     row, t = tl.program_id(1).to(tl.int64) // T, tl.program_id(1) % T
     is_last = tl.load(kept + row).to(tl.int32) == t + 1
     if EVERY or is_last:
@@ -268,9 +297,7 @@ def silu_and_multiply(x: Tensor) -> Tensor:
 @triton.jit
 def silu_and_multiply_kernel(x, out, SIZE, F, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """BLOCK elements of the result [R, F] per program."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(OVERLAP)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < SIZE
     gate_at = x + at // F * 2 * F + at % F

@@ -27,10 +27,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from xlstm7b.generate.kernels.few_rows import MAX_ROWS, store_gates, store_rows
-from xlstm7b.generate.kernels.overlap import overlap_options, prefetch_rows
+from xlstm7b.generate.kernels.overlap import overlap_options, prefetch_rows, wait_for_previous
 from xlstm7b.generate.kernels.pointwise import rms_norm
 from xlstm7b.mlstm.triton.step import take_counters
 from xlstm7b.quantize.gpu import words_in_block
@@ -162,14 +161,12 @@ def codes_kernel(
         program -= tl.cdiv(N_GATES, ROWS)
     OUT: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
     row = program * OUT + tl.arange(0, OUT)
-    if OVERLAP:
-        if PREFETCH > 0:
-            thread = tl.arange(0, THREADS)
-            mine, in_W = _weight_rows(program, thread, N, OUT)
-            wanted = in_W & (program >= 0) & (share == 0) & (thread < ROWS)
-            prefetch_rows(W, mine.to(tl.int64) * WIDTH, wanted, PREFETCH)
-        gdc_wait()
-        gdc_launch_dependents()
+    if OVERLAP and PREFETCH > 0:
+        thread = tl.arange(0, THREADS)
+        mine, in_W = _weight_rows(program, thread, N, OUT)
+        wanted = in_W & (program >= 0) & (share == 0) & (thread < ROWS)
+        prefetch_rows(W, mine.to(tl.int64) * WIDTH, wanted, PREFETCH)
+    wait_for_previous(OVERLAP)
     is_gate = False
     if HAS_GATES:
         is_gate = program < 0
@@ -203,7 +200,7 @@ def store_products(
     if SWIGLU:
         y, up = tl.split(tl.permute(tl.reshape(y, [2, row.shape[0], BATCH]), 1, 2, 0))
         y = y * tl.sigmoid(y) * up
-    store_rows(y, row, residual, out, cap, B, N, HAS_RESIDUAL, HAS_CAP, BATCH)
+    store_rows(y, row, residual, out, out, cap, B, N, HAS_RESIDUAL, HAS_CAP, False, BATCH)
 
 
 @triton.jit

@@ -33,6 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from xlstm7b.generate.kernels.overlap import overlap_options, wait_for_previous
 from xlstm7b.generate.request import BAD_LOGITS
 
 _BLOCK = 2048  # tokens in a chunk
@@ -75,19 +76,15 @@ def sample(
     scores, count, device = scores.contiguous(), shape.numel(), scores.device
     chunks, positions = triton.cdiv(vocab, _BLOCK), shape[1:].numel()
     grid, scale = (count, chunks), 2.0 ** (53 - vocab.bit_length())
-    sizes = {
-        "BLOCK": _BLOCK,
-        "THRESHOLDS": _THRESHOLDS,
-        "CHUNKS": triton.next_power_of_2(chunks),
-        "num_warps": 8,
-    }
+    options = {"BLOCK": _BLOCK, "num_warps": 8, **overlap_options(device)}
+    sizes = {"THRESHOLDS": _THRESHOLDS, "CHUNKS": triton.next_power_of_2(chunks), **options}
 
     def empty(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.empty(count, *size, dtype=dtype, device=device)
 
     best_keys, lowest = empty(chunks), empty(chunks, dtype=torch.float64)
     best_ids = empty(chunks, dtype=torch.int32)
-    best_kernel[grid](scores, best_keys, best_ids, lowest, vocab, chunks, BLOCK=_BLOCK, num_warps=8)
+    best_kernel[grid](scores, best_keys, best_ids, lowest, vocab, chunks, **options)
     best = scores, best_keys, best_ids
     modes = weights = sums = best_keys
     if sampling:
@@ -143,7 +140,7 @@ def accept(rows: Rows, drafts: Tensor, token: Tensor, sampled: Tensor) -> tuple[
     accept_kernel[(batch,)](
         rows.pending, rows.indices, rows.max_new, rows.ends, drafts, token, sampled, kept, tokens,
         drafts.stride(0), length, rows.ends.shape[-1],
-        PADDED=triton.next_power_of_2(length), num_warps=1,
+        PADDED=triton.next_power_of_2(length), num_warps=1, **overlap_options(token.device),
     )  # fmt: skip
     return kept, tokens
 
@@ -152,8 +149,11 @@ def accept(rows: Rows, drafts: Tensor, token: Tensor, sampled: Tensor) -> tuple[
 
 
 @triton.jit
-def best_kernel(scores, best_keys, best_ids, lowest, V, chunks, BLOCK: tl.constexpr):
+def best_kernel(
+    scores, best_keys, best_ids, lowest, V, chunks, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
     """The highest key of a chunk, the first token that has it, and the lowest finite score."""
+    wait_for_previous(OVERLAP)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * BLOCK + tl.arange(0, BLOCK)
     score, key = load_scores(scores + row * V, token, token < V)
@@ -171,12 +171,14 @@ def weights_kernel(
     modes, weights, thresholds, counts, sums, T, V, chunks,
     SCALE: tl.constexpr, REACH: tl.constexpr, FILTERS: tl.constexpr,
     BLOCK: tl.constexpr, THRESHOLDS: tl.constexpr, CHUNKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The weights of one chunk of a row, and how many and how much is above each threshold.
 
     The sum above the last threshold is that of all weights. A row without top_k and top_p has only
     this one; its weights are those after min_p.
     """
+    wait_for_previous(OVERLAP)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     best = load_best(row, scores, best_keys, best_ids, V, chunks, CHUNKS)[0]
     is_finite = (best > float("-inf")) & (best < float("inf"))
@@ -216,12 +218,14 @@ def refine_kernel(
     scores, best_keys, top_p, last_rank, modes, goals, by_count, weights,
     thresholds, counts, sums, fine_thresholds, fine_counts, fine_sums, T, V, chunks,
     BLOCK: tl.constexpr, THRESHOLDS: tl.constexpr, CHUNKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """What tokens must reach to be enough, and the fine thresholds of the range where they do.
 
     The goal is k tokens where top_k drops any weight, else a weight. The first fine threshold is
     above the range, so tokens above it do not reach the goal. Those above the last one do.
     """
+    wait_for_previous(OVERLAP)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(modes + row) == _FILTER:
         count, total = add_chunks(row, counts, sums, chunks, THRESHOLDS, CHUNKS)
@@ -260,8 +264,10 @@ def candidates_kernel(
     scores, best_keys, top_p, modes, goals, by_count,
     thresholds, counts, sums, candidates, T, V, chunks,
     BLOCK: tl.constexpr, THRESHOLDS: tl.constexpr, CHUNKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Lists the candidates of one chunk of a row, after those of the chunks before it."""
+    wait_for_previous(OVERLAP)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(modes + row) == _FILTER:
         count, total = add_chunks(row, counts, sums, chunks, THRESHOLDS, CHUNKS)
@@ -286,12 +292,14 @@ def border_kernel(
     scores, best_keys, top_p, modes, goals, by_count, weights,
     thresholds, counts, sums, candidates, borders, last, T, V, chunks,
     BLOCK: tl.constexpr, THRESHOLDS: tl.constexpr, CHUNKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The lowest key of a row's tokens that top_k and top_p keep, and the last token that has it.
 
     In order of the scores, and equal ones in order of their ids, tokens are kept as long as those
     before them do not reach the goal.
     """
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     if tl.load(modes + row) == _FILTER:
         count, total = add_chunks(row, counts, sums, chunks, THRESHOLDS, CHUNKS)
@@ -336,8 +344,10 @@ def kept_kernel(
     scores, min_p, modes, borders, last, weights, sums, T, V, chunks,
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr, THRESHOLDS: tl.constexpr, CHUNKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Weights of 0 for the tokens of one chunk that are not kept, and the sum of the others."""
+    wait_for_previous(OVERLAP)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(modes + row) == _FILTER:
         token = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -356,8 +366,10 @@ def draw_kernel(
     scores, best_keys, best_ids, pending, index, max_new, seed, ends, modes, weights, sums,
     token, sampled, tokens, T, V, chunks, SAMPLING: tl.constexpr, UPDATE: tl.constexpr,
     BLOCK: tl.constexpr, THRESHOLDS: tl.constexpr, CHUNKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Draws the token of one row, and with UPDATE writes the sampler's tensors."""
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     alive = is_asked(row, pending, index, max_new, T)
     best, chosen = load_best(row, scores, best_keys, best_ids, V, chunks, CHUNKS)
@@ -379,9 +391,10 @@ def draw_kernel(
 @triton.jit
 def accept_kernel(
     pending, index, max_new, ends, drafts, token, sampled, kept, tokens, drafts_stride, T, V,
-    PADDED: tl.constexpr,
+    PADDED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row per program. A draft is right if it equals the token sampled before it."""
+    wait_for_previous(OVERLAP)
     row, t = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     inside, before = t < T, tl.load(index + row)
     is_live = tl.load(pending + row) >= 0
