@@ -80,6 +80,12 @@ def main() -> None:
             "quantize.kernels",
         ):
             mock.patch(f"xlstm7b.{module}.has_asm", return_value=True).start()
+        overlap = {"OVERLAP": True, "launch_pdl": True}  # as on the GPU that it compiles for
+        for name in (
+            "few_rows", "gpu", "integers", "one_row", "pointwise", "quantized", "sampling"
+        ):  # fmt: skip
+            path = f"xlstm7b.generate.kernels.{name}.overlap_options"
+            mock.patch(path, return_value=overlap).start()
     else:
         triton.knobs.runtime.launch_enter_hook.add(
             lambda launch: LAUNCHED.add(launch.get()["name"].split(".")[-1])
