@@ -56,7 +56,11 @@ def test_the_longest_match_is_found(start, rest, sizes, count):
     for token in rest:
         index.append(token)
         text.append(token)
+        has_match = [index.has_match(length) for length in range(1, least + more + 1)]
         assert continued(index, count) == searched(text, count, least, least + more, candidates)
+        longest = index.longest_match()[0]
+        for found in (has_match, [index.has_match(n) for n in range(1, least + more + 1)]):
+            assert found == [n <= longest for n in range(1, least + more + 1)]
 
 
 @given(text=st.lists(st.integers(0, 2), max_size=100), window=st.integers(1, 12))

@@ -112,12 +112,32 @@ class SuffixIndex:
         for _ in range(self._candidates):
             if position < 0 or longest == self._max_match:
                 break
-            length = self._match_length(position)
-            if length > longest:
-                longest, best = length, position
+            if self._matches(position, longest + 1):
+                longest, best = self._match_length(position), position
             position = self._before[position - 1]
         self._match = longest, best
         return self._match
+
+    def has_match(self, length: int) -> bool:
+        """True if the longest match has at least this many tokens, up to `max_match`.
+
+        Every step asks this of every request. It is cheaper than to look for the longest match.
+        """
+        if self._match is not None:
+            return self._match[0] >= length
+        position = self._before[-1]
+        for _ in range(self._candidates):
+            if position < 0:
+                break
+            if self._matches(position, length):
+                return True
+            position = self._before[position - 1]
+        return False
+
+    def _matches(self, position: int, length: int) -> bool:
+        """True if the `length` tokens before this position are the latest ones."""
+        tokens = self._tokens
+        return tokens[max(0, position - length) : position] == tokens[-length:]
 
     def _match_length(self, position: int) -> int:
         """How many tokens before this position are the latest ones, up to `max_match`."""
@@ -360,7 +380,7 @@ class LookupText:
 
     @property
     def _has_match(self) -> bool:
-        return self._index.longest_match()[0] >= self._needed
+        return self._index.has_match(self._needed)
 
     def propose(self, most: int) -> list[int]:
         """The next draft, of at most this many tokens. It may be empty."""
