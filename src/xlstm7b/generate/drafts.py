@@ -62,6 +62,7 @@ class SuffixIndex:
         self._latest: dict[int, int] = {}  # by key
         self._key = 0  # the latest `min_match` tokens as one number of 32 bits each
         self._match: tuple[int, int] | None = _NO_MATCH  # of the latest tokens; None: not known
+        self._asked = 0, False  # the latest question of `has_match`, and its answer
         for token in tokens:
             self.append(token)
 
@@ -76,7 +77,7 @@ class SuffixIndex:
             before = self._latest.get(key, -1)
             self._latest[key] = end
         self._before.append(before)
-        self._match = _NO_MATCH if before < 0 else None
+        self._match, self._asked = (_NO_MATCH if before < 0 else None), (0, False)
 
     def __len__(self) -> int:
         """The number of tokens that are kept. Positions change whenever it falls."""
@@ -125,6 +126,11 @@ class SuffixIndex:
         """
         if self._match is not None:
             return self._match[0] >= length
+        if self._asked[0] != length:
+            self._asked = length, self._is_among_candidates(length)
+        return self._asked[1]
+
+    def _is_among_candidates(self, length: int) -> bool:
         position = self._before[-1]
         for _ in range(self._candidates):
             if position < 0:
@@ -163,15 +169,20 @@ class DraftCost(NamedTuple):
         Each has a length and the share that is expected to be right. A request whose draft has g
         right tokens takes 1 / (1 + g) passes for a token, one without a draft takes a whole pass.
         The mean time of a token must not rise, and no request may take more than twice as long:
-        its user gains nothing from the drafts of others.
+        its user gains nothing from the drafts of others. Where it is one request that takes too
+        long, the drafts after it are not looked at.
         """
-        passes, longest = [], 0  # passes for a token, of requests with drafts
+        total, slowest, longest, without = 0.0, 0.0, 0, batch  # passes for a token; lengths
         for length, share in drafts:
-            passes.append(1 / (1 + length * share))
-            longest = max(longest, length)
-        passes += [1.0] * (batch - len(passes))
+            passes = 1 / (1 + length * share)
+            if (1 + self.fixed) * passes > _MOST_STEPS:
+                return False
+            total, slowest = total + passes, max(slowest, passes)
+            longest, without = max(longest, length), without - 1
+        if without:
+            total, slowest = total + without, 1.0
         steps = 1 + self.fixed + self.per_token * longest  # that a pass takes
-        return steps * sum(passes) <= batch and steps * max(passes, default=0) <= _MOST_STEPS
+        return longest > 0 and steps * total <= batch and steps * slowest <= _MOST_STEPS
 
     def least_share(self, longest: int) -> float:
         """The share of the longest draft that must be right. From 1 on, no draft pays."""
@@ -314,19 +325,16 @@ class LookupDrafter(Drafter):
         self._texts[request] = LookupText(tokens)
 
     def wants_to_draft(self, most: Mapping["Request", int]) -> bool:
-        wanted = {one: min(n, self._texts[one].wanted) for one, n in most.items() if n > 0}
-        return any(wanted.values()) and self._pays(wanted, len(most))
+        texts = ((self._texts[one], count) for one, count in most.items() if count > 0)
+        drafts = ((min(text.wanted, count), text.accepted_share) for text, count in texts)
+        return self._cost.is_paid_by(drafts, len(most))
 
     def propose(self, most: Mapping["Request", int]) -> dict["Request", list[int]]:
         asked = {request: count for request, count in most.items() if count > 0}
         found = {request: self._texts[request].propose(count) for request, count in asked.items()}
         found = {request: draft for request, draft in found.items() if draft}
-        lengths = {request: len(draft) for request, draft in found.items()}
-        return found if self._pays(lengths, len(most)) else {}
-
-    def _pays(self, lengths: Mapping["Request", int], batch: int) -> bool:
-        drafts = ((count, self._texts[one].accepted_share) for one, count in lengths.items())
-        return self._cost.is_paid_by(drafts, batch)
+        drafts = ((len(draft), self._texts[one].accepted_share) for one, draft in found.items())
+        return found if self._cost.is_paid_by(drafts, len(most)) else {}
 
     def record(
         self, request: "Request", tokens: Sequence[int], drafted: int, accepted: int
