@@ -120,7 +120,7 @@ class SuffixIndex:
         return self._match
 
     def has_match(self, length: int) -> bool:
-        """True if the longest match has at least this many tokens, up to `max_match`.
+        """True if the longest match has at least this many tokens: 1 to `max_match`.
 
         Every step asks this of every request. It is cheaper than to look for the longest match.
         """
@@ -169,18 +169,19 @@ class DraftCost(NamedTuple):
         Each has a length and the share that is expected to be right. A request whose draft has g
         right tokens takes 1 / (1 + g) passes for a token, one without a draft takes a whole pass.
         The mean time of a token must not rise, and no request may take more than twice as long:
-        its user gains nothing from the drafts of others. Where it is one request that takes too
-        long, the drafts after it are not looked at.
+        its user gains nothing from the drafts of others. At the first request that would take
+        longer, the others are not looked at any more.
         """
-        total, slowest, longest, without = 0.0, 0.0, 0, batch  # passes for a token; lengths
+        total = slowest = 0.0  # passes for a token: of all requests, of the slowest one
+        longest, without_draft = 0, batch
         for length, share in drafts:
             passes = 1 / (1 + length * share)
             if (1 + self.fixed) * passes > _MOST_STEPS:
                 return False
             total, slowest = total + passes, max(slowest, passes)
-            longest, without = max(longest, length), without - 1
-        if without:
-            total, slowest = total + without, 1.0
+            longest, without_draft = max(longest, length), without_draft - 1
+        if without_draft:
+            total, slowest = total + without_draft, 1.0
         steps = 1 + self.fixed + self.per_token * longest  # that a pass takes
         return longest > 0 and steps * total <= batch and steps * slowest <= _MOST_STEPS
 

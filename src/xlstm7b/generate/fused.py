@@ -116,9 +116,9 @@ class FusedModel:
     ) -> Tensor:
         """Reads one token per row [B] into the state; float32 logits [B, V].
 
-        A row whose token is below 0 keeps its state, and its logits are garbage. With `rings` the
-        tokens are read in this way. With `out` the logits are written there, but not those of such
-        a row.
+        A row whose token is below 0 keeps its state, and its logits are garbage. With `rings`,
+        `way` says how the tokens are read. With `out` the logits are written there, but not those
+        of such a row.
         """
         counted = state.tokens_seen if rings is None else None
         x, live = self.operations.embed_live(tokens, self.embedding, counted)

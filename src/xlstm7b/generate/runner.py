@@ -248,6 +248,7 @@ class ModelRunner:
             self._inputs = torch.zeros(inputs, dtype=torch.long, device=device)
 
     def _make_parts(self, buckets: Sequence[int]) -> None:
+        """Views of the first n slots, for each of these n and for all slots; tables of sizes."""
         sizes = [*(n for n in buckets if n < self.slots), self.slots]
         self._parts = {n: self._part(n) for n in sizes}
         # By number of slots, because every step needs them.
@@ -533,7 +534,7 @@ class ModelRunner:
         return self._most_drafts[self.bucket(highest_slot + 1)]
 
     def _longest_draft(self, n: int) -> int:
-        """The same for a pass that computes n slots."""
+        """How many drafts of a slot a pass that computes n slots may read."""
         if self._drafting is None:
             return 0
         most = self._drafting.drafts.shape[1]

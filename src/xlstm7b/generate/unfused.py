@@ -56,7 +56,10 @@ class UnfusedModel:
         """Reads one token per row [B] into the state; logits [B, V], as `FusedModel.step`."""
         live = tokens >= 0
         logits = self._read(tokens.clamp(min=0)[:, None], state, live.long(), None, "last")
-        return logits if out is None else torch.where(live[:, None], logits, out, out=out)
+        if out is None:
+            return logits
+        plain.keep_logits(logits[:, None], live, out)
+        return out
 
     def read(
         self,

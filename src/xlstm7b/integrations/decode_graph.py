@@ -177,7 +177,9 @@ class DecodeGraph:
                 before.states = list(self._state.clone().blocks)
             self._state.copy_(ModelState(tuple(cache.states), self._state.tokens_seen))
             self._owner = weakref.ref(cache)
-        self._tokens.copy_(tokens if live is None else torch.where(live, tokens, -1))
+        if live is not None:
+            tokens = torch.where(live.to(tokens.device), tokens, -1)
+        self._tokens.copy_(tokens)
         with as_current(self._fused.device):
             logits = self._replay()
         cache.update(self.states, 1, None)

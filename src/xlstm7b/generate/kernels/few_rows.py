@@ -54,6 +54,7 @@ def multiply_rows(
         x = rms_norm(x, norm, eps)
     rows = len(W) // 2 if swiglu else len(W)
     tile = tile or tile_for(batch, rows, W.dtype, swiglu)
+    assert residual is None or out is None
     out = out if residual is None else residual
     if out is None:
         out = torch.empty(batch, rows, dtype=out_dtype or x.dtype, device=x.device)
@@ -151,7 +152,10 @@ def store_rows(
     y, row, residual, live, out, cap, B, N,
     HAS_RESIDUAL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_LIVE: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
-    """out[:, row] = soft-cap(y + residual[:, row]), for y [ROWS, BATCH]. Rows of `live` only."""
+    """out[:, row] = soft-cap(y + residual[:, row]), for y [ROWS, BATCH].
+
+    With HAS_LIVE, only the rows of out that are `live`.
+    """
     b = tl.arange(0, BATCH)
     is_stored = b < B
     if HAS_LIVE:

@@ -239,6 +239,7 @@ def head(
 
     With `out` [R, V], contiguous, they are written there, where a row is `live` [R].
     """
+    assert out is None or live is not None
     if len(x) <= MAX_ROWS:
         options: dict[str, Any] = {"norm": norm, "eps": eps, "cap": cap}
         if out is not None and isinstance(W, Tensor):

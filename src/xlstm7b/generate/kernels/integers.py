@@ -81,7 +81,7 @@ def multiply_integers(
 ) -> tuple[Tensor, Tensor]:
     """x Wᵀ [B, N] for x [B, K], and the gates [B, 2 NH]. B is at most 8 for int4, and 1 for int8.
 
-    The options are those of `one_row.multiply_row`, with B rows.
+    The options are those of `one_row.multiply_row`, with B rows. `live` is for the gates only.
     """
     (batch, columns), group, groups = x.shape, words_in_block(W.scheme), codes_in_word(W.scheme)
     assert takes_integers(x, W)

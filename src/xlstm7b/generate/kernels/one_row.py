@@ -53,14 +53,15 @@ def multiply_row(
     swiglu: W is [2 N, K]; the result is SiLU(x W[:N]ᵀ) · (x W[N:]ᵀ).
     residual [1, N]: the product is added to it in place; it is also the result.
     gates: W_gates [2 NH, K] and bias [2 NH]. Without them, ignore the second result.
-    live [1]: if it is false, the gates leave the state unchanged (`mask_gates`). Without gates the
-        product is not written.
+    live [1]: if it is false, the gates leave the state unchanged (`mask_gates`). If it is false and
+        there are no gates, the product is not written.
     cap: soft-cap of the gates if there are any, else of the product. None: no soft-cap.
     out [1, N]: where the product is written. It is also the result.
     """
     columns = W.shape[1]
     rows = len(W) // 2 if swiglu else len(W)
     tile = tile or tile_for(rows, columns, swiglu)
+    assert residual is None or out is None
     out = out if residual is None else residual
     if out is None:
         out = torch.empty(1, rows, dtype=out_dtype or x.dtype, device=x.device)

@@ -5,10 +5,10 @@ the next launch starts, and its first loads take time. On Hopper and later GPUs 
 programs can start as soon as there is room, load their first weights, and only then wait for the
 results of the previous launch.
 
-What a kernel may read before it waits: every kernel here allows the next launch to start only after
-its own wait. So when a kernel starts, everything but the previous launch has ended. It may read
-what was written two or more launches ago, and weights. It must wait before it reads what the
-previous launch writes, and before it writes anything.
+What a kernel may read before it waits: every kernel that starts early allows the next launch to
+start only after its own wait. So when a kernel starts, everything but the previous launch has
+ended. It may read what was written two or more launches ago, and weights. It must wait before it
+reads what the previous launch writes, and before it writes anything.
 
 The one exception is `integers.digits_kernel`. It allows the next launch to start at once, which
 only reads weights before it waits, and allows its own next launch to start after that.
@@ -36,7 +36,10 @@ def overlap_options(device: torch.device) -> dict[str, Any]:
 
 @triton.jit
 def wait_for_previous(OVERLAP: tl.constexpr):
-    """Waits until the previous launch has ended. From then on the next one may start."""
+    """Waits until the previous launch has ended. From then on the next one may start.
+
+    Without OVERLAP it does nothing: the previous launch has ended when this one starts.
+    """
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()

@@ -27,7 +27,7 @@ def embed(tokens: Tensor, table: Tensor) -> Tensor:
 def embed_live(tokens: Tensor, table: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
     """`embed`, and which rows [R] are live: those whose token is not below 0.
 
-    They are counted in `seen` [R], in place, if it is given.
+    Adds 1 to `seen` [R] for each live row, in place, if it is given.
     """
     live = tokens >= 0
     if seen is not None:
@@ -219,7 +219,8 @@ def head(
     if out is None:
         return logits
     assert live is not None
-    return torch.where(live[:, None], logits, out, out=out)
+    keep_logits(logits[:, None], live, out)
+    return out
 
 
 def pass_tokens(pending: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:

@@ -131,7 +131,7 @@ def embed(tokens: Tensor, table: Tensor) -> Tensor:
 def embed_live(tokens: Tensor, table: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
     """`embed`, and which rows [R] are live: those whose token is not below 0.
 
-    They are counted in `seen` [R], in place, if it is given.
+    Adds 1 to `seen` [R] for each live row, in place, if it is given.
     """
     live = torch.empty(len(tokens), dtype=torch.bool, device=tokens.device)
     return _launch_embed(tokens, table, live, seen), live

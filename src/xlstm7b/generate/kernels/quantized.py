@@ -66,7 +66,7 @@ def multiply_codes(
 ) -> tuple[Tensor, Tensor]:
     """x Wᵀ [B, N] for x [B, K], B ≤ 64, and the gates [B, 2 NH].
 
-    The options are those of `one_row.multiply_row`, with B rows.
+    The options are those of `one_row.multiply_row`, with B rows. `live` is for the gates only.
     """
     batch, columns = x.shape
     assert batch <= MAX_ROWS
