@@ -8,8 +8,8 @@ A small model that has only read books continues a text in its own words. Specul
 gains little there: it needs a model that repeats its prompt where it is asked to. All copies of a
 passage have the same edits, so a model learns to repeat the latest copy, not the passage.
 
-A model learns this much sooner from short passages with many copies, so most passages are short.
-The words of every fourth passage are shuffled: then nothing but copying predicts them.
+Most passages are short and have many copies: what is to be copied is near, and comes often. The
+words of every fourth passage are shuffled: then nothing but copying predicts them.
 """
 
 import argparse
