@@ -9,7 +9,7 @@ gains little there: it needs a model that repeats its prompt where it is asked t
 passage have the same edits, so a model learns to repeat the latest copy, not the passage.
 
 Most passages are short and have many copies: what is to be copied is near, and comes often. The
-words of every fourth passage are shuffled: then nothing but copying predicts them.
+words of every second passage are shuffled: then nothing but copying predicts them.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Writes passages with edited copies.")
     parser.add_argument("texts", type=Path, help="a .jsonl or .jsonl.gz file with a field text")
     parser.add_argument("output", type=Path, help="the .jsonl file to write")
-    parser.add_argument("--count", type=int, default=20_000, help="number of passages")
+    parser.add_argument("--count", type=int, default=150_000, help="number of passages")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     draw = random.Random(given.seed)
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     partial = given.output.with_name(f"{given.output.name}.partial")
     with partial.open("w") as file:
         for _, passage in zip(range(given.count), passages(documents, draw), strict=False):
-            if draw.random() < 1 / 4:
+            if draw.random() < 1 / 2:
                 passage = shuffled(passage, draw)
             copy = " ".join(edited(passage, draw))
             copies = min(max(2, LETTERS // len(copy)), 8)

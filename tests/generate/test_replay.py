@@ -244,8 +244,9 @@ def test_replay_on_a_gpu_equals_float64():
 def test_a_gpu_switches_between_replay_and_the_plain_step(monkeypatch, state_dtype):
     """Requests of very different lengths: the batch shrinks below the threshold and grows again."""
     torch.manual_seed(0)
-    monkeypatch.setattr(runner_module, "REPLAY_SLOTS", 16)
     model = random_model(embedding_dim=256, num_heads=4).to("cuda", torch.bfloat16)
+    C = model.config.num_heads * model.config.d_qk * model.config.d_hv * 4
+    monkeypatch.setattr(runner_module, "_REPLAY_BYTES", 16 * C)
     found = []
     for replay in (False, None):
         engine = Engine(model, ByteTokenizer(), slots=40, state_dtype=state_dtype, replay=replay)

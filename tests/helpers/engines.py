@@ -193,5 +193,5 @@ def gpu_like_engine(model: XLSTM, **options: object) -> Engine:
         engine = new_engine(model, **options)
     engine._run_ahead = True
     if options.get("replay") is None:  # as with the GPU's kernels
-        engine._runner._replay_drafts_from = runner_module.REPLAY_SLOTS
+        engine._runner._replay_drafts_from = 16
     return engine

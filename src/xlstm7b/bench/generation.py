@@ -56,7 +56,7 @@ from xlstm7b.bench.plans import Generation
 from xlstm7b.devices import to_dtype
 from xlstm7b.generate.engine import peak_memory
 from xlstm7b.generate.replay import INTERVAL
-from xlstm7b.generate.runner import REPLAY_SLOTS
+from xlstm7b.generate.runner import default_replay_slots
 from xlstm7b.model import XLSTM
 from xlstm7b.model.lm import schemes_of
 from xlstm7b.report import counted
@@ -162,7 +162,8 @@ def with_limit(
 
 def replay_interval(plan: Generation, batch: int) -> int | None:
     """That of a decoding step of an engine with this many slots, as `with_limit` takes it."""
-    return INTERVAL if plan.device == "cuda" and batch >= REPLAY_SLOTS else None
+    replays = plan.device == "cuda" and batch >= default_replay_slots(plan.config)
+    return INTERVAL if replays else None
 
 
 def itemsizes(plan: Generation) -> dict[str, Any]:
@@ -285,7 +286,7 @@ def _context(model: XLSTM, plan: Generation) -> Iterator[Result]:
         shortest = shortest or step
         figures = {"of_shortest": shortest / step}
         case = Result("context", work="greedy", batch=1, length=length, figures=figures)
-        yield with_limit(case, plan, step)
+        yield with_limit(case, plan, step, replay_interval=replay_interval(plan, 1))
 
 
 def _first(model: XLSTM, plan: Generation) -> Iterator[Result]:
@@ -297,7 +298,8 @@ def _first(model: XLSTM, plan: Generation) -> Iterator[Result]:
             seconds = measure(generate, plan.device, enough=ENOUGH)
             work = counted(tokens, "token")
             case = Result("first", work=work, batch=1, length=length, figures={"new": tokens})
-            yield with_limit(case, plan, seconds, decoded=tokens - 1)
+            interval = replay_interval(plan, 1)
+            yield with_limit(case, plan, seconds, decoded=tokens - 1, replay_interval=interval)
 
 
 def _prefill(model: XLSTM, plan: Generation) -> Iterator[Result]:

@@ -27,9 +27,9 @@ from xlstm7b.model import ModelState
 from xlstm7b.report import counted
 
 MAX_SLOTS, CPU_SLOTS = 256, 8
-# From this many slots on, a GPU decodes by replay. On an H200 a 7B gains 4% at 16 slots, 1% at 8:
-# for few slots the weights take most of the time. A ring takes memory in every slot.
-REPLAY_SLOTS = 16
+# A GPU decodes by replay if C of one block takes this many bytes in all slots, in float32. That is
+# from 1 slot of a 7B on, and from 15 of a 160M.
+_REPLAY_BYTES = 4 << 20
 _FREE_SHARE = 0.7  # of free GPU memory for slots; the rest is for prefill, graphs, saved states
 
 # Decode graphs exist for these numbers of slots, and for a few kinds of sampling.
@@ -116,8 +116,17 @@ def replay_slots(
     if replay and isinstance(model, UnfusedModel):
         raise ValueError("replay decoding needs the fused path, which this model does not have")
     if replay is None:
-        return REPLAY_SLOTS if model.uses_kernels else None
+        return default_replay_slots(model.config) if model.uses_kernels else None
     return 1 if replay else None
+
+
+def default_replay_slots(config: ModelConfig) -> int:
+    """From how many slots on a GPU decodes by replay, if nothing else is asked for.
+
+    With less to write, a step that writes the states is as fast.
+    """
+    slot = 4 * config.num_heads * config.d_qk * config.d_hv
+    return -(-_REPLAY_BYTES // slot)
 
 
 class PrefillRow(NamedTuple):
@@ -180,7 +189,7 @@ class _NoGraph(NamedTuple):
 class ModelRunner:
     """States, logits and sampling of `slots` requests.
 
-    replay: whether decode steps use replay decoding. By default those of `REPLAY_SLOTS` slots or
+    replay: whether decode steps use replay decoding. By default those of `default_replay_slots` or
         more do, on a GPU.
     drafts: the most tokens of a draft that `verify` reads.
 
@@ -208,7 +217,9 @@ class ModelRunner:
                 self.config, slots, dtype=model.dtype, device=device, **ring_sizes(drafts)
             )
         # If there are drafts, steps that read none go by replay on a GPU from this many slots on.
-        self._replay_drafts_from = REPLAY_SLOTS if replay is None and model.uses_kernels else 0
+        self._replay_drafts_from = 0
+        if replay is None and model.uses_kernels:
+            self._replay_drafts_from = default_replay_slots(self.config)
         self._decoding = set[int]()  # slots between `start` and `stop`
         self._replaying = False  # whether rings of live slots may have tokens
         self._replayed = set[int]()  # slots whose ring may have tokens

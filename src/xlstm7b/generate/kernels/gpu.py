@@ -102,8 +102,7 @@ def step_cell(
     which does not write to the state.
     """
     tile = step_tile(q.shape[0] * q.shape[1], q.shape[-1], v.shape[-1])
-    overlaps = overlap_options(q.device)["OVERLAP"]
-    return launch_step(q, k, v, i, f, *state, gate, norm, norm_eps, eps, tile, overlaps)
+    return launch_step(q, k, v, i, f, *state, gate, norm, norm_eps, eps, tile, _overlaps(q))
 
 
 def replay_cell(
@@ -126,9 +125,8 @@ def replay_cell(
     """
     rows, size = q.shape[0] * q.shape[1], ring.k.shape[2]
     tile = replay_tile(rows, size, q.shape[-1], v.shape[-1], state.C.dtype)
-    overlaps = overlap_options(q.device)["OVERLAP"]
     return launch_replay(
-        q, k, v, i, f, state, ring, cursor, gate, norm, norm_eps, eps, tile, overlaps
+        q, k, v, i, f, state, ring, cursor, gate, norm, norm_eps, eps, tile, _overlaps(q)
     )
 
 
@@ -139,12 +137,12 @@ def ordered(cursor: Cursor) -> Cursor:
     """
     if len(cursor.seen) < _ORDERED_ROWS or cursor.folds_all:
         return cursor
-    return cursor._replace(order=launch_order(cursor))
+    return cursor._replace(order=launch_order(cursor, _overlaps(cursor.seen)))
 
 
 def advance(cursor: Cursor) -> None:
     """Counts the current token, after the last block."""
-    launch_advance(cursor)
+    launch_advance(cursor, _overlaps(cursor.seen))
 
 
 def pass_cell(
@@ -166,13 +164,14 @@ def pass_cell(
     It may read state, ring, cursors and lengths before the previous launch has ended.
     """
     tile = pass_tile(q.shape[0] * q.shape[2], q.shape[-1], v.shape[-1])
-    overlaps = overlap_options(q.device)["OVERLAP"]
-    return launch_pass(q, k, v, i, f, state, ring, rows, gate, norm, norm_eps, eps, tile, overlaps)
+    return launch_pass(
+        q, k, v, i, f, state, ring, rows, gate, norm, norm_eps, eps, tile, _overlaps(q)
+    )
 
 
 def advance_pass(rows: Pass, kept: Tensor) -> None:
     """Counts the first `kept` [B] tokens of a pass, after the last block."""
-    launch_advance_pass(rows, kept)
+    launch_advance_pass(rows, kept, _overlaps(kept))
 
 
 def head_norm(
@@ -256,6 +255,11 @@ def head(
     assert live is not None
     keep_logits(logits[:, None], live, out)
     return out
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether kernels may start early on this tensor's device."""
+    return overlap_options(x.device)["OVERLAP"]
 
 
 def _multiply(x: Tensor, W: Tensor | QuantizedWeight, **options: Any) -> tuple[Tensor, Tensor]:

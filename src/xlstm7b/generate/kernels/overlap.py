@@ -15,23 +15,23 @@ only reads weights before it waits, and allows its own next launch to start afte
 """
 
 from functools import cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from xlstm7b.mlstm.triton.launch_params import overlap_launch
+
 
 @cache
-def overlap_options(device: torch.device) -> dict[str, Any]:
+def overlap_options(device: torch.device) -> dict[str, bool]:
     """Launch options of a kernel that may start before the previous launch has ended.
 
     OVERLAP is False where the GPU cannot do that.
     """
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
-        return {"OVERLAP": True, "launch_pdl": True}
-    return {"OVERLAP": False}
+    can_overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return overlap_launch(can_overlap)
 
 
 @triton.jit

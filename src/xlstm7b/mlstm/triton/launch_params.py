@@ -110,6 +110,11 @@ def pass_tile(rows: int, d_qk: int, d_hv: int) -> Tile:
     return tile.within(d_qk, d_hv)
 
 
+def overlap_launch(overlap: bool) -> dict[str, bool]:
+    """Launch options by whether a kernel may start before the previous launch has ended."""
+    return {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
+
+
 def padded(d: int) -> int:
     """The power of two that a head is padded to, at least 16: the least that `tl.dot` takes."""
     return max(16, int(triton.next_power_of_2(d)))

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from xlstm7b.mlstm import MLSTMState
 from xlstm7b.mlstm.replay import Cursor, Ring
 from xlstm7b.mlstm.triton.chunk_gates import log_sigmoid
-from xlstm7b.mlstm.triton.launch_params import Tile, padded
+from xlstm7b.mlstm.triton.launch_params import Tile, overlap_launch, padded
 from xlstm7b.mlstm.triton.step import take_counters
 
 
@@ -226,8 +226,13 @@ def _leading_digits(x):
 
 
 @triton.jit
-def advance_kernel(folded, seen, live, rows, MULTIPLE: tl.constexpr, BLOCK: tl.constexpr):
+def advance_kernel(
+    folded, seen, live, rows, MULTIPLE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
     """`Cursor.advance` in one program."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.arange(0, BLOCK)
     mask = row < rows
     is_live = tl.load(live + row, mask=mask, other=0) != 0
@@ -239,8 +244,14 @@ def advance_kernel(folded, seen, live, rows, MULTIPLE: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def order_kernel(folded, seen, live, order, rows, MULTIPLE: tl.constexpr, BLOCK: tl.constexpr):
+def order_kernel(
+    folded, seen, live, order, rows,
+    MULTIPLE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """`launch_order` in one program."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.arange(0, BLOCK)
     mask = row < rows
     tokens = tl.load(seen + row, mask=mask, other=0)
@@ -300,9 +311,7 @@ def launch_replay(
         BLOCK_K=tile.d_in, BLOCK_V=tile.d_out, PADDED_K=padded(d_k), PADDED_V=padded(d_v),
         FOLDED=min(32, folded_rows(tile, d_k)), PRECISION=precision(q.dtype),
         PARTS=min(tile.d_in, threads_of_column(tile, state.C.itemsize)), STAGES=tile.stages,
-        HAS_ORDER=cursor.order is not None, OVERLAP=overlap,
-        **tile.options(),
-        **({"launch_pdl": True} if overlap else {}),
+        HAS_ORDER=cursor.order is not None, **tile.options(), **overlap_launch(overlap),
     )  # fmt: skip
     return h
 
@@ -323,17 +332,19 @@ def threads_of_column(tile: Tile, itemsize: int) -> int:
     return max(1, 32 * tile.warps * (16 // itemsize) // tile.d_out)
 
 
-def launch_advance(cursor: Cursor) -> None:
-    """`Cursor.advance` as one launch."""
+def launch_advance(cursor: Cursor, overlap: bool = False) -> None:
+    """`Cursor.advance` as one launch, with `overlap` before the previous one ends."""
     rows = len(cursor.seen)
     advance_kernel[(1,)](
         *cursor[:3], rows, MULTIPLE=cursor.multiple, BLOCK=max(16, triton.next_power_of_2(rows)),
-        num_warps=1,
+        num_warps=1, **overlap_launch(overlap),
     )  # fmt: skip
 
 
-def launch_order(cursor: Cursor) -> Tensor:
+def launch_order(cursor: Cursor, overlap: bool = False) -> Tensor:
     """The rows [B], int64, in the order in which their programs start.
+
+    With `overlap` the kernel is launched before the previous one ends.
 
     Programs that fold (`is_due`) take the longest. They start early, so that they are not the last
     to end. Up to 127 rows they come first. With more, one row in B // 64 of the first is folded:
@@ -343,6 +354,6 @@ def launch_order(cursor: Cursor) -> Tensor:
     order = torch.empty_like(cursor.seen)
     order_kernel[(1,)](
         *cursor[:3], order, rows, MULTIPLE=cursor.multiple,
-        BLOCK=max(16, triton.next_power_of_2(rows)), num_warps=4,
+        BLOCK=max(16, triton.next_power_of_2(rows)), num_warps=4, **overlap_launch(overlap),
     )  # fmt: skip
     return order

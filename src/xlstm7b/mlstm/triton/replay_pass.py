@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from xlstm7b.mlstm import MLSTMState
 from xlstm7b.mlstm.replay import Pass, Ring
 from xlstm7b.mlstm.triton.chunk_gates import log_sigmoid
-from xlstm7b.mlstm.triton.launch_params import Tile, padded
+from xlstm7b.mlstm.triton.launch_params import Tile, overlap_launch, padded
 from xlstm7b.mlstm.triton.replay import (
     dot_narrow,
     fold_n,
@@ -225,9 +225,13 @@ def _add_block(
 
 @triton.jit
 def advance_pass_kernel(
-    folded, seen, lengths, kept, rows, INTERVAL: tl.constexpr, BLOCK: tl.constexpr
-):
+    folded, seen, lengths, kept, rows,
+    INTERVAL: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """`Pass.advance` in one program."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.arange(0, BLOCK)
     mask = row < rows
     first = tl.load(seen + row, mask=mask, other=0)
@@ -266,16 +270,16 @@ def launch_pass(
         BLOCK_K=tile.d_in, BLOCK_V=tile.d_out, FOLDED=folded_rows(tile, d_k),
         NORMED=min(tile.warps, triton.next_power_of_2(length)), PADDED_V=padded(d_v),
         ROWS=padded(length),
-        PRECISION=precision(q.dtype), STAGES=tile.stages, OVERLAP=overlap, **tile.options(),
-        **({"launch_pdl": True} if overlap else {}),
+        PRECISION=precision(q.dtype), STAGES=tile.stages, **tile.options(),
+        **overlap_launch(overlap),
     )  # fmt: skip
     return h
 
 
-def launch_advance_pass(rows: Pass, kept: Tensor) -> None:
-    """`Pass.advance` as one launch."""
+def launch_advance_pass(rows: Pass, kept: Tensor, overlap: bool = False) -> None:
+    """`Pass.advance` as one launch, with `overlap` before the previous one ends."""
     count = len(rows.seen)
     advance_pass_kernel[(1,)](
         *rows[:3], kept, count, INTERVAL=rows.interval,
-        BLOCK=max(16, triton.next_power_of_2(count)), num_warps=1,
+        BLOCK=max(16, triton.next_power_of_2(count)), num_warps=1, **overlap_launch(overlap),
     )  # fmt: skip

@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from xlstm7b.mlstm import MLSTMState
 from xlstm7b.mlstm.triton.chunk_gates import log_sigmoid
-from xlstm7b.mlstm.triton.launch_params import Tile, padded, step_tile
+from xlstm7b.mlstm.triton.launch_params import Tile, overlap_launch, padded, step_tile
 
 
 @triton.jit
@@ -163,8 +163,7 @@ def launch_step(
         DK=d_k, DV=d_v, BLOCK_K=tile.d_in, BLOCK_V=tile.d_out,
         PADDED_K=padded(d_k), PADDED_V=padded(d_v),
         HAS_NORM=norm_weight is not None, HAS_GATE=gate is not None, HAS_SLOTS=slots is not None,
-        OVERLAP=overlap,
-        **tile.options(), **({"launch_pdl": True} if overlap else {}),
+        **tile.options(), **overlap_launch(overlap),
     )  # fmt: skip
     return h
 
