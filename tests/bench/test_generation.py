@@ -129,7 +129,7 @@ def test_decoding_with_and_without_replay() -> None:
     assert not any(result.error for result in results)
     plan = Generation.of(device="cuda", peak_tflops=768.0, peak_tbs=4.27)
     small = replace(plan, size="160m")
-    assert [generation.replay_interval(small, batch) for batch in (8, 16)] == [None, 16]
+    assert [generation.replay_interval(small, batch) for batch in (64, 128)] == [None, 16]
     interval = generation.replay_interval(plan, 64)
     many = with_limit(Result("replay", batch=64), plan, 1, replay_interval=interval)
     assert many.limit == pytest.approx(12_100, rel=0.01)

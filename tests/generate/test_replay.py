@@ -207,26 +207,30 @@ def test_state_traffic_of_a_step(batch, plain, replay):
 
 
 @pytest.mark.gpu
-def test_replay_on_a_gpu_equals_float64():
-    """A float32 model: the state after 40 tokens, by replay and by the plain step."""
+@pytest.mark.parametrize(("size", "slots"), [((256, 2, 4), 20), ((1024, 1, 2), 4)])
+def test_replay_on_a_gpu_equals_float64(size, slots):
+    """A float32 model: the states after 40 tokens, by replay and by the plain step.
+
+    Many slots of small heads, and a few with heads of a 7B.
+    """
     torch.manual_seed(0)
-    model = exact_model(ModelConfig(256, 2, 4, vocab_size=320), gate_std=0.1)
-    prompts = [[2 + n] * (1 + n % 7) for n in range(20)]
+    model = exact_model(ModelConfig(*size, vocab_size=320), gate_std=0.1)
+    prompts = [[2 + n] * (1 + n % 7) for n in range(slots)]
     errors = {}
     for replay in (False, True):
-        runner = ModelRunner(FusedModel(copy.deepcopy(model).float().cuda()), 20, replay=replay)
+        runner = ModelRunner(FusedModel(copy.deepcopy(model).float().cuda()), slots, replay=replay)
         assert (runner._rings is not None) == replay
         runner.prefill([PrefillRow(slot, prompt, True) for slot, prompt in enumerate(prompts)])
-        for slot in range(20):
+        for slot in range(slots):
             runner.start(slot, ENDLESS, seed=0)
-        (tokens,) = runner.sample(range(20)).lists()
+        (tokens,) = runner.sample(range(slots)).lists()
         texts = [[0, *prompt] for prompt in prompts]
         for _ in range(40):
-            for slot in range(20):
+            for slot in range(slots):
                 texts[slot].append(tokens[slot])
-            (tokens,) = runner.decode(19).lists()
+            (tokens,) = runner.decode(slots - 1).lists()
         errors[replay] = []
-        for slot in range(20):
+        for slot in range(slots):
             saved = runner.saved(slot)
             assert saved.tokens_seen == [len(texts[slot])]
             with torch.no_grad():
@@ -239,14 +243,21 @@ def test_replay_on_a_gpu_equals_float64():
     assert sum(errors[True]) < 1.5 * sum(errors[False])
 
 
+def test_large_states_are_replayed_from_the_first_slot_on() -> None:
+    slots = {
+        size: runner_module.default_replay_slots(ModelConfig.named(size))
+        for size in ("160m", "400m", "1.4b", "2.7b", "7b")
+    }
+    assert slots == {"160m": 100, "400m": 56, "1.4b": 2, "2.7b": 2, "7b": 1}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 def test_a_gpu_switches_between_replay_and_the_plain_step(monkeypatch, state_dtype):
     """Requests of very different lengths: the batch shrinks below the threshold and grows again."""
     torch.manual_seed(0)
     model = random_model(embedding_dim=256, num_heads=4).to("cuda", torch.bfloat16)
-    C = model.config.num_heads * model.config.d_qk * model.config.d_hv * 4
-    monkeypatch.setattr(runner_module, "_REPLAY_BYTES", 16 * C)
+    monkeypatch.setattr(runner_module, "default_replay_slots", lambda config: 16)
     found = []
     for replay in (False, None):
         engine = Engine(model, ByteTokenizer(), slots=40, state_dtype=state_dtype, replay=replay)
