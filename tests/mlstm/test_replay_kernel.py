@@ -16,7 +16,7 @@ from xlstm7b.mlstm.replay import Cursor, Pass, Ring, folded_state, replay_pass, 
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from xlstm7b.mlstm.triton.launch_params import Tile, pass_tile, replay_tile
-from xlstm7b.mlstm.triton.replay import launch_advance, launch_order, launch_replay
+from xlstm7b.mlstm.triton.replay import launch_advance, launch_order, launch_replay, step_tokens
 from xlstm7b.mlstm.triton.replay_pass import launch_advance_pass, launch_pass
 from xlstm7b.mlstm.triton.step import launch_step, take_counters
 
@@ -77,7 +77,7 @@ class Layer:
             cursor = cursor._replace(order=launch_order(cursor))
         h = launch_replay(
             q, k, v, i, f, self.state, self.ring, cursor, gate, self.norm, EPS, EPS,
-            tile or self.tile(),
+            tile or self.tile(cursor),
         )  # fmt: skip
         launch_advance(cursor)
         cursor = Cursor(self.want_folded, self.want_seen, live, self.interval, folds_all=folds_all)
@@ -87,9 +87,10 @@ class Layer:
         want = headwise_norm(want, self.norm.double(), EPS) * torch.sigmoid(gate.double())
         return h, want
 
-    def tile(self) -> Tile:
+    def tile(self, cursor: Cursor) -> Tile:
         batch, heads, d_qk, d_hv = self.sizes
-        return replay_tile(batch * heads, self.ring.k.shape[2], d_qk, d_hv, self.state.C.dtype)
+        tokens = step_tokens(self.ring.k.shape[2], cursor)
+        return replay_tile(batch * heads, tokens, d_qk, d_hv, self.state.C.dtype)
 
     def read(
         self, lengths: Tensor, kept: Tensor, count: int, tile: Tile | None = None, **options
@@ -278,20 +279,23 @@ def test_a_pass_equals_the_equations(count, d_qk, d_hv, tile, dtype):
     gates=st.sampled_from([1.0, 5.0, 15.0]),
 )
 def test_passes_and_steps_in_any_order(seed, interval, most, slack, gates):
-    """All drafts of a pass are kept, or some. Steps fold what passes have left, or all rows."""
+    """All drafts of a pass are kept, or some. A step after a pass folds all rows."""
     torch.manual_seed(seed)
     size = interval + 2 * most - 1 + slack
     layer = Layer(2, 1, 17, 20, size, interval, torch.float32, torch.float32)
+    after_pass = torch.zeros(2, dtype=torch.bool, device=DEVICE)
     for _ in range(7):
         count = int(torch.randint(1, most + 1, ()))
         if count == 1:
             live = torch.rand(2, device=DEVICE) < 0.8
-            folds_all = bool(torch.rand(()) < 0.5)
+            folds_all = bool(torch.rand(()) < 0.3 or after_pass[live].any())
             layer.check(*layer.step(live, gates=gates, folds_all=folds_all), live)
+            after_pass &= ~live
             continue
         lengths = torch.randint(0, count + 1, (2,), device=DEVICE)
         kept = lengths if torch.rand(()) < 0.5 else some_of(lengths)
         layer.check(*layer.read(lengths, kept, count, gates=gates))
+        after_pass |= lengths > 0
 
 
 @pytest.mark.gpu

@@ -225,6 +225,7 @@ class ModelRunner:
             self._replay_drafts_from = default_replay_slots(self.config)
         self._decoding = set[int]()  # slots between `start` and `stop`
         self._replaying = False  # whether rings of live slots may have tokens
+        self._after_pass = False  # whether the latest launch was a pass
         self._replayed = set[int]()  # slots whose ring may have tokens
         # The last rows are not slots. They hold the states that prompts start from, after the
         # model's first token: without an adapter, and with each of them. Unused rows of a prefill
@@ -368,11 +369,12 @@ class ModelRunner:
     def _way(self, n: int) -> StepWay:
         """How the next step of this many slots reads its tokens.
 
-        Few slots of a GPU write their states, which is faster than replay for a small model, and so
-        does a CPU. After a pass with drafts, or after a step of more slots, the first such step
-        folds the rings.
+        A pass with drafts may leave more tokens in a ring than a step by replay expects, so the
+        step after it folds all rings. So does a step of fewer slots than replay pays for, and all
+        steps on a CPU with drafts: those after it write the states.
         """
-        if self._replays(n):
+        replays, after_pass, self._after_pass = self._replays(n), self._after_pass, False
+        if replays and not after_pass:
             self._note_replay()
             return "replay"
         way: StepWay = "fold" if self._replaying else "write"
@@ -382,7 +384,7 @@ class ModelRunner:
     def _ways(self, n: int) -> list[StepWay]:
         """All ways in which steps of this many slots may read."""
         if self._replays(n):
-            return ["replay"]
+            return ["replay"] if self._drafting is None else ["replay", "fold"]
         return ["write"] if self._rings is None else ["write", "fold"]
 
     # Prefill
@@ -599,6 +601,7 @@ class ModelRunner:
         n, needs = self.bucket(highest_slot + 1), self._needs()
         part = self._parts[n]
         self._note_replay()
+        self._after_pass = True
         most = self._drafting.drafts.shape[1]
         positions = 1 + max(map(len, drafts.values()), default=0)
         if self._on_gpu:

@@ -75,8 +75,8 @@ class Cursor(NamedTuple):
         """True for rows [B] that are folded after the current token.
 
         Row r is folded when the number of its tokens plus r reaches a multiple of the interval. So
-        rows that start together are not folded in the same step. A pass may leave tokens beyond
-        the multiple in the ring: then the next step folds them.
+        rows that start together are not folded in the same step, and a step finds fewer tokens in
+        a ring than the interval has. A pass may leave more: then the next step must fold all rows.
         """
         return self.live & _crosses(self.folded, self.seen + 1, self.multiple)
 
@@ -138,6 +138,9 @@ def replay_step(
     `state` is the checkpoint. The token is added to the ring of rows that are live, and rows that
     are due are folded, in place. Other rows keep their ring and checkpoint; their h is garbage.
     """
+    if cursor.live.device.type == "cpu" and not cursor.folds_all:  # a GPU would wait for it
+        held = (cursor.seen - cursor.folded)[cursor.live]
+        assert (held < cursor.interval).all(), "a step after a pass must fold all rows"
     read = cursor.live.long()
     _write(ring, cursor.seen, read, *(x[:, None] for x in (k, v, i, f)))
     tokens = _Tokens.of(state, ring, cursor.folded, (cursor.seen + read)[:, None])

@@ -28,7 +28,7 @@ from xlstm7b.generate.kernels.slot_states import gather_states, scatter_states
 from xlstm7b.mlstm import MLSTMState
 from xlstm7b.mlstm.replay import Cursor, Pass, Ring
 from xlstm7b.mlstm.triton.launch_params import pass_tile, replay_tile, step_tile
-from xlstm7b.mlstm.triton.replay import launch_advance, launch_order, launch_replay
+from xlstm7b.mlstm.triton.replay import launch_advance, launch_order, launch_replay, step_tokens
 from xlstm7b.mlstm.triton.replay_pass import launch_advance_pass, launch_pass
 from xlstm7b.mlstm.triton.step import launch_step
 from xlstm7b.model.layers import product_float32
@@ -123,8 +123,8 @@ def replay_cell(
 
     It may read state, ring and cursor before the previous launch has ended, as `step_cell` does.
     """
-    rows, size = q.shape[0] * q.shape[1], ring.k.shape[2]
-    tile = replay_tile(rows, size, q.shape[-1], v.shape[-1], state.C.dtype)
+    rows, tokens = q.shape[0] * q.shape[1], step_tokens(ring.k.shape[2], cursor)
+    tile = replay_tile(rows, tokens, q.shape[-1], v.shape[-1], state.C.dtype)
     return launch_replay(
         q, k, v, i, f, state, ring, cursor, gate, norm, norm_eps, eps, tile, _overlaps(q)
     )

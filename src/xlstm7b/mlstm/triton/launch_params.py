@@ -82,15 +82,15 @@ def step_tile(rows: int, d_qk: int, d_hv: int) -> Tile:
     return (tile if rows <= 128 else Tile(1, 128, 64, 4, 1)).within(d_qk, d_hv)
 
 
-def replay_tile(rows: int, ring: int, d_qk: int, d_hv: int, state_dtype: torch.dtype) -> Tile:
-    """The tile of a step by replay.
+def replay_tile(rows: int, tokens: int, d_qk: int, d_hv: int, state_dtype: torch.dtype) -> Tile:
+    """The tile of a step by replay, with up to this many tokens since the checkpoint.
 
-    With many rows and a ring of 16, the tiles are the fastest of those tried on an H200: float32
-    with 64 and 256 rows of a 7B, bfloat16 with 256. A larger ring takes more registers.
+    With many rows and 16 tokens, the tiles are the fastest of those tried on an H200: float32 with
+    64 and 256 rows of a 7B, bfloat16 with 256. More tokens take more registers.
     """
     if rows <= 16:
         tile = Tile(1, 256, 32, 8, 1, 128)
-    elif ring > 16:
+    elif tokens > 16:
         tile = Tile(1, 64, 64, 4, 1, 128)
     elif state_dtype == torch.bfloat16:
         tile = Tile(1, 16, 128, 2, 4, 128)

@@ -276,12 +276,21 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def most_held(size: int, interval: int) -> int:
-    """The most tokens since the checkpoint that a ring holds before a step or a pass.
+    """The most tokens since the checkpoint that a ring holds after steps and a pass.
 
     A row that has `interval` of them is folded. With a size for passes of T tokens, the latest pass
     may have added T (see `Pass`).
     """
     return interval - 1 + (size + 1 - interval) // 2
+
+
+def step_tokens(size: int, cursor: Cursor) -> int:
+    """The most tokens since the checkpoint in a step, with the current one.
+
+    Only a step that folds all rows may come after a pass.
+    """
+    before = most_held(size, cursor.interval) if cursor.folds_all else cursor.interval - 1
+    return 1 + before
 
 
 def launch_replay(
@@ -307,7 +316,7 @@ def launch_replay(
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *i.stride(), *f.stride(),
         *gate.stride()[:2], *(part.stride(0) for part in (*state, *ring[:3])),
         d_k**-0.5, eps, norm_eps, heads, DK=d_k, DV=d_v,
-        SIZE=size, ENTRIES=padded(1 + most_held(size, cursor.interval)), MULTIPLE=cursor.multiple,
+        SIZE=size, ENTRIES=padded(step_tokens(size, cursor)), MULTIPLE=cursor.multiple,
         BLOCK_K=tile.d_in, BLOCK_V=tile.d_out, PADDED_K=padded(d_k), PADDED_V=padded(d_v),
         FOLDED=min(32, folded_rows(tile, d_k)), PRECISION=precision(q.dtype),
         PARTS=min(tile.d_in, threads_of_column(tile, state.C.itemsize)), STAGES=tile.stages,
