@@ -2,6 +2,7 @@
 
     python examples/copies.py books/train.jsonl.gz copies.jsonl
     xlstm7b prepare copies.jsonl --output data/copies --tokenizer tokenizer.json
+    python examples/copies_model.py copies-first
     xlstm7b train examples/copies-160m.toml
 
 A small model that has only read books continues a text in its own words. Speculation by lookup
@@ -9,7 +10,8 @@ gains little there: it needs a model that repeats its prompt where it is asked t
 passage have the same edits, so a model learns to repeat the latest copy, not the passage.
 
 Most passages are short and have many copies: what is to be copied is near, and comes often. The
-words of every second passage are shuffled: then nothing but copying predicts them.
+words of every second passage are shuffled: then nothing but copying predicts them. There are many
+texts, because a model that reads few of them again and again learns them by heart instead.
 """
 
 import argparse
@@ -64,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Writes passages with edited copies.")
     parser.add_argument("texts", type=Path, help="a .jsonl or .jsonl.gz file with a field text")
     parser.add_argument("output", type=Path, help="the .jsonl file to write")
-    parser.add_argument("--count", type=int, default=150_000, help="number of passages")
+    parser.add_argument("--count", type=int, default=200_000, help="number of passages")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     draw = random.Random(given.seed)
