@@ -84,7 +84,10 @@ def _free_drafts(monkeypatch):
     monkeypatch.setattr(ModelRunner, "draft_cost", lambda *_: DraftCost())
 
 
-both_engines = pytest.mark.parametrize("make_engine", [new_engine, gpu_like_engine])
+both_engines = pytest.mark.parametrize(
+    "make_engine",
+    [new_engine, gpu_like_engine, pytest.param(partial(gpu_like_engine, replay=True), id="replay")],
+)
 
 
 # The runner

@@ -28,7 +28,7 @@ from xlstm7b.config import ModelConfig
 from xlstm7b.generate import Engine, Generator, Request, SamplingParams
 from xlstm7b.generate import runner as runner_module
 from xlstm7b.generate.fused import FusedModel
-from xlstm7b.generate.replay import INTERVAL, Rings
+from xlstm7b.generate.replay import INTERVAL, Rings, default_replay_slots
 from xlstm7b.generate.runner import ModelRunner, PrefillRow, fitting_slots
 from xlstm7b.generate.unfused import UnfusedModel
 from xlstm7b.tokenizer import ByteTokenizer
@@ -243,9 +243,9 @@ def test_replay_on_a_gpu_equals_float64(size, slots):
     assert sum(errors[True]) < 1.5 * sum(errors[False])
 
 
-def test_large_states_are_replayed_from_the_first_slot_on() -> None:
+def test_how_many_slots_replay_takes_depends_on_the_size_of_the_state() -> None:
     slots = {
-        size: runner_module.default_replay_slots(ModelConfig.named(size))
+        size: default_replay_slots(ModelConfig.named(size))
         for size in ("160m", "400m", "1.4b", "2.7b", "7b")
     }
     assert slots == {"160m": 100, "400m": 56, "1.4b": 2, "2.7b": 2, "7b": 1}

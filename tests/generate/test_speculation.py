@@ -63,6 +63,7 @@ def exact_runner(
         FUSED.config, slots, dtype=torch.float64, interval=interval, size=size
     )
     runner._parts = {n: runner._part(n) for n in runner._parts}
+    runner._replay_from = 1
     return runner
 
 
@@ -105,7 +106,7 @@ def test_any_order_of_calls(data, slots, interval, kind, replay_from):
     Steps without drafts come in between. They write the states on a CPU, and of few slots.
     """
     runner = exact_runner(slots, interval, kind)
-    runner._replay_drafts_from = replay_from
+    runner._replay_from = replay_from
     read = dict[int, tuple[tuple[int, ...], int]]()  # by slot: the prompt, and how much after it
     for _ in range(12):
         free = [slot for slot in range(slots) if slot not in read]
@@ -158,7 +159,7 @@ def test_any_order_of_calls(data, slots, interval, kind, replay_from):
 def test_the_first_step_after_a_pass_folds_the_rings(replay_from, want):
     """Then few slots write their states again. No state is copied."""
     runner = exact_runner(2)
-    runner._replay_drafts_from = replay_from
+    runner._replay_from = replay_from
     runner.prefill([PrefillRow(slot, (1,), True) for slot in range(2)])
     for slot in range(2):
         runner.start(slot, ENDLESS, seed=0)

@@ -44,7 +44,10 @@ PERSON = {
     "additionalProperties": False,
     **COMPACT,
 }
-both_engines = pytest.mark.parametrize("make_engine", [new_engine, gpu_like_engine])
+both_engines = pytest.mark.parametrize(
+    "make_engine",
+    [new_engine, gpu_like_engine, pytest.param(partial(gpu_like_engine, replay=True), id="replay")],
+)
 
 
 def grammar(form, tokenizer=TOKENIZER, config=MODEL.config):

@@ -192,6 +192,6 @@ def gpu_like_engine(model: XLSTM, **options: object) -> Engine:
         patch.setattr(engine_module, "prefill_limits", limits)
         engine = new_engine(model, **options)
     engine._run_ahead = True
-    if options.get("replay") is None:  # as with the GPU's kernels
-        engine._runner._replay_drafts_from = 16
+    if options.get("replay") is None:  # from some number of slots on, as with the GPU's kernels
+        engine._runner._replay_from = 16
     return engine

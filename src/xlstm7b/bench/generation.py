@@ -55,8 +55,7 @@ from xlstm7b.bench.peers import in_process
 from xlstm7b.bench.plans import Generation
 from xlstm7b.devices import to_dtype
 from xlstm7b.generate.engine import peak_memory
-from xlstm7b.generate.replay import INTERVAL
-from xlstm7b.generate.runner import default_replay_slots
+from xlstm7b.generate.replay import INTERVAL, default_interval
 from xlstm7b.model import XLSTM
 from xlstm7b.model.lm import schemes_of
 from xlstm7b.report import counted
@@ -162,8 +161,7 @@ def with_limit(
 
 def replay_interval(plan: Generation, batch: int) -> int | None:
     """That of a decoding step of an engine with this many slots, as `with_limit` takes it."""
-    replays = plan.device == "cuda" and batch >= default_replay_slots(plan.config)
-    return INTERVAL if replays else None
+    return default_interval(plan.config, batch, plan.device)
 
 
 def itemsizes(plan: Generation) -> dict[str, Any]:

@@ -243,10 +243,14 @@ def _print_speeds(
     """Prints tokens per second, and bytes per second compared with the memory bandwidth."""
     from xlstm7b.accounting import decode_bytes
     from xlstm7b.cli.batch import drafted_line
+    from xlstm7b.generate.replay import default_interval
 
     # Speeds count from the first token to the last. The longest output ran for the most steps.
     longest = max(completions, key=lambda completion: len(completion.token_ids))
     batch = min(len(completions), generator.batch_size)
+    interval = None
+    if generator.fused:
+        interval = default_interval(generator.config, batch, generator.device.type)
     # An accepted draft takes no pass of its own.
     passes = 1 - longest.accepted_tokens / max(1, len(longest.token_ids))
     moved = (
@@ -257,6 +261,8 @@ def _print_speeds(
             batch,
             weight_itemsize=generator.dtype.itemsize,
             state_itemsize=generator.state_dtype.itemsize,
+            replay_interval=interval,
+            ring_itemsize=generator.dtype.itemsize,
         )
     )
     limit = _bandwidth(generator.device.type) if peak_tbs is None else peak_tbs * 1e12

@@ -50,12 +50,13 @@ from xlstm7b.generate.request import (
     RequestStatus,
 )
 from xlstm7b.generate.runner import (
+    MAX_SLOTS,
     ModelRunner,
     PrefillRow,
     Results,
     fitting_slots,
+    has_rings,
     prefill_limits,
-    replay_slots,
 )
 from xlstm7b.generate.scheduler import PrefillChunk, Scheduler
 from xlstm7b.generate.state import SavedState, StateStore, state_bytes
@@ -173,7 +174,7 @@ class Engine:
         device_bytes = max(cache_bytes, _SHARED_STATES * state_bytes(self.config, state_dtype))
         started = len(adapters) * state_bytes(self.config, state_dtype)
         drafts, rings = 0 if speculate is None else MAX_DRAFT, 0
-        if replay_slots(computed, replay, drafts) is not None:
+        if has_rings(computed, slots or MAX_SLOTS, replay, drafts):
             size = ring_sizes(drafts)["size"]
             rings = accounting.ring_bytes(self.config, size, self.dtype.itemsize)
         if drafts:  # logits of all positions of a pass

@@ -19,6 +19,11 @@ from xlstm7b.model import ModelState
 INTERVAL = 16
 _DRAFTS_RING = 48  # tokens of a ring, with drafts
 
+# A slot has a large state if C of one block has at least _LARGE bytes in float32. A GPU decodes by
+# replay if C of one block has this many bytes in all slots: _LARGE_PAYS for large states, else
+# _SMALL_PAYS. See `default_replay_slots`.
+_LARGE, _LARGE_PAYS, _SMALL_PAYS = 2 << 20, 4 << 20, 28 << 20
+
 # How a step reads its tokens. "replay": into the rings, and into the states every few tokens.
 # "fold": into the states, with all that is in the rings. "write": into the states; the rings of
 # rows that are live are empty.
@@ -68,6 +73,23 @@ class Rings(NamedTuple):
         """The rows start … end − 1, as views."""
         blocks = tuple(Ring(*(part[start:end] for part in block)) for block in self.blocks)
         return self._replace(blocks=blocks, folded=self.folded[start:end])
+
+
+def default_replay_slots(config: ModelConfig) -> int:
+    """From how many slots on a GPU decodes by replay, if nothing else is asked for.
+
+    It is 1 for a 7B, 2 for a 1.4B and 100 for a 160M. A step by replay saves the time to write C.
+    But the cell of each block takes up to 7 µs longer on an H200 if it folds a row. With many rows
+    the GPU computes others meanwhile. With few rows most steps fold none.
+    """
+    slot = 4 * config.num_heads * config.d_qk * config.d_hv
+    least = _LARGE_PAYS if slot >= _LARGE else _SMALL_PAYS
+    return -(-least // slot)
+
+
+def default_interval(config: ModelConfig, slots: int, device: str) -> int | None:
+    """The interval of decode steps of this many slots, by default; None: they write the states."""
+    return INTERVAL if device == "cuda" and slots >= default_replay_slots(config) else None
 
 
 def ring_sizes(drafts: int) -> dict[str, int]:

@@ -17,7 +17,13 @@ from xlstm7b.config import ModelConfig
 from xlstm7b.generate.drafts import DraftCost
 from xlstm7b.generate.fused import FusedModel, Slots
 from xlstm7b.generate.params import MAX_LOGPROBS, SamplingParams
-from xlstm7b.generate.replay import Rings, StepWay, folded_copy, ring_sizes
+from xlstm7b.generate.replay import (
+    Rings,
+    StepWay,
+    default_replay_slots,
+    folded_copy,
+    ring_sizes,
+)
 from xlstm7b.generate.sampler import Needs, Sampler, copy_to, mask_words, on_device
 from xlstm7b.generate.scheduler import PrefillLimits
 from xlstm7b.generate.state import SavedState, state_bytes, to_device
@@ -27,9 +33,6 @@ from xlstm7b.model import ModelState
 from xlstm7b.report import counted
 
 MAX_SLOTS, CPU_SLOTS = 256, 8
-# From how many bytes of one block's C in all slots, in float32, a GPU decodes by replay: for large
-# states, of 2 MiB or more in one slot, and for small ones. See `default_replay_slots`.
-_REPLAY_LARGE, _REPLAY_SMALL = 4 << 20, 28 << 20
 _FREE_SHARE = 0.7  # of free GPU memory for slots; the rest is for prefill, graphs, saved states
 
 # Decode graphs exist for these numbers of slots, and for a few kinds of sampling.
@@ -106,13 +109,12 @@ def fitting_slots(
 def replay_slots(
     model: FusedModel | UnfusedModel, replay: bool | None, drafts: int = 0
 ) -> int | None:
-    """From how many slots on decode steps replay; None if none does. With drafts, all do."""
+    """From how many slots on decode steps go by replay; None if none does."""
     if drafts:
         if isinstance(model, UnfusedModel):
             raise ValueError("speculation needs the fused path, which this model does not have")
         if replay is False:
             raise ValueError("speculation needs replay decoding, which replay=False turns off")
-        return 1
     if replay and isinstance(model, UnfusedModel):
         raise ValueError("replay decoding needs the fused path, which this model does not have")
     if replay is None:
@@ -120,16 +122,12 @@ def replay_slots(
     return 1 if replay else None
 
 
-def default_replay_slots(config: ModelConfig) -> int:
-    """From how many slots on a GPU decodes by replay, if nothing else is asked for.
-
-    That is 1 for a 7B, 2 for a 1.4B and 100 for a 160M. A step saves the time to write C. But its
-    cells take some 7 µs longer on an H200 if a row is folded, until there are so many rows that
-    others run meanwhile. From 16 slots on a row is folded in nearly every step.
-    """
-    slot = 4 * config.num_heads * config.d_qk * config.d_hv
-    least = _REPLAY_LARGE if slot >= _REPLAY_LARGE // 2 else _REPLAY_SMALL
-    return -(-least // slot)
+def has_rings(
+    model: FusedModel | UnfusedModel, slots: int, replay: bool | None, drafts: int
+) -> bool:
+    """True if a runner has rings: for passes with drafts, or for steps by replay."""
+    least = replay_slots(model, replay, drafts)
+    return drafts > 0 or (least is not None and slots >= least)
 
 
 class PrefillRow(NamedTuple):
@@ -197,8 +195,8 @@ class ModelRunner:
     drafts: the most tokens of a draft that `verify` reads.
 
     With replay, slots between `start` and `stop` may have tokens in their rings. Prefill never
-    touches these slots, so it knows of no ring. Before steps that write the states, one step folds
-    the rings: see `_way`.
+    touches these slots, so it knows of no ring. After a pass with drafts, and before steps that
+    write the states, one step folds the rings: see `_way`.
     """
 
     def __init__(
@@ -215,17 +213,13 @@ class ModelRunner:
         self._on_gpu = device.type == "cuda"
         self._replay_from = replay_slots(model, replay, drafts)
         self._rings: Rings | None = None
-        if self._replay_from is not None and slots >= self._replay_from:
+        if has_rings(model, slots, replay, drafts):
             self._rings = Rings.zeros(
                 self.config, slots, dtype=model.dtype, device=device, **ring_sizes(drafts)
             )
-        # If there are drafts, steps that read none go by replay on a GPU from this many slots on.
-        self._replay_drafts_from = 0
-        if replay is None and model.uses_kernels:
-            self._replay_drafts_from = default_replay_slots(self.config)
         self._decoding = set[int]()  # slots between `start` and `stop`
         self._replaying = False  # whether rings of live slots may have tokens
-        self._after_pass = False  # whether the latest launch was a pass
+        self._after_pass = False  # whether no step has followed the latest pass
         self._replayed = set[int]()  # slots whose ring may have tokens
         # The last rows are not slots. They hold the states that prompts start from, after the
         # model's first token: without an adapter, and with each of them. Unused rows of a prefill
@@ -356,10 +350,10 @@ class ModelRunner:
         self._replayed.discard(slot)
 
     def _replays(self, n: int) -> bool:
-        """True if steps of this many slots go by replay."""
-        if self._drafting is not None:
-            return self._on_gpu and n >= self._replay_drafts_from
-        return self._rings is not None and self._replay_from is not None and n >= self._replay_from
+        """True if steps of this many slots go by replay. With drafts, those of a CPU do not."""
+        if self._rings is None or self._replay_from is None or n < self._replay_from:
+            return False
+        return self._on_gpu or self._drafting is None
 
     def _note_replay(self) -> None:
         """Notes that the next launch adds tokens to the rings."""
@@ -369,12 +363,12 @@ class ModelRunner:
     def _way(self, n: int) -> StepWay:
         """How the next step of this many slots reads its tokens.
 
-        A pass with drafts may leave more tokens in a ring than a step by replay expects, so the
-        step after it folds all rings. So does a step of fewer slots than replay pays for, and all
-        steps on a CPU with drafts: those after it write the states.
+        The first step after a pass with drafts folds all rings: they may hold more tokens than a
+        step by replay expects. So does the first step that does not go by replay. Later ones write
+        the states.
         """
-        replays, after_pass, self._after_pass = self._replays(n), self._after_pass, False
-        if replays and not after_pass:
+        after_pass, self._after_pass = self._after_pass, False
+        if self._replays(n) and not after_pass:
             self._note_replay()
             return "replay"
         way: StepWay = "fold" if self._replaying else "write"

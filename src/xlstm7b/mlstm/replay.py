@@ -82,6 +82,9 @@ class Cursor(NamedTuple):
 
     def advance(self) -> None:
         """Counts the current token, in place. Call it after the last layer."""
+        if self.live.device.type == "cpu" and not self.folds_all:  # a GPU would wait for it
+            held = (self.seen - self.folded)[self.live]
+            assert (held < self.interval).all(), "the step after a pass must fold all rows"
         due = self.is_due()
         self.seen.add_(self.live)
         self.folded.copy_(torch.where(due, self.seen, self.folded))
@@ -137,10 +140,8 @@ def replay_step(
 
     `state` is the checkpoint. The token is added to the ring of rows that are live, and rows that
     are due are folded, in place. Other rows keep their ring and checkpoint; their h is garbage.
+    Unless all rows are folded, a live row has fewer than `interval` tokens since the checkpoint.
     """
-    if cursor.live.device.type == "cpu" and not cursor.folds_all:  # a GPU would wait for it
-        held = (cursor.seen - cursor.folded)[cursor.live]
-        assert (held < cursor.interval).all(), "a step after a pass must fold all rows"
     read = cursor.live.long()
     _write(ring, cursor.seen, read, *(x[:, None] for x in (k, v, i, f)))
     tokens = _Tokens.of(state, ring, cursor.folded, (cursor.seen + read)[:, None])

@@ -14,7 +14,7 @@ from xlstm7b.generate.kernels import fp8, pointwise
 from xlstm7b.generate.kernels.few_rows import MAX_ROWS, multiply_rows
 from xlstm7b.generate.kernels.integers import multiply_integers, takes_integers
 from xlstm7b.generate.kernels.one_row import multiply_row
-from xlstm7b.generate.kernels.overlap import overlap_options
+from xlstm7b.generate.kernels.overlap import can_overlap
 from xlstm7b.generate.kernels.pointwise import (
     embed,
     embed_live,
@@ -102,7 +102,9 @@ def step_cell(
     which does not write to the state.
     """
     tile = step_tile(q.shape[0] * q.shape[1], q.shape[-1], v.shape[-1])
-    return launch_step(q, k, v, i, f, *state, gate, norm, norm_eps, eps, tile, _overlaps(q))
+    return launch_step(
+        q, k, v, i, f, *state, gate, norm, norm_eps, eps, tile, can_overlap(q.device)
+    )
 
 
 def replay_cell(
@@ -126,7 +128,7 @@ def replay_cell(
     rows, tokens = q.shape[0] * q.shape[1], step_tokens(ring.k.shape[2], cursor)
     tile = replay_tile(rows, tokens, q.shape[-1], v.shape[-1], state.C.dtype)
     return launch_replay(
-        q, k, v, i, f, state, ring, cursor, gate, norm, norm_eps, eps, tile, _overlaps(q)
+        q, k, v, i, f, state, ring, cursor, gate, norm, norm_eps, eps, tile, can_overlap(q.device)
     )
 
 
@@ -137,12 +139,12 @@ def ordered(cursor: Cursor) -> Cursor:
     """
     if len(cursor.seen) < _ORDERED_ROWS or cursor.folds_all:
         return cursor
-    return cursor._replace(order=launch_order(cursor, _overlaps(cursor.seen)))
+    return cursor._replace(order=launch_order(cursor, can_overlap(cursor.seen.device)))
 
 
 def advance(cursor: Cursor) -> None:
     """Counts the current token, after the last block."""
-    launch_advance(cursor, _overlaps(cursor.seen))
+    launch_advance(cursor, can_overlap(cursor.seen.device))
 
 
 def pass_cell(
@@ -165,13 +167,13 @@ def pass_cell(
     """
     tile = pass_tile(q.shape[0] * q.shape[2], q.shape[-1], v.shape[-1])
     return launch_pass(
-        q, k, v, i, f, state, ring, rows, gate, norm, norm_eps, eps, tile, _overlaps(q)
+        q, k, v, i, f, state, ring, rows, gate, norm, norm_eps, eps, tile, can_overlap(q.device)
     )
 
 
 def advance_pass(rows: Pass, kept: Tensor) -> None:
     """Counts the first `kept` [B] tokens of a pass, after the last block."""
-    launch_advance_pass(rows, kept, _overlaps(kept))
+    launch_advance_pass(rows, kept, can_overlap(kept.device))
 
 
 def head_norm(
@@ -255,11 +257,6 @@ def head(
     assert live is not None
     keep_logits(logits[:, None], live, out)
     return out
-
-
-def _overlaps(x: Tensor) -> bool:
-    """Whether kernels may start early on this tensor's device."""
-    return overlap_options(x.device)["OVERLAP"]
 
 
 def _multiply(x: Tensor, W: Tensor | QuantizedWeight, **options: Any) -> tuple[Tensor, Tensor]:

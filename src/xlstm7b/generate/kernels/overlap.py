@@ -25,13 +25,14 @@ from xlstm7b.mlstm.triton.launch_params import overlap_launch
 
 
 @cache
-def overlap_options(device: torch.device) -> dict[str, bool]:
-    """Launch options of a kernel that may start before the previous launch has ended.
+def can_overlap(device: torch.device) -> bool:
+    """Whether a kernel may start before the previous launch has ended: on Hopper and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
-    OVERLAP is False where the GPU cannot do that.
-    """
-    can_overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return overlap_launch(can_overlap)
+
+def overlap_options(device: torch.device) -> dict[str, bool]:
+    """Launch options of a kernel with OVERLAP, which is False where the GPU cannot do that."""
+    return overlap_launch(can_overlap(device))
 
 
 @triton.jit

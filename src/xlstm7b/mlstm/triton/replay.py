@@ -276,7 +276,7 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def most_held(size: int, interval: int) -> int:
-    """The most tokens since the checkpoint that a ring holds after steps and a pass.
+    """The most tokens since the checkpoint before a pass, or before a step that folds all rows.
 
     A row that has `interval` of them is folded. With a size for passes of T tokens, the latest pass
     may have added T (see `Pass`).
@@ -300,6 +300,8 @@ def launch_replay(
 ) -> Tensor:  # fmt: skip
     """Returns h of one token, [B, NH, d_hv]. Updates the ring, and the state of rows that are due.
 
+    Unless `cursor.folds_all`, a live row has fewer than `interval` tokens since the checkpoint: the
+    kernel reads no more of them.
     With `overlap` the kernel reads state, ring and cursor before the previous kernel has ended: see
     `launch_step`.
     """
