@@ -1,34 +1,121 @@
-"""Writes first weights of a 160M that learns to copy within minutes.
+"""Writes first weights of a 160M that copies before it is trained.
 
     python examples/copies_model.py copies-first
     xlstm7b train examples/copies-160m.toml
 
-To copy, a layer looks up the token that followed the current one the last time. For that, an
-earlier layer must remember the token before each token, and nothing else. With the usual first
-weights most of the training is spent until both work. Three changes make that easier:
+To copy, a model finds where its latest tokens occurred before, and outputs what followed there.
+With the usual first weights, most of a short training is spent until it does. Here the weights do
+it from the start, for about 80% of the tokens of a copy, and training makes it better.
 
-1. Heads of the first block forget after 1 to 4 tokens. Usually these are 20 to 400.
-2. The head starts with the weights of the embedding. So what a layer reads from an embedding is
-   already the right direction for the logits, for each of the 50,304 tokens.
-3. Input gates start at −2, not −10: they have less far to go. (The paper's −10 is for stability in
-   long runs.)
+The vectors between blocks have equal parts: the current token, the tokens 1 to 5 positions before
+it, and the token that is found to come next. One more number is the same for all tokens.
+
+1. The embedding writes a random vector for each token, and the constant.
+2. Block b writes the token b + 1 positions before. Two of its heads have constant queries and keys,
+   so their output is a sum over all tokens, weighted by the forget gate alone. One head forgets at
+   once and has the current token. The other one keeps 5% in each step. Their difference is the
+   token before.
+3. The other blocks look up. A query is a random projection of the latest five tokens, a key the
+   same projection of the five before the current one, and the value is the current token. So a
+   query is most similar to the keys after the same five tokens.
+4. The output head reads the token that was found.
 """
 
 import argparse
-from dataclasses import replace
+import math
+from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from xlstm7b import XLSTM, ModelConfig
+from xlstm7b.model import MLSTMLayer
+
+LAGS = 5  # earlier tokens that are compared
+SIZE = 8.0  # of the vector of a token; large, so that training changes it slowly
+KEPT = -3.0  # forget gate of a head that sees the tokens before; σ(−3) is 0.05
+FOUND = 2.0  # size of what the lookups find, in units of SIZE
+SHARPNESS = 1.5  # of the head
 
 
 @torch.no_grad()
 def first_weights(config: ModelConfig) -> XLSTM:
-    model = XLSTM(replace(config, igate_bias_init_range=-2.0))
-    biases = torch.linspace(-3, 1, config.num_heads)
-    model.backbone.blocks[0].mlstm_layer.fgate_preact.bias.copy_(biases)
-    model.lm_head.weight.copy_(model.backbone.embeddings.weight)
+    model = XLSTM(config)
+    lags = min(LAGS, config.num_blocks // 2)
+    size = min((config.embedding_dim - 1) // (lags + 2), config.d_hv)
+    parts = [slice(n * size, (n + 1) * size) for n in range(lags + 2)]
+    tokens = torch.nn.functional.normalize(torch.randn(config.vocab_size, size))
+    embedding, head = model.backbone.embeddings.weight.zero_(), model.lm_head.weight.zero_()
+    embedding[:, parts[0]] = SIZE * tokens
+    embedding[:, -1] = SIZE / 2
+    head[:, parts[-1]] = SHARPNESS * tokens
+    for block in model.backbone.blocks:  # what is not written below writes nothing at first
+        block.ffn.proj_down.weight.zero_()
+        block.mlstm_layer.out_proj.weight.zero_()
+        block.mlstm_layer.igate_preact.bias.zero_()
+    layers = [block.mlstm_layer for block in model.backbone.blocks]
+    for layer, source, target in zip(layers, parts[:-2], parts[1:-1], strict=False):
+        write_previous(layer, config, source, target)
+    for layer in layers[lags:]:
+        look_up(layer, config, parts, len(layers) - lags)
     return model
+
+
+def write_previous(layer: MLSTMLayer, config: ModelConfig, source: slice, target: slice) -> None:
+    """The first two heads write into `target` what `source` was at the position before."""
+    kept = 1 / (1 + math.exp(-KEPT))
+    # A norm divides the sum x + kept · x' + kept² · x'' + … by its size.
+    shares = -1 / kept, 1 / (kept * math.sqrt(1 - kept**2))
+    layer.fgate_preact.bias[:2] = torch.tensor([-14.0, KEPT])
+    projection = random_basis(config.d_hv, source)
+    for head, share in enumerate(shares):
+        queries, values = heads_rows(config, head)
+        for weight in (layer.q.weight, layer.k.weight):
+            weight[queries] = 0
+            weight[queries.start, -1] = 1
+        layer.v.weight[values] = 0
+        layer.v.weight[values, source] = projection
+        write(layer, config, head, target, SIZE * share * projection)
+
+
+def look_up(layer: MLSTMLayer, config: ModelConfig, parts: list[slice], blocks: int) -> None:
+    """All heads write the token that followed the latest tokens into the last part."""
+    layer.fgate_preact.bias.fill_(8.0)
+    for weight in (layer.q.weight, layer.k.weight, layer.v.weight):
+        weight.zero_()
+    for head in range(config.num_heads):
+        queries, values = heads_rows(config, head)
+        for now, before in pairwise(parts[:-1]):
+            projection = torch.randn(config.d_qk, now.stop - now.start) / math.sqrt(config.d_qk)
+            layer.q.weight[queries, now] = projection
+            layer.k.weight[queries, before] = projection
+        projection = random_basis(config.d_hv, parts[0])
+        layer.v.weight[values, parts[0]] = projection
+        share = SIZE * FOUND / (config.num_heads * blocks)
+        write(layer, config, head, parts[-1], share * projection)
+
+
+def heads_rows(config: ModelConfig, head: int) -> tuple[slice, slice]:
+    """The rows of a head in the weights of queries and keys, and in that of values."""
+    start, end = head, head + 1
+    return (
+        slice(start * config.d_qk, end * config.d_qk),
+        slice(start * config.d_hv, end * config.d_hv),
+    )
+
+
+def random_basis(size: int, part: slice) -> Tensor:
+    """A random matrix with orthogonal columns of length 1."""
+    return torch.linalg.qr(torch.randn(size, part.stop - part.start))[0]
+
+
+def write(
+    layer: MLSTMLayer, config: ModelConfig, head: int, target: slice, projection: Tensor
+) -> None:
+    """The head writes only into `target`, by the transpose of `projection`."""
+    _, values = heads_rows(config, head)
+    # The norm of a head makes vectors of size √d_hv, and output gates start at ½.
+    layer.out_proj.weight[target, values] = 2 / math.sqrt(config.d_hv) * projection.T
 
 
 def main(arguments: list[str] | None = None) -> None:
