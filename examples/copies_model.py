@@ -5,16 +5,17 @@
 
 To copy, a model finds where its latest tokens occurred before, and outputs what followed there.
 With the usual first weights, most of a short training is spent until it does. Here the weights do
-it from the start, for about 80% of the tokens of a copy, and training makes it better.
+it from the start, for about 70% of the tokens of a copy, and training makes it better.
 
-The vectors between blocks have equal parts: the current token, the tokens 1 to 5 positions before
-it, and the token that is found to come next. One more number is the same for all tokens.
+The vectors between blocks have equal parts: one for the current token, one for each of the 5 tokens
+before it, and one for the token that is found to come next. One more number is the same for all
+tokens.
 
 1. The embedding writes a random vector for each token, and the constant.
-2. Block b writes the token b + 1 positions before. Two of its heads have constant queries and keys,
-   so their output is a sum over all tokens, weighted by the forget gate alone. One head forgets at
-   once and has the current token. The other one keeps 5% in each step. Their difference is the
-   token before.
+2. Each of the first 5 blocks reads one part and writes what it was at the position before into the
+   next part. Two heads have constant queries and keys, so their output is a sum over all tokens,
+   weighted by the forget gate alone. One head forgets at once and has the current token. The other
+   one keeps 27% in each step. Their difference is the token before, and less of those before it.
 3. The other blocks look up. A query is a random projection of the latest five tokens, a key the
    same projection of the five before the current one, and the value is the current token. So a
    query is most similar to the keys after the same five tokens.
@@ -33,16 +34,17 @@ from xlstm7b.model import MLSTMLayer
 
 LAGS = 5  # earlier tokens that are compared
 SIZE = 8.0  # of the vector of a token; large, so that training changes it slowly
-KEPT = -3.0  # forget gate of a head that sees the tokens before; σ(−3) is 0.05
+KEPT = -1.0  # forget gate of a head that sees the tokens before; σ(−1) is 0.27
 FOUND = 2.0  # size of what the lookups find, in units of SIZE
 SHARPNESS = 1.5  # of the head
+OFFSET = 0.5  # keeps the values away from 0 where there is no token before, for small gradients
 
 
 @torch.no_grad()
 def first_weights(config: ModelConfig) -> XLSTM:
     model = XLSTM(config)
     lags = min(LAGS, config.num_blocks // 2)
-    size = min((config.embedding_dim - 1) // (lags + 2), config.d_hv)
+    size = min((config.embedding_dim - 1) // (lags + 2), config.d_hv - 1)
     parts = [slice(n * size, (n + 1) * size) for n in range(lags + 2)]
     tokens = torch.nn.functional.normalize(torch.randn(config.vocab_size, size))
     embedding, head = model.backbone.embeddings.weight.zero_(), model.lm_head.weight.zero_()
@@ -67,14 +69,16 @@ def write_previous(layer: MLSTMLayer, config: ModelConfig, source: slice, target
     # A norm divides the sum x + kept · x' + kept² · x'' + … by its size.
     shares = -1 / kept, 1 / (kept * math.sqrt(1 - kept**2))
     layer.fgate_preact.bias[:2] = torch.tensor([-14.0, KEPT])
-    projection = random_basis(config.d_hv, source)
+    basis = random_basis(config.d_hv, source.stop - source.start + 1)
+    projection, constant = basis[:, :-1], basis[:, -1]
     for head, share in enumerate(shares):
-        queries, values = heads_rows(config, head)
+        queries, values = rows_of_head(config, head)
         for weight in (layer.q.weight, layer.k.weight):
             weight[queries] = 0
             weight[queries.start, -1] = 1
         layer.v.weight[values] = 0
         layer.v.weight[values, source] = projection
+        layer.v.weight[values, -1] = OFFSET * constant
         write(layer, config, head, target, SIZE * share * projection)
 
 
@@ -84,18 +88,18 @@ def look_up(layer: MLSTMLayer, config: ModelConfig, parts: list[slice], blocks: 
     for weight in (layer.q.weight, layer.k.weight, layer.v.weight):
         weight.zero_()
     for head in range(config.num_heads):
-        queries, values = heads_rows(config, head)
+        queries, values = rows_of_head(config, head)
         for now, before in pairwise(parts[:-1]):
             projection = torch.randn(config.d_qk, now.stop - now.start) / math.sqrt(config.d_qk)
             layer.q.weight[queries, now] = projection
             layer.k.weight[queries, before] = projection
-        projection = random_basis(config.d_hv, parts[0])
+        projection = random_basis(config.d_hv, parts[0].stop - parts[0].start)
         layer.v.weight[values, parts[0]] = projection
         share = SIZE * FOUND / (config.num_heads * blocks)
         write(layer, config, head, parts[-1], share * projection)
 
 
-def heads_rows(config: ModelConfig, head: int) -> tuple[slice, slice]:
+def rows_of_head(config: ModelConfig, head: int) -> tuple[slice, slice]:
     """The rows of a head in the weights of queries and keys, and in that of values."""
     start, end = head, head + 1
     return (
@@ -104,16 +108,16 @@ def heads_rows(config: ModelConfig, head: int) -> tuple[slice, slice]:
     )
 
 
-def random_basis(size: int, part: slice) -> Tensor:
+def random_basis(rows: int, columns: int) -> Tensor:
     """A random matrix with orthogonal columns of length 1."""
-    return torch.linalg.qr(torch.randn(size, part.stop - part.start))[0]
+    return torch.linalg.qr(torch.randn(rows, columns))[0]
 
 
 def write(
     layer: MLSTMLayer, config: ModelConfig, head: int, target: slice, projection: Tensor
 ) -> None:
     """The head writes only into `target`, by the transpose of `projection`."""
-    _, values = heads_rows(config, head)
+    _, values = rows_of_head(config, head)
     # The norm of a head makes vectors of size √d_hv, and output gates start at ½.
     layer.out_proj.weight[target, values] = 2 / math.sqrt(config.d_hv) * projection.T
 
