@@ -79,7 +79,7 @@ def write_previous(layer: MLSTMLayer, config: ModelConfig, source: slice, target
         layer.v.weight[values] = 0
         layer.v.weight[values, source] = projection
         layer.v.weight[values, -1] = OFFSET * constant
-        write(layer, config, head, target, SIZE * share * projection)
+        write(layer, values, target, SIZE * share * projection)
 
 
 def look_up(layer: MLSTMLayer, config: ModelConfig, parts: list[slice], blocks: int) -> None:
@@ -96,16 +96,13 @@ def look_up(layer: MLSTMLayer, config: ModelConfig, parts: list[slice], blocks: 
         projection = random_basis(config.d_hv, parts[0].stop - parts[0].start)
         layer.v.weight[values, parts[0]] = projection
         share = SIZE * FOUND / (config.num_heads * blocks)
-        write(layer, config, head, parts[-1], share * projection)
+        write(layer, values, parts[-1], share * projection)
 
 
 def rows_of_head(config: ModelConfig, head: int) -> tuple[slice, slice]:
     """The rows of a head in the weights of queries and keys, and in that of values."""
-    start, end = head, head + 1
-    return (
-        slice(start * config.d_qk, end * config.d_qk),
-        slice(start * config.d_hv, end * config.d_hv),
-    )
+    queries, values = head * config.d_qk, head * config.d_hv
+    return slice(queries, queries + config.d_qk), slice(values, values + config.d_hv)
 
 
 def random_basis(rows: int, columns: int) -> Tensor:
@@ -113,13 +110,10 @@ def random_basis(rows: int, columns: int) -> Tensor:
     return torch.linalg.qr(torch.randn(rows, columns))[0]
 
 
-def write(
-    layer: MLSTMLayer, config: ModelConfig, head: int, target: slice, projection: Tensor
-) -> None:
-    """The head writes only into `target`, by the transpose of `projection`."""
-    _, values = rows_of_head(config, head)
+def write(layer: MLSTMLayer, values: slice, target: slice, projection: Tensor) -> None:
+    """The head with these values writes into `target`, by the transpose of `projection`."""
     # The norm of a head makes vectors of size √d_hv, and output gates start at ½.
-    layer.out_proj.weight[target, values] = 2 / math.sqrt(config.d_hv) * projection.T
+    layer.out_proj.weight[target, values] = 2 / math.sqrt(len(projection)) * projection.T
 
 
 def main(arguments: list[str] | None = None) -> None:
