@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from xlstm7b import XLSTM, ModelConfig
 from xlstm7b.train.recipe import load_recipe
@@ -37,13 +39,17 @@ def test_each_text_is_a_passage_and_equal_edited_copies(
     lines = "".join(json.dumps({"text": book}) + "\n" for book in books).encode()
     texts = tmp_path / f"books{suffix}"
     texts.write_bytes(gzip.compress(lines) if suffix.endswith(".gz") else lines)
+    tokenizer = tmp_path / "tokenizer.json"
+    words = WordLevel({" rare": 0, " seldom": 1, "\n": 2, "\ufffd": 3}, unk_token="\n")
+    Tokenizer(words).save(str(tokenizer))
     found = []
     for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
         output = tmp_path / f"{name}.jsonl"
-        copies.main([str(texts), str(output), "--count", "50", "--seed", seed])
+        options = ["--tokenizer", str(tokenizer), "--count", "50", "--seed", seed]
+        copies.main([str(texts), str(output), *options])
         found.append([json.loads(line)["text"] for line in output.read_text().splitlines()])
     assert found[0] == found[1] != found[2]
-    changed = short = in_order = 0
+    changed = short = in_order = rare = 0
     for text in found[0]:
         passage, copy, *more = text.split("\n\n")
         assert more == [copy] * len(more)
@@ -52,10 +58,12 @@ def test_each_text_is_a_passage_and_equal_edited_copies(
         assert len(words) == len(new)
         changed += sum(word != other for word, other in zip(words, new, strict=True))
         short += passage.count(".") < 6
+        rare += {*words} <= {"rare", "seldom"}
         in_order += any(passage in " ".join(book.split()) for book in books)
     assert 10 < changed < 150  # a word of about every third sentence
     assert short > 20
-    assert 10 < in_order < 45  # the words of the others are shuffled
+    assert 10 < in_order < 45  # the words of the others are shuffled, or random tokens
+    assert 3 < rare < 25
     assert not [*tmp_path.glob("*.partial")]
 
 
