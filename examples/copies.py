@@ -87,6 +87,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--count", type=int, default=100_000, help="number of passages")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
+    for path in (given.texts, given.tokenizer):
+        if not path.is_file():
+            parser.error(f"{path} is not a file")
     draw, pieces = random.Random(given.seed), read_pieces(given.tokenizer)
     documents = []
     for text in read_documents(given.texts):

@@ -67,6 +67,17 @@ def test_each_text_is_a_passage_and_equal_edited_copies(
     assert not [*tmp_path.glob("*.partial")]
 
 
+def test_a_missing_file_is_named(
+    copies: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts, output = tmp_path / "texts.jsonl", tmp_path / "copies.jsonl"
+    texts.write_text("")
+    with pytest.raises(SystemExit, match="2"):
+        copies.main([str(texts), str(output), "--tokenizer", str(tmp_path / "none.json")])
+    assert "none.json is not a file" in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [texts]
+
+
 def test_the_recipe_starts_from_first_weights_of_its_own(tmp_path: Path) -> None:
     folder = tmp_path / "first"
     example("copies_model").main([str(folder), "--size", "tiny"])
