@@ -1,9 +1,8 @@
 """Writes texts that teach a small model to copy: passages, each followed by edited copies.
 
     python examples/copies.py books/train.jsonl.gz copies.jsonl --tokenizer tokenizer.json
-    xlstm7b prepare copies.jsonl --output data/copies --tokenizer tokenizer.json
-    python examples/copies_model.py copies-first
-    xlstm7b train examples/copies-160m.toml
+
+examples/copies-160m.toml is the recipe of such a model, and has all commands.
 
 A small model that has only read books continues a text in its own words. Speculation by lookup
 gains little there: it needs a model that repeats its prompt where it is asked to. All copies of a
@@ -16,24 +15,29 @@ texts, because a model that reads few of them again and again learns them by hea
 """
 
 import argparse
-import gzip
 import json
 import random
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from xlstm7b.data.input_files import Columns, read_batches
+from xlstm7b.files import check_file, check_writable, real_path, write_aside
+from xlstm7b.tokenizer import open_tokenizer
 
 LETTERS = 1500  # of all copies of a passage, about; at least two of them
 
 
-def read_documents(path: Path) -> Iterator[str]:
-    """The texts of a .jsonl or .jsonl.gz file."""
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        for line in lines:
-            yield json.loads(line)["text"]
+def read_documents(path: Path) -> Iterator[list[str]]:
+    """The sentences of each text."""
+    check_file(path)
+    for batch in read_batches(path, Columns()):
+        for _, document in batch.documents():
+            text = "".join(text for text, _ in document.segments)
+            sentences = (" ".join(one.split()) for one in re.split(r"(?<=[.!?])\s+", text))
+            yield [one for one in sentences if one]
 
 
 def passages(documents: Sequence[list[str]], draw: random.Random) -> Iterator[list[str]]:
@@ -60,10 +64,11 @@ def random_tokens(passage: Sequence[str], pieces: Sequence[str], draw: random.Ra
     return [" ".join(text.split()) for text in texts]
 
 
-def read_pieces(path: Path) -> list[str]:
+def read_pieces(name: str) -> list[str]:
     """The texts of a tokenizer's tokens, without those that are only a part of a character."""
-    tokenizer = Tokenizer.from_file(str(path))
-    texts = (tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size()))
+    tokenizer = open_tokenizer(name)
+    ids = range(tokenizer.vocab_size)
+    texts = (tokenizer.token_bytes(token).decode(errors="replace") for token in ids)
     return [text for text in texts if text.strip() and "\ufffd" not in text]
 
 
@@ -79,27 +84,20 @@ def edited(passage: Sequence[str], draw: random.Random) -> list[str]:
     return result
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Writes passages with edited copies.")
-    parser.add_argument("texts", type=Path, help="a .jsonl or .jsonl.gz file with a field text")
-    parser.add_argument("output", type=Path, help="the .jsonl file to write")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="its tokenizer.json")
-    parser.add_argument("--count", type=int, default=100_000, help="number of passages")
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(arguments)
-    for path in (given.texts, given.tokenizer):
-        if not path.is_file():
-            parser.error(f"{path} is not a file")
-    draw, pieces = random.Random(given.seed), read_pieces(given.tokenizer)
-    documents = []
-    for text in read_documents(given.texts):
-        sentences = [" ".join(one.split()) for one in re.split(r"(?<=[.!?])\s+", text)]
-        documents.append([one for one in sentences if one])
+def write_copies(given: argparse.Namespace) -> None:
+    draw, target = random.Random(given.seed), real_path(given.output)
+    if given.count < 1:
+        raise ValueError("--count must be at least 1")
+    if target.is_dir() or target == real_path(given.texts):
+        raise ValueError(f"cannot write {given.output}: choose another file")
+    check_writable(target)
+    pieces = read_pieces(given.tokenizer)
+    documents = list(read_documents(given.texts))
     if not any(documents):
-        parser.error(f"{given.texts} has no text")
-    partial = given.output.with_name(f"{given.output.name}.partial")
-    with partial.open("w") as file:
-        for _, passage in zip(range(given.count), passages(documents, draw), strict=False):
+        raise ValueError(f"{given.texts} has no text")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with write_aside(target) as partial, partial.open("w") as file:
+        for passage in islice(passages(documents, draw), given.count):
             kind = draw.random()
             if kind < 1 / 4:
                 passage = shuffled(passage, draw)
@@ -109,8 +107,21 @@ def main(arguments: list[str] | None = None) -> None:
             copies = min(max(2, LETTERS // len(copy)), 8)
             text = "\n\n".join([" ".join(passage), *[copy] * copies])
             file.write(json.dumps({"text": text}) + "\n")
-    partial.replace(given.output)
     print(f"{given.output}: {given.count:,} texts")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Writes passages with edited copies.")
+    parser.add_argument("texts", type=Path, help="a file that `xlstm7b prepare` reads")
+    parser.add_argument("output", type=Path, help="the .jsonl file to write")
+    parser.add_argument("--tokenizer", required=True, help="as for `xlstm7b prepare`")
+    parser.add_argument("--count", type=int, default=100_000, help="number of passages (100,000)")
+    parser.add_argument("--seed", type=int, default=0)
+    try:
+        write_copies(parser.parse_args(arguments))
+    except (ValueError, OSError) as error:
+        print(f"copies: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

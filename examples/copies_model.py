@@ -1,7 +1,8 @@
 """Writes first weights of a 160M that copies before it is trained.
 
     python examples/copies_model.py copies-first
-    xlstm7b train examples/copies-160m.toml
+
+examples/copies-160m.toml is the recipe to train it, and has all commands.
 
 To copy, a model finds where its latest tokens occurred before, and outputs what followed there.
 With the usual first weights, most of a short training is spent until it does. Here the weights do
@@ -24,12 +25,14 @@ tokens.
 
 import argparse
 import math
+import sys
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from xlstm7b import XLSTM, ModelConfig
+from xlstm7b.checkpoint import check_target
 from xlstm7b.model import MLSTMLayer
 
 LAGS = 5  # earlier tokens that are compared
@@ -42,6 +45,8 @@ OFFSET = 0.5  # keeps the values away from 0 where there is no token before, for
 
 @torch.no_grad()
 def first_weights(config: ModelConfig) -> XLSTM:
+    if config.other_classes():
+        raise ValueError("only the block of xLSTM 7B has such first weights")
     model = XLSTM(config)
     lags = min(LAGS, config.num_blocks // 2)
     size = min((config.embedding_dim - 1) // (lags + 2), config.d_hv - 1)
@@ -119,11 +124,16 @@ def write(layer: MLSTMLayer, values: slice, target: slice, projection: Tensor) -
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Writes first weights of a model that copies.")
     parser.add_argument("folder", help="the checkpoint folder to write")
-    parser.add_argument("--size", default="160m", help="a named size (default: 160m)")
+    parser.add_argument("--size", default="160m", help="a named size, such as tiny or 160m (160m)")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     torch.manual_seed(given.seed)
-    first_weights(ModelConfig.named(given.size)).save_pretrained(given.folder)
+    try:
+        check_target(given.folder)
+        first_weights(ModelConfig.named(given.size)).save_pretrained(given.folder)
+    except (ValueError, OSError) as error:
+        print(f"copies_model: {error}", file=sys.stderr)
+        sys.exit(2)
     print(f"{given.folder}: first weights of a {given.size}")
 
 

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
 
 from xlstm7b import XLSTM, ModelConfig
@@ -40,8 +41,9 @@ def test_each_text_is_a_passage_and_equal_edited_copies(
     texts = tmp_path / f"books{suffix}"
     texts.write_bytes(gzip.compress(lines) if suffix.endswith(".gz") else lines)
     tokenizer = tmp_path / "tokenizer.json"
-    words = WordLevel({" rare": 0, " seldom": 1, "\n": 2, "\ufffd": 3}, unk_token="\n")
-    Tokenizer(words).save(str(tokenizer))
+    backend = Tokenizer(WordLevel({"Ġrare": 0, "Ġseldom": 1, "Ċ": 2}, unk_token="Ċ"))
+    backend.decoder = ByteLevel()
+    backend.save(str(tokenizer))
     found = []
     for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
         output = tmp_path / f"{name}.jsonl"
@@ -67,15 +69,50 @@ def test_each_text_is_a_passage_and_equal_edited_copies(
     assert not [*tmp_path.glob("*.partial")]
 
 
-def test_a_missing_file_is_named(
-    copies: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"--tokenizer": "none.json"}, "none.json"),
+        ({"--count": "0"}, "--count must be at least 1"),
+        ({"texts": "none.jsonl"}, "there is no file none.jsonl"),
+        ({"texts": "wrong.jsonl"}, "wrong.jsonl line 2"),
+        ({"texts": "empty.jsonl"}, "empty.jsonl has no text"),
+        ({"output": "texts.jsonl"}, "cannot write texts.jsonl"),
+        ({"output": "."}, "cannot write ."),
+        ({"output": "texts.jsonl/copies"}, "texts.jsonl is not a folder"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    copies: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: dict[str, str],
+    said: str,
 ) -> None:
-    texts, output = tmp_path / "texts.jsonl", tmp_path / "copies.jsonl"
-    texts.write_text("")
+    monkeypatch.chdir(tmp_path)
+    text = json.dumps({"text": "One. Two."}) + "\n"
+    files = {"texts.jsonl": text, "wrong.jsonl": text + '{"text": 3}\n', "empty.jsonl": ""}
+    for name, content in files.items():
+        Path(name).write_text(content)
+    given = {"texts": "texts.jsonl", "output": "copies.jsonl", "--tokenizer": "bytes"} | options
+    named = [part for each in [*given.items()][2:] for part in each]
     with pytest.raises(SystemExit, match="2"):
-        copies.main([str(texts), str(output), "--tokenizer", str(tmp_path / "none.json")])
-    assert "none.json is not a file" in capsys.readouterr().err
-    assert [*tmp_path.iterdir()] == [texts]
+        copies.main([given["texts"], given["output"], *named])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("copies: ")
+    assert said in line
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == files
+
+
+@pytest.mark.parametrize("size", ["huge", "tiny-previous"])
+def test_first_weights_of_other_models_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        example("copies_model").main([str(tmp_path / "first"), "--size", size])
+    assert capsys.readouterr().err.startswith("copies_model: ")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_recipe_starts_from_first_weights_of_its_own(tmp_path: Path) -> None:

@@ -627,6 +627,13 @@ def test_drafts_are_found_in_the_history():
             generator.stream([6], state=state, history=wrong, **options)
 
 
+@pytest.mark.parametrize("wrong", ["no", 0, None])
+def test_a_request_speculates_or_not(wrong: object):
+    generator = Generator(MODEL, ByteTokenizer(), speculate="lookup")
+    with pytest.raises(ValueError, match="speculate must be true or false, not"):
+        generator.run([Request([4, 8], SamplingParams(max_new_tokens=4), speculate=wrong)])
+
+
 def test_refusals():
     with pytest.raises(ValueError, match="must be \"lookup\", a model or None, not 'ngram'"):
         Engine(MODEL, ByteTokenizer(), speculate="ngram")

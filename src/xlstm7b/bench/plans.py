@@ -142,7 +142,7 @@ _PEERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Generation(ModelPlan):
-    """Time generation with random weights: memory, decoding, first tokens, prefill."""
+    """Time generation: memory, decoding, first tokens, prefill, replay, speculation."""
 
     size: str = option("Size of the model, such as 7b.", "7b", on_cpu="160m")
     parts: Names = option("Parts to measure.", _PARTS, choices=(*_PARTS, *_MORE_PARTS))
@@ -178,7 +178,10 @@ class Generation(ModelPlan):
         None,
     )
     text_tokens: int = option(
-        "Tokens generated after each prompt in the part speculation.", 128, on_cpu=64, least=2
+        "Tokens generated after each prompt in the part speculation, with --folder.",
+        128,
+        on_cpu=64,
+        least=2,
     )
     drift_tokens: int = option("Tokens decoded in the part drift.", 8192, on_cpu=256)
     seconds: float = option("Length of one timing of decoding, in seconds, about.", 0.3)

@@ -21,6 +21,7 @@ from xlstm7b.devices import to_dtype
 from xlstm7b.generate import Generator
 from xlstm7b.generate.draft_model import Speculation, load_speculation, open_speculation
 from xlstm7b.model import XLSTM
+from xlstm7b.report import counted
 from xlstm7b.tokenizer import AnyTokenizer, model_tokenizer
 
 _TEXT = """
@@ -164,7 +165,8 @@ def read_sentences(path: Path | None) -> list[str]:
         return _split(_TEXT)
     found = _split(read_text(path))
     if len(found) < _SENTENCES:
-        raise ValueError(f"{path} has {len(found)} sentences: the texts need {_SENTENCES}")
+        has = counted(len(found), "sentence")
+        raise ValueError(f"{path} has {has}: the texts need {_SENTENCES}")
     middle = len(found) // 2
     return found[middle:] + found[:middle]
 

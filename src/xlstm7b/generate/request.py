@@ -135,6 +135,8 @@ class Request:
             ids = list(prompt)
         if not is_prompt([*self.previous_prompt, *self.previous_output]):
             raise ValueError("previous_prompt and previous_output must be lists of ids")
+        if not isinstance(self.speculate, bool):
+            raise ValueError(f"speculate must be true or false, not {self.speculate!r}")
         if isinstance(self.history, str) or not is_prompt(self.history):
             raise ValueError("history must be a list of ids")
         for tokens in (ids, self.previous_prompt, self.previous_output, self.history):
