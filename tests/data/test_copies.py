@@ -66,7 +66,8 @@ def test_each_text_is_a_passage_and_equal_edited_copies(
     assert short > 20
     assert 10 < in_order < 45  # the words of the others are shuffled, or random tokens
     assert 3 < rare < 25
-    assert not [*tmp_path.glob("*.partial")]
+    written = {"a.jsonl", "b.jsonl", "c.jsonl"}
+    assert {file.name for file in tmp_path.iterdir()} == written | {texts.name, tokenizer.name}
 
 
 @pytest.mark.parametrize(
