@@ -97,6 +97,23 @@ def test_the_cache_on_disk_keeps_adapters_apart(base, adapters, expected, tmp_pa
     assert engine.stats().cache_hits["disk"]
 
 
+def test_the_cache_keeps_outputs_of_empty_prompts_apart(base, adapters):
+    """An empty prompt is the first token alone: nothing before the output is hashed."""
+    model = XLSTM.from_pretrained(base)
+    driver = Driver(new_engine(model, slots=1, adapters=adapters[1:], cache_bytes=1 << 24))
+    first = driver.add(request("", adapters[1]))
+    driver.finish()
+    longer = [model.config.bos_token_id, *driver.completion(first).token_ids, 65, 66, 67]
+    same, other = (
+        driver.add(Request(longer, SamplingParams(max_new_tokens=8, temperature=0), adapter=one))
+        for one in (adapters[1], None)
+    )
+    driver.finish()
+    assert driver.completion(other).token_ids == run_alone(model, greedy(longer, 8)).token_ids
+    assert driver.completion(other).cached_tokens == 0
+    assert driver.completion(same).cached_tokens == len(longer) - 3
+
+
 def test_scores_of_a_prompt_have_the_adapter(base, adapters):
     model = XLSTM.from_pretrained(base)
     engine = new_engine(model, slots=2, adapters=adapters[1:])

@@ -402,13 +402,14 @@ LONG = random.Random(1).choices(range(320), k=400)
 
 @given(first=token_lists, second=token_lists)
 def test_tokens_that_continue_others_are_hashed_as_a_whole(first, second):
-    whole = HashedTokens(first + second)
-    parts = HashedTokens(second, after=HashedTokens(first))
+    whole = HashedTokens(first + second, salt=b"salt")
+    parts = HashedTokens(second, after=HashedTokens(first, salt=b"salt"))
+    assert parts.salt == whole.salt == b"salt"
     assert len(parts) == len(whole) == len(first + second)
     assert parts.prefix_bytes(len(parts)) == whole.prefix_bytes(len(whole))
     for length in range(0, len(whole) + 1, 7):
         assert parts.key(length) == whole.key(length)
-    copy = HashedTokens.from_bytes(whole.prefix_bytes(len(whole)))
+    copy = HashedTokens.from_bytes(whole.prefix_bytes(len(whole)), b"salt")
     assert copy.key(len(copy)) == whole.key(len(whole))
 
 

@@ -344,9 +344,11 @@ class HashedTokens:
         self, ids: Sequence[int], after: "HashedTokens | None" = None, *, salt: bytes = b""
     ) -> None:
         """`ids`, or `after` continued by `ids`."""
-        self.salt: bytes = after.salt if after else salt
-        self._bytes: bytes = (after._bytes if after else b"") + array("i", ids).tobytes()
-        self._digests: list[bytes] = [*after._digests] if after else [self.salt]
+        if after is None:  # `after` may be empty, which counts as false
+            self.salt, before, self._digests = salt, b"", [salt]
+        else:
+            self.salt, before, self._digests = after.salt, after._bytes, [*after._digests]
+        self._bytes: bytes = before + array("i", ids).tobytes()
         size = BLOCK * _ID_BYTES
         for start in range(size * (len(self._digests) - 1), len(self._bytes) - size + 1, size):
             self._digests.append(digest(self._digests[-1], self._bytes[start : start + size]))
