@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from types import ModuleType
 from typing import Any
 
@@ -28,10 +28,11 @@ from xlstm7b.experiment import (
     run_experiment,
 )
 from xlstm7b.experiment.figures import over_previous
-from xlstm7b.experiment.results import ratios, results_table
+from xlstm7b.experiment.results import measured, ratios, results_table
 from xlstm7b.experiment.tasks import TASKS
 from xlstm7b.model import XLSTM
 from xlstm7b.train import make_plan
+from xlstm7b.train.metrics_log import read_metrics
 from xlstm7b.train.trainer import Trainer
 
 FILE = """
@@ -122,7 +123,8 @@ def test_records_what_was_trained_and_measured(data: Path, tmp_path: Path) -> No
     assert one["curve"]["loss"] != two["curve"]["loss"]
     assert one["held_out"]["step"] == [3]
     assert one["held_out_perplexity"] == pytest.approx(math.exp(one["held_out_loss"]))
-    assert one["seconds_per_step"] == pytest.approx(64 / one["tokens_per_second"])
+    seconds = [line["seconds"] for line in read_metrics(out / "one" / "metrics.jsonl")]
+    assert one["seconds_per_step"] == median(seconds[2:])
     assert one["parameters"] == sum(
         p.numel() for p in XLSTM(experiment.recipe_of("one", data=data, output=out).model)
         .parameters()
@@ -460,6 +462,15 @@ def test_wrong_settings_of_tasks_are_refused_before_training(
     with pytest.raises(ValueError, match=f"^recall: {message}"):
         run_experiment(experiment, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_time_of_a_step_does_not_depend_on_padding(data: Path, tmp_path: Path) -> None:
+    experiment = load_experiment(write(tmp_path))
+    recipe = experiment.recipe_of("one", data=data, output=tmp_path / "out")
+    line = {"step": 0, "loss": 1.0, "gradient_norm": 1.0, "learning_rate": 0.1, "applied": True}
+    for tokens in (64, 16):  # of 64 positions; the others are padding
+        timed = [line | {"seconds": 0.5, "tokens_per_second": tokens / 0.5}] * 4
+        assert measured(recipe, timed)["seconds_per_step"] == 0.5
 
 
 def test_leftovers_of_a_killed_call_do_not_stop_the_next(tmp_path: Path) -> None:

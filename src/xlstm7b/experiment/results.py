@@ -171,18 +171,19 @@ def data_record(folders: Mapping[str, ShardFolder]) -> dict[str, Any]:
 def measured(recipe: Recipe, lines: Sequence[Mapping[str, Any]]) -> Record:
     """The record's numbers, from the lines of the run's metrics."""
     validated = [line for line in lines if line.get("validation_loss") is not None]
-    speeds = [line["tokens_per_second"] for line in lines if line["applied"]]
-    speed = median(speeds[_SLOW_STEPS:] or speeds) if speeds else None
+    applied = [line for line in lines if line["applied"]]
+    timed = applied[_SLOW_STEPS:] or applied
+    speeds = [line["tokens_per_second"] for line in timed]
+    seconds = [line["seconds"] for line in timed if "seconds" in line]  # not in older runs
     memory = [line["peak_memory_bytes"] for line in lines if "peak_memory_bytes" in line]
-    tokens = recipe.batch.sequences * recipe.data.context_length
     return {
         "parameters": parameter_counts(recipe.model)["total"],
         "seed": recipe.run.seed,
         "steps": recipe.run.steps,
         "held_out_loss": validated[-1]["validation_loss"] if validated else None,
         "held_out_perplexity": perplexity(validated[-1]["validation_loss"]) if validated else None,
-        "tokens_per_second": speed,
-        "seconds_per_step": tokens / speed if speed else None,
+        "tokens_per_second": median(speeds) if speeds else None,
+        "seconds_per_step": median(seconds) if seconds else None,
         "peak_memory_bytes": max(memory, default=None),
         "curve": {
             name: [_rounded(line[name]) for line in lines]

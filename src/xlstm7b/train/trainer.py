@@ -379,13 +379,15 @@ class Trainer:
         """One step, and its metrics."""
         began = time.perf_counter()
         update = self.update()
+        seconds = time.perf_counter() - began
         line = {
             "step": self.step - 1,
             "loss": update.loss,
             "gradient_norm": update.gradient_norm,
             "learning_rate": self.recipe.learning_rate(self.step - 1),
             "tokens": update.tokens,
-            "tokens_per_second": update.positions / (time.perf_counter() - began),
+            "tokens_per_second": update.positions / seconds,
+            "seconds": seconds,
             "applied": update.applied,
         }
         if self.device.type == "cuda":
