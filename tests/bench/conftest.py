@@ -3,12 +3,11 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 
-from xlstm7b.bench import generation, measure, peer_models, texts, training
+from xlstm7b.bench import generation, measure, peer_models, texts, training, transformers
 from xlstm7b.bench.cases import Result
 from xlstm7b.config import SIZES
 
@@ -24,12 +23,18 @@ def _short_timings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding is timed once and for a few steps. The timers' own tests are in test_cases.py."""
     for module in (measure, generation, texts):
         monkeypatch.setattr(module, "measure", _timed_once)
-    for module in (measure, peer_models):
-        monkeypatch.setattr(module, "measure_steps", partial(measure.measure_steps, most=4))
+    for module in (measure, peer_models, transformers):
+        monkeypatch.setattr(module, "measure_steps", _four_steps)
 
 
 def _timed_once(call: Callable[[], object], device: str, **_: object) -> float:
     return _measure(call, device, repeats=1)
+
+
+def _four_steps(
+    run: Callable[[int], object], device: str, *, base: int = 0, **_: object
+) -> measure.Timing:
+    return measure.Timing(_measure(lambda: run(base + 4), device, repeats=1) / (base + 4), 0.0)
 
 
 _measure = measure.measure

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -17,7 +18,14 @@ import torch
 
 from xlstm7b.bench import cases
 from xlstm7b.bench.cases import Column, Part, Result, heading, line
-from xlstm7b.bench.measure import attempt, failed, find_peaks, measure, measure_steps, percentile
+from xlstm7b.bench.measure import (
+    attempt,
+    failed,
+    find_peaks,
+    measure,
+    measure_steps,
+    percentile,
+)
 from xlstm7b.bench.peers import in_process
 from xlstm7b.bench.plans import BENCHMARKS, Engine, Generation, Kernels, Loader, Serve, Tune
 
@@ -270,7 +278,46 @@ def test_the_time_of_a_step_leaves_out_what_happens_once(monkeypatch: pytest.Mon
         now += 0.5 + 0.002 * steps
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    assert measure_steps(run, "cpu", seconds=1, base=8) == pytest.approx(0.002)
+    assert measure_steps(run, "cpu", seconds=1, base=8) == pytest.approx((0.002, 0), abs=1e-9)
+
+
+def test_first_steps_that_do_less_work_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first 30 steps the sequences start one after another: a step of few costs less."""
+    now = 0.0
+
+    def run(steps: int) -> None:
+        nonlocal now
+        now += sum(0.02 * min(1.0, 0.5 + step / 60) for step in range(steps))
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    timing = measure_steps(run, "cpu", seconds=0.3, base=8)
+    assert timing.seconds == pytest.approx(0.02, rel=0.003)
+    assert timing.spread <= 0.03
+
+
+@pytest.mark.parametrize("base", [0, 8])
+@pytest.mark.parametrize("noise", [0.003, 1.0])
+def test_unsteady_steps_are_repeated_then_refused(
+    base: int, noise: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, draw = 0.0, random.Random(0)
+
+    def run(steps: int) -> None:
+        nonlocal now
+        now += 0.002 * steps + draw.random() * noise
+
+    def timed(case: Result) -> Result:
+        timing = measure_steps(run, "cpu", seconds=0.1, base=base)
+        return replace(case, seconds=timing.seconds, figures={"spread": timing.spread})
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    result = attempt(Result("decode", batch=1), timed)
+    if noise < 0.1:  # 3 ms are 3% of the first 50 steps, and less than 1% of 500
+        assert result.seconds == pytest.approx(0.002, rel=0.02)
+        assert 0 < result.figures["spread"] <= 0.01
+    else:
+        assert result.seconds is None
+        assert "differ by" in (result.error or "")
 
 
 def test_percentiles() -> None:

@@ -16,7 +16,7 @@ from xlstm7b import accounting
 from xlstm7b.bench import cases, generation, speculation, texts
 from xlstm7b.bench.cases import Result
 from xlstm7b.bench.generation import START_TOKENS, with_limit
-from xlstm7b.bench.measure import random_model
+from xlstm7b.bench.measure import Timing, random_model
 from xlstm7b.bench.plans import Generation
 from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
@@ -106,6 +106,11 @@ def test_limits_of_the_7b_on_an_h200() -> None:
     assert many.limit == pytest.approx(256 * 4.27e12 / narrow)
     peer = with_limit(Result("decode", "transformers", batch=256, length=16), plan, 1)
     assert peer.limit == many.limit  # its state is in bfloat16, as its weights are
+    quantised = replace(plan, quantize="int8")
+    assert with_limit(Result("decode", batch=1), quantised, 1).limit > 1.5 * step.limit
+    for name in ("transformers", "xlstm"):  # their weights are not quantised
+        peer = Result("decode", name, batch=1, length=16)
+        assert with_limit(peer, quantised, 1).limit == with_limit(peer, plan, 1).limit
 
     read = with_limit(Result("prefill", batch=8, length=8192), plan, 1.5)
     least = accounting.least_prefill_seconds(SEVEN, *peaks, 8192, 8)
@@ -136,9 +141,9 @@ def test_decoding_with_and_without_replay() -> None:
 
 
 def test_speculation_with_forced_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_once(run: Callable[[int], object], *_: object, **__: object) -> float:
+    def run_once(run: Callable[[int], object], *_: object, **__: object) -> Timing:
         run(60)
-        return 0.001
+        return Timing(0.001, 0.01)
 
     monkeypatch.setattr(speculation, "measure_steps", run_once)
     plan = replace(SMALL, parts=("speculation",), batches=(2,))

@@ -22,6 +22,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 from xlstm7b.bench import generation, speed, speed_figures
 from xlstm7b.bench.cases import Result
+from xlstm7b.bench.measure import Timing
 from xlstm7b.bench.peer_models import COMPILED, EAGER, GRAPH, PEERS, check
 from xlstm7b.bench.plans import SPEED_PARTS, Speed
 from xlstm7b.bench.speed_figures import draw
@@ -144,9 +145,9 @@ class _Decoder:
     def __init__(self, times: dict[tuple[str, int], float]) -> None:
         self.times, self.timed = times, list[tuple[str, int]]()
 
-    def seconds(self, length: int, *, seconds: float) -> float:
+    def step_time(self, length: int, *, seconds: float) -> Timing:
         self.timed.append((self.attention, length))
-        return self.times[self.attention, length]
+        return Timing(self.times[self.attention, length], 0.0)
 
 
 def test_a_much_slower_way_to_attend_is_not_timed_again() -> None:
@@ -169,12 +170,12 @@ def test_all_ways_to_attend_have_one_time_limit(monkeypatch: pytest.MonkeyPatch)
     timer = speed.SpeedPeer("llama3", replace(PLAN, compile_seconds=0.05))
     timed = []
 
-    def compiles(decoder: Any, length: int, *, seconds: float) -> float:
+    def compiles(decoder: Any, length: int, *, seconds: float) -> Timing:
         timed.append(decoder.attention)
         time.sleep(30)
-        return 1.0
+        return Timing(1.0, 0.0)
 
-    monkeypatch.setattr(generation.Decoder, "seconds", compiles)
+    monkeypatch.setattr(generation.Decoder, "step_time", compiles)
     result = timer._try(EAGER, Result("ways", "llama3", batch=1, length=16))
     assert result.error == "TimeoutError: stopped after 0 s"
     assert timed == ["flash"]
@@ -505,6 +506,19 @@ def test_other_settings_need_another_folder(
     run(tmp_path, "ours")
     with pytest.raises(ValueError, match=r"have first 3, not 5: choose another --output"):
         run(tmp_path, "llama2", plan=Speed.of(device="cpu", first=5, peak_tflops=1.0, peak_tbs=0.1))
+
+
+def test_settings_that_change_no_figure_need_no_other_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, {name: [(list(SPEED_PARTS), None)] for name in ("ours", "llama2")})
+    run(tmp_path, "ours")
+    path = tmp_path / speed.NAME
+    content = json.loads(path.read_text())
+    content["plan"] |= {"text_tokens": 999, "batches": [7], "timeout": 1.0}
+    path.write_text(json.dumps(content))
+    run(tmp_path, "llama2")
+    assert set(speed.read_records(tmp_path)["runs"]) == {"ours", "llama2"}
 
 
 @pytest.mark.parametrize(

@@ -30,3 +30,6 @@ def test_mistakes_are_one_sentence_before_any_work() -> None:
         cases.run(Transformers.of(device="cpu", peers=["vllm"]))
     with pytest.raises(ValueError, match="a case is SIZE:BATCHxLENGTH or"):
         cases.run(Transformers.of(device="cpu", cases=["400m"]))
+    for option in ("quantize", "state_dtype"):  # transformers has neither
+        with pytest.raises(TypeError, match=option):
+            Transformers.of(device="cpu", **{option: "int8"})

@@ -96,6 +96,7 @@ COLUMNS = {
         Column("limit, µs", "limit", 1e6, 2),
         Column("limit, GB", "limit", 1e-9, 2),
         Column("% of limit", "percent_of_limit", digits=1),
+        Column("± %", "spread", 1e2, 1),
         Column("speed of ours, ×", "ratio", digits=2),
     )
 }

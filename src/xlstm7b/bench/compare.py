@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from xlstm7b.bench.measure import GREEDY, measure, measure_decoding, random_prompts
+from xlstm7b.bench.measure import GREEDY, measure, random_prompts
 from xlstm7b.bench.peers import load_transformers
 from xlstm7b.checkpoint import open_checkpoint
 from xlstm7b.config import ModelConfig
@@ -22,6 +23,7 @@ PROMPTS = (
     "Q: A train travels 60 km in 45 minutes. What is its speed in km/h?\nA:",
     "It was the best of times, it was the worst of times, it was the age of wisdom, " * 8,
 )
+_STEPS = 8  # tokens of a timing of decoding
 
 Forward = Callable[[Tensor, Any], tuple[Tensor, Any]]
 """Takes tokens [B, T] and a state or None; returns logits [B, T, V] and the new state."""
@@ -123,15 +125,17 @@ def _our_speeds(model: XLSTM, prompt: list[list[int]]) -> Speeds:
     """The speeds of `Generator`."""
     generator = Generator(model, ByteTokenizer(), batch_size=1)
     prefill = measure(lambda: generator.read(prompt), generator.device)
-    return Speeds(len(prompt[0]) / prefill, 1 / measure_decoding(generator, prompt, **GREEDY))
+    state = generator.read(prompt)
+    generate = partial(generator.generate, None, state=state, max_new_tokens=_STEPS, **GREEDY)
+    return Speeds(len(prompt[0]) / prefill, _STEPS / measure(generate, generator.device))
 
 
-def _their_speeds(forward: Forward, prompt: Tensor, steps: int = 8) -> Speeds:
-    """Reads the prompt [1, T], then decodes `steps` tokens after it."""
+def _their_speeds(forward: Forward, prompt: Tensor) -> Speeds:
+    """Reads the prompt [1, T], then decodes after it."""
     prefill = measure(lambda: forward(prompt, None), prompt.device)
     state = forward(prompt, None)[1]
-    decode = measure(lambda: _greedy(forward, prompt[:, -1:], steps, state), prompt.device)
-    return Speeds(prompt.numel() / prefill, steps / decode)
+    decode = measure(lambda: _greedy(forward, prompt[:, -1:], _STEPS, state), prompt.device)
+    return Speeds(prompt.numel() / prefill, _STEPS / decode)
 
 
 def _prompt_tokens(config: ModelConfig, folder: Path) -> dict[str, list[int]]:

@@ -31,6 +31,7 @@ from xlstm7b.bench.cases import Column, Part, Result
 from xlstm7b.bench.measure import (
     GREEDY,
     SAMPLED,
+    Timing,
     attempt,
     failed,
     find_peaks,
@@ -64,12 +65,22 @@ START_TOKENS = 16  # length of the prompt before decoding is timed
 ENOUGH = 1.0  # seconds: a prompt that takes as long is timed once
 _LONG, _MUCH_SLOWER = 2048, 1.2  # tokens of a context; times
 
-_DECODE = ("batch", "tokens", "ms", "tok/s", "GB/s", "limit", "% of limit", "speed of ours, ×")
+_DECODE = (
+    "batch",
+    "tokens",
+    "ms",
+    "± %",
+    "tok/s",
+    "GB/s",
+    "limit",
+    "% of limit",
+    "speed of ours, ×",
+)
 _SAME = Column("of shortest, ×", "of_shortest", digits=3)  # speed, over that after the shortest
 _NEW = Column("new tokens", "new")
 _FIRST = ("batch", "tokens", _NEW, "ms", "limit, ms", "% of limit", "speed of ours, ×")
 PARTS = {
-    "ways": Part("ways to decode one token", ("batch", "tokens", "ms")),
+    "ways": Part("ways to decode one token", ("batch", "tokens", "ms", "± %")),
     "check": Part("cached decoding agrees with the whole pass", ("batch", "tokens")),
     "start": Part("from a saved folder to the first token", ("batch", "tokens", "ms")),
     "memory": Part(
@@ -89,6 +100,7 @@ PARTS = {
             "batch",
             "tokens",
             "ms",
+            "± %",
             "tok/s",
             Column("accepted, %", "accepted", digits=1),
             Column("of plain, ×", "of_plain", digits=3),
@@ -97,7 +109,7 @@ PARTS = {
     ),
     "context": Part("decoding after a context", (*_DECODE, _SAME), plot=("tokens", "tok/s")),
     "first": Part("from a prompt to its first tokens", _FIRST, plot=("tokens", "ms"), log_y=True),
-    "prefill": Part("reading prompts", [each for each in _DECODE if each != "GB/s"]),
+    "prefill": Part("reading prompts", [each for each in _DECODE if each not in ("± %", "GB/s")]),
 }
 
 
@@ -122,7 +134,7 @@ def results(plan: Generation) -> Iterator[Result]:
 def with_limit(
     case: Result,
     plan: Generation,
-    seconds: float,
+    time: Timing | float,
     *,
     decoded: int = 0,
     replay_interval: int | None = None,
@@ -131,6 +143,10 @@ def with_limit(
 
     Only an xLSTM has a limit. `replay_interval` is that of a step by replay.
     """
+    if isinstance(time, Timing):
+        case, seconds = with_spread(case, time), time.seconds
+    else:
+        seconds = time
     is_step = case.part in ("decode", "replay", "context", "full", "ways")
     tokens = case.batch if is_step else case.batch * case.length
     counts_time = case.part == "first"  # else the speed counts
@@ -142,7 +158,7 @@ def with_limit(
     assert plan.peak_tflops is not None
     assert plan.peak_tbs is not None
     config, peaks = plan.config, (1e12 * plan.peak_tflops, 1e12 * plan.peak_tbs)
-    sizes = itemsizes(plan)
+    sizes = itemsizes(plan if case.name == "ours" else replace(plan, quantize="no"))
     if case.name == "transformers":  # its state has the dtype of its weights
         sizes["state_itemsize"] = to_dtype(plan.dtype).itemsize
     rings = {"replay_interval": replay_interval, "ring_itemsize": to_dtype(plan.dtype).itemsize}
@@ -157,6 +173,11 @@ def with_limit(
         least += decoded * step
     limit = least if counts_time else tokens / least
     return replace(result, limit=limit, percent_of_limit=100 * least / seconds)
+
+
+def with_spread(case: Result, timing: Timing) -> Result:
+    """The case with the spread of its timing. `Result.seconds` is not set."""
+    return replace(case, figures=case.figures | {"spread": timing.spread})
 
 
 def replay_interval(plan: Generation, batch: int) -> int | None:
@@ -277,14 +298,20 @@ def _replay(model: XLSTM, plan: Generation) -> Iterator[Result]:
 
 def _context(model: XLSTM, plan: Generation) -> Iterator[Result]:
     generator, shortest = make_generator(model, plan), None
-    for length in plan.contexts:
+
+    def timed(case: Result) -> Result:
         # A context of 0 still has the first token, which every prompt starts with.
-        state = generator.read(random_prompts(plan.config.vocab_size, 1, max(1, length)))
+        state = generator.read(random_prompts(plan.config.vocab_size, 1, max(1, case.length)))
         step = measure_decoding(generator, None, state=state, seconds=plan.seconds, **GREEDY)
-        shortest = shortest or step
-        figures = {"of_shortest": shortest / step}
-        case = Result("context", work="greedy", batch=1, length=length, figures=figures)
-        yield with_limit(case, plan, step, replay_interval=replay_interval(plan, 1))
+        return with_limit(case, plan, step, replay_interval=replay_interval(plan, 1))
+
+    for length in plan.contexts:
+        result = attempt(Result("context", work="greedy", batch=1, length=length), timed)
+        if result.seconds is not None:
+            shortest = shortest or result.seconds
+            figures = result.figures | {"of_shortest": shortest / result.seconds}
+            result = replace(result, figures=figures)
+        yield result
 
 
 def _first(model: XLSTM, plan: Generation) -> Iterator[Result]:
@@ -452,8 +479,8 @@ class PeerTimer:
 
     def _step(self, case: Result) -> Result:
         assert self.decoder is not None
-        seconds = self.decoder.seconds(case.length, seconds=self.plan.seconds)
-        return with_limit(case, self.plan, seconds)
+        step = self.decoder.step_time(case.length, seconds=self.plan.seconds)
+        return with_limit(case, self.plan, step)
 
     def decoding(self) -> str:
         """The engine, and how it decodes."""
@@ -518,7 +545,8 @@ class PeerTimer:
             result = attempt(case, self._timed, Exception)
             if result.seconds is not None:
                 shortest = shortest or result.seconds
-                result = replace(result, figures={"of_shortest": shortest / result.seconds})
+                figures = result.figures | {"of_shortest": shortest / result.seconds}
+                result = replace(result, figures=figures)
             yield result
 
     def _first(self) -> Iterator[Result]:

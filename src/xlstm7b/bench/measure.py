@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:  # the kernel and training benchmarks do not import it
 # Without an end-of-text token no output ends early.
 GREEDY: dict[str, Any] = {"temperature": 0.0, "eos_token_id": ()}
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "eos_token_id": (), "seed": 0}
+GOOD_SPREAD, MOST_SPREAD = 0.01, 0.03  # of a step's time: enough, and too much to be shown
+_TRIAL_SECONDS = 0.01
 H200 = 768e12, 4.27e12  # measured: FLOP/s of a bf16 matrix product, bytes/s of reading weights
 
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -75,35 +77,71 @@ def synchronize(device: str | torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class Timing(NamedTuple):
+    """The time of one step."""
+
+    seconds: float
+    spread: float  # of repeated timings, relative to `seconds`
+
+
+class UnsteadyError(Exception):
+    """Repeated timings differ too much for their median to be shown."""
+
+
 def measure_steps(
     run: Callable[[int], object],
     device: str | torch.device,
     *,
     seconds: float,
     base: int = 0,
-    most: int = 100,
-) -> float:
-    """Seconds of one step, where `run(n)` does n steps; one timing takes about `seconds`.
+    most: int = 1024,
+) -> Timing:
+    """The time of one step, where `run(n)` does n steps.
 
-    It has at most `most` steps.
+    With `base`, it is a difference of two runs, so that what `run` does once does not count:
 
-    With `base`, the time of that many steps is subtracted, and with it everything that `run` does
-    once.
+        1. `run` is timed with `base`, `base + n` and `base + 2 n` steps, three times each in turn.
+        2. The time of a step is that of the last n of them. The spread is half the range of its
+           three values, or what the first n steps differ by if that is more: `run` may start
+           some of its sequences later than others, so that its first steps do less work.
+        3. n starts at `seconds` of steps and doubles, up to ten times as many, until the spread is
+           at most 1%.
+
+    Without `base`, n steps are timed alone. A run has at most `most` steps. `UnsteadyError` if the
+    spread stays above 3%; timings of less than 10 ms only try the code, so their spread is ignored.
     """
 
-    def timed(steps: int, repeats: int = 3) -> float:
-        return measure(lambda: run(steps), device, repeats=repeats) if steps else 0.0
+    def timed(steps: int) -> float:
+        synchronize(device)
+        start = time.perf_counter()
+        run(steps)
+        synchronize(device)
+        return time.perf_counter() - start
 
-    once = timed(4, repeats=1) / 4
-    if base > 0:  # what `run` does once may take longer than some steps
-        more = timed(8, repeats=1) / 4 - once
-        once = more if more > 0 else once
-    steps = max(4 if base == 0 else 16, min(most, round(seconds / once)))
-    for _ in range(5):
-        difference = timed(base + steps) - timed(base)
-        if difference > 0:  # on a busy machine less work can take longer
-            return difference / steps
-    raise RuntimeError(f"{steps} more steps took no more time: this machine is too busy to measure")
+    timed(base + 4)  # compiles and captures
+    once = max((timed(base + 8) - timed(base)) / 8 if base else timed(4) / 4, 1e-9)
+    pieces = 2 if base else 1
+    fewest = 4 if base == 0 else 16
+    longest = max(1, min((most - base) // pieces, max(fewest, round(10 * seconds / once))))
+    steps = min(longest, max(fewest, round(seconds / once)))
+    while True:
+        lengths = [base + piece * steps for piece in range(pieces + 1) if base + piece]
+        times = [[timed(length) for length in lengths] for _ in range(3)]
+        last = [(each[-1] - each[-2] if base else each[0]) / steps for each in times]
+        step = median(last)
+        differences = [(max(last) - min(last)) / 2]
+        if base:
+            differences.append(abs(median(each[1] - each[0] for each in times) / steps - step))
+        spread = max(differences) / step if step > 0 else math.inf
+        if spread <= GOOD_SPREAD or steps == longest:
+            break
+        steps = min(2 * steps, longest)
+    if step <= 0 or (spread > MOST_SPREAD and seconds >= _TRIAL_SECONDS):
+        raise UnsteadyError(
+            f"timings of {steps} steps differ by {spread:.1%}, more than {MOST_SPREAD:.0%}: "
+            "other programs may be running"
+        )
+    return Timing(step, spread)
 
 
 def measure_decoding(
@@ -113,8 +151,8 @@ def measure_decoding(
     state: "SavedState | None" = None,
     seconds: float = 0.3,
     **sampling: Any,
-) -> float:
-    """Seconds of one decoding step of the whole batch, through `Generator.generate`."""
+) -> Timing:
+    """The time of one decoding step of the whole batch, through `Generator.generate`."""
     generate = partial(generator.generate, prompts, state=state, **sampling)
     return measure_steps(
         lambda tokens: generate(max_new_tokens=tokens), generator.device, seconds=seconds, base=8
@@ -147,12 +185,13 @@ def capture(step: Callable[[], object]) -> Callable[[], None]:
 
 
 def attempt(case: Result, run: Callable[[Result], Result], *failures: type[Exception]) -> Result:
-    """The result of `run(case)`. Out of memory, or one of `failures`, becomes the case's error."""
+    """The result of `run(case)`.
+
+    Out of memory, unsteady timings or one of `failures` becomes the case's error.
+    """
     try:
         return run(case)
-    except torch.OutOfMemoryError as error:
-        return failed(case, error)
-    except failures as error:
+    except (torch.OutOfMemoryError, UnsteadyError, *failures) as error:
         return failed(case, error)
 
 
@@ -161,6 +200,8 @@ def failed(case: Result, error: BaseException) -> Result:
     if isinstance(error, torch.OutOfMemoryError):
         return replace(case, error="out of memory")
     text = str(error)
+    if isinstance(error, UnsteadyError):
+        return replace(case, error=text)
     if isinstance(error, torch.AcceleratorError):
         text = text.partition("\n")[0]  # the other lines are advice
     reason = " ".join(f"{type(error).__name__}: {text}".split())

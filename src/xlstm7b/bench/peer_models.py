@@ -20,7 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xlstm7b.bench.measure import capture, measure_steps, random_module, random_prompts, release
+from xlstm7b.bench.measure import (
+    Timing,
+    capture,
+    measure_steps,
+    random_module,
+    random_prompts,
+    release,
+)
 from xlstm7b.bench.peers import TRITON_KERNELS, load_transformers, load_xlstm
 from xlstm7b.bench.plans import ModelPlan
 from xlstm7b.devices import to_dtype
@@ -168,8 +175,8 @@ class Decoder:
         """One more token after `length` tokens. Returns its logits [B, 1, V]; `token` is next."""
         return self._prepared(length)()
 
-    def seconds(self, length: int, *, seconds: float) -> float:
-        """Of one step after `length` tokens, which are random in a cache that grows."""
+    def step_time(self, length: int, *, seconds: float) -> Timing:
+        """The time of one step after `length` tokens, which are random in a cache that grows."""
         step = self._prepared(length + MOST_STEPS)
 
         def run(count: int) -> None:
@@ -177,7 +184,7 @@ class Decoder:
             for _ in range(count):
                 step()
 
-        return measure_steps(run, self.peer.device, seconds=seconds)
+        return measure_steps(run, self.peer.device, seconds=seconds, most=MOST_STEPS)
 
     def _prepared(self, length: int) -> Callable[[], Tensor]:
         """The step after `length` tokens. All lengths that end in the same piece share one step."""

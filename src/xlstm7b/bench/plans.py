@@ -84,24 +84,30 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelPlan(Plan):
-    """A model with random weights."""
+class SizedPlan(Plan):
+    """A model with random weights, as any library has it."""
 
     device: str = option("Device to measure on.", choices=("cuda", "cpu"))
     size: str = option("Size of the model, such as 7b.", "7b", on_cpu="tiny")
     dtype: str = option(
         "Dtype of the weights.", "bfloat16", on_cpu="float32", choices=("float32", "bfloat16")
     )
+
+    @property
+    def config(self) -> ModelConfig:
+        return ModelConfig.named(self.size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPlan(SizedPlan):
+    """A model of this package with random weights."""
+
     state_dtype: str = option(
         "Dtype of the recurrent state.", "float32", choices=("float32", "bfloat16")
     )
     quantize: str = option(
         "Quantise the weights: int4 has groups of 64.", "no", choices=("no", "int8", "fp8", "int4")
     )
-
-    @property
-    def config(self) -> ModelConfig:
-        return ModelConfig.named(self.size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +274,13 @@ class Speed(Generation):
     most_rows: int = option("Largest batch of a full GPU.", 2048, on_cpu=2)
     seconds: float = option("Length of one timing of decoding.", 0.3, on_cpu=0.001)
     timeout: float = option("Time limit for one model, in seconds.", 480.0)
+
+    # Results are continued whatever these are: options of `Generation` that are not used here, and
+    # time limits.
+    FREE: ClassVar[Names] = (
+        *("parts", "batches", "generated", "folder", "draft", "text", "text_tokens"),
+        *("drift_tokens", "peers", "only_peers", "timeout", "compile_seconds"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -453,7 +466,7 @@ class Cpu(Plan):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transformers(ModelPlan):
+class Transformers(SizedPlan):
     """Time the xLSTM of transformers with `optimize`: generate, and training steps."""
 
     batches: Numbers = option("Batch sizes to generate.", (1, 8), on_cpu=(1,))

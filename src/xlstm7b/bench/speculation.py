@@ -75,8 +75,10 @@ def _timed(
 
     drafter = partial(ForcedDrafts, vocab_size, share, adapts)
     with patch("xlstm7b.generate.drafts.LookupText", drafter):
-        seconds = measure_steps(generate, plan.device, seconds=plan.seconds, base=64, most=1024)
-    figures = {"accepted": 100 * accepted / drafted} if drafted else {}
+        seconds, spread = measure_steps(generate, plan.device, seconds=plan.seconds, base=64)
+    figures = {"spread": spread}
+    if drafted:
+        figures["accepted"] = 100 * accepted / drafted
     if plain is not None:
         figures["of_plain"] = plain / seconds
     speed = case.batch / seconds

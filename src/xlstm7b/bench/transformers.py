@@ -14,14 +14,14 @@ import torch
 
 from xlstm7b.bench import training
 from xlstm7b.bench.cases import Part, Result
-from xlstm7b.bench.measure import measure_steps, random_prompts
+from xlstm7b.bench.measure import attempt, measure_steps, random_prompts
 from xlstm7b.bench.peer_models import PEERS
 from xlstm7b.bench.peers import in_process
-from xlstm7b.bench.plans import TrainingCase, Transformers
+from xlstm7b.bench.plans import ModelPlan, TrainingCase, Transformers
 
 _PROMPT = 16  # tokens
 
-_COLUMNS = ("batch", "tokens", "ms", "tok/s", "GB", "speed of ours, ×")
+_COLUMNS = ("batch", "tokens", "ms", "± %", "tok/s", "GB", "speed of ours, ×")
 PARTS = {
     "generate": Part("model.generate, greedy, one token", _COLUMNS, plot=("batch", "tok/s")),
     **training.PARTS,
@@ -48,7 +48,7 @@ def results(plan: Transformers) -> Iterator[Result]:
 def generate(name: str, batch: int, options: dict[str, Any]) -> Iterator[Result]:
     """Times `model.generate` in this process."""
     plan = Transformers.of(**options)
-    peer = PEERS["transformers"](plan)
+    peer = PEERS["transformers"](ModelPlan.of(device=plan.device, size=plan.size, dtype=plan.dtype))
     model: Any = peer.model
     if name == "ours":
         from xlstm7b.integrations.transformers import optimize
@@ -66,7 +66,14 @@ def generate(name: str, batch: int, options: dict[str, Any]) -> Iterator[Result]
             pad_token_id=0,
         )
 
-    seconds = measure_steps(run, plan.device, seconds=plan.seconds, base=8)
-    memory = torch.cuda.max_memory_allocated() if plan.device == "cuda" else None
-    case = Result("generate", name, "", plan.size, batch, _PROMPT, seconds, memory=memory)
-    yield replace(case, tokens_per_second=batch / seconds)
+    case = Result("generate", name, "", plan.size, batch, _PROMPT)
+
+    def timed(case: Result) -> Result:
+        seconds, spread = measure_steps(run, plan.device, seconds=plan.seconds, base=8)
+        memory = torch.cuda.max_memory_allocated() if plan.device == "cuda" else None
+        speed, figures = batch / seconds, {"spread": spread}
+        return replace(
+            case, seconds=seconds, tokens_per_second=speed, memory=memory, figures=figures
+        )
+
+    yield attempt(case, timed)
