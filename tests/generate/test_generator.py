@@ -375,6 +375,85 @@ def test_a_generator_uses_the_weights_as_they_are(prompts):
 
 
 @torch.no_grad()
+def replaced_data(model: XLSTM) -> None:
+    """As code does that copies weights in from elsewhere: no version counts it."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data + torch.randn_like(parameter) / 20
+
+
+def other_end(model: XLSTM) -> None:
+    model.config = replace(
+        model.config, eos_token_id=GENERATOR.generate("A", **GREEDY)[0].token_ids[4]
+    )
+
+
+def other_cap(model: XLSTM) -> None:
+    model.config = replace(model.config, output_logit_soft_cap=2.0)
+
+
+def written_through_another_name(model: XLSTM) -> None:
+    model.backbone.embeddings.weight.data.mul_(-1)
+
+
+def other_eps(model: XLSTM) -> None:
+    for block in model.backbone.blocks:
+        block.norm_mlstm.eps = 10
+
+
+def results(generator: Generator, prompts: list[str]) -> list[tuple[list[int], list[float]]]:
+    completions = generator.generate(prompts, **GREEDY, logprobs=0)
+    return [(completion.token_ids, completion.logprobs) for completion in completions]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("prompts", [["A"], ["A prompt"] * 3])
+@pytest.mark.parametrize("change", [replaced_data, other_end, other_cap])
+def test_replaced_weights_and_configs_are_seen(change, prompts, fused):
+    model = random_model(gate_std=0.5)
+    generator = Generator(model, ByteTokenizer(), fused=fused)
+    before = results(generator, prompts)
+    change(model)
+    after = results(generator, prompts)
+    assert after != before
+    assert after == results(Generator(model, ByteTokenizer(), fused=fused), prompts)
+    engine = generator._idle[len(prompts)]
+    assert results(generator, prompts) == after
+    assert generator._idle[len(prompts)] is engine  # it is built anew only after a change
+
+
+@pytest.mark.parametrize("change", [written_through_another_name, other_eps])
+def test_a_refreshed_generator_uses_the_model_as_it_is(change):
+    model = random_model()
+    generator = Generator(model, ByteTokenizer(), fused=False)
+    before = results(generator, ["A prompt"] * 3)
+    change(model)
+    generator.refresh()
+    after = results(generator, ["A prompt"] * 3)
+    assert after != before
+    assert after == results(Generator(model, ByteTokenizer(), fused=False), ["A prompt"] * 3)
+
+
+def test_a_refreshed_generator_compares_the_model_again():
+    model = random_model()
+    generator = Generator(model, ByteTokenizer())
+    generator.generate("A", **GREEDY)
+    other_eps(model)
+    generator.refresh()
+    with pytest.raises(ValueError, match=r"^backbone\.blocks\.0\.norm_mlstm has eps = 10 instead"):
+        generator.generate("A", **GREEDY)
+
+
+def test_a_model_that_was_cast_after_a_call():
+    model = random_model()
+    generator = Generator(model, ByteTokenizer())
+    generator.generate("A", **GREEDY)
+    model.double()
+    assert generator.dtype == torch.float64
+    want = Generator(model, ByteTokenizer()).generate("A", **GREEDY, logprobs=0)[0].logprobs
+    assert generator.generate("A", **GREEDY, logprobs=0)[0].logprobs == want
+
+
+@torch.no_grad()
 def test_a_stream_that_was_open_while_the_weights_changed():
     """Its engine is not used again: it holds states of the old weights."""
     model = random_model()

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from xlstm7b.checkpoint import read_config, resolve
+from xlstm7b.config import ModelConfig
 from xlstm7b.devices import default_dtype, to_device
 from xlstm7b.generate.draft_model import Speculation, load_speculation, open_speculation
 from xlstm7b.generate.engine import Engine, check_speculation
@@ -66,14 +67,24 @@ class Generator:
         check_language_model(model)
         check_speculation(speculate, model)
         _check_decoding(model, fused, replay, speculate)
-        self.model, self.config, self.tokenizer = model, model.config, tokenizer
+        self.model, self.tokenizer = model, tokenizer
         self.state_dtype, self.batch_size, self.fused = state_dtype, batch_size, fused
         self.replay, self.speculate = replay, speculate
-        first = next(model.parameters())
-        self.device, self.dtype = first.device, first.dtype
         self._idle: dict[int, Engine] = {}
-        self._layers = _Layers(self.model)  # of the model that the idle engines have
+        self._layers: _Layers | None = None  # of the model that the idle engines have
         self._model_version = 0
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
 
     @classmethod
     def from_pretrained(
@@ -198,6 +209,19 @@ class Generator:
                 if done is not None:
                     done(index, output.completion)
         return [completed[index] for index in sorted(completed)]
+
+    def refresh(self) -> None:
+        """The next call uses the model as it is then.
+
+        Calls notice by themselves that the config, a module, a hook or a parameter or its `data`
+        was replaced, and that a parameter was changed in place, as optimizers do. Call this after a
+        change that leaves no such trace: values written in place through `parameter.data` or
+        another tensor of the same memory, and changed attributes of modules, such as `norm.eps`. A
+        stream that is open must be read to its end, or closed, before the model is changed.
+        """
+        self._layers = None
+        self._idle.clear()
+        self._model_version += 1
 
     def _run_copies(
         self,
@@ -333,10 +357,8 @@ class Generator:
         raised an error, or was interrupted, is not used again. No engine is after the model has
         changed: engines keep states that were computed with it, and are fused with its layers.
         """
-        if self._layers.have_changed():
-            self._layers = _Layers(self.model)
-            self._idle.clear()
-            self._model_version += 1
+        if self._layers is not None and self._layers.have_changed():
+            self.refresh()
         version = self._model_version
         engine = self._idle.pop(slots, None)
         if engine is None:
@@ -352,6 +374,7 @@ class Generator:
                 replay=self.replay,
                 speculate=self.speculate,
             )
+            self._layers = _Layers(self.model)  # now: the engine has moved weights to stack them
         try:
             yield engine
         except GeneratorExit:  # the caller closed the stream
@@ -451,32 +474,40 @@ class _Copies:
 
 
 class _Layers:
-    """A model's modules, parameters and hooks, as they are now: `have_changed` later compares them.
+    """A model's config, modules, parameters and hooks: `have_changed` later compares them.
 
     Every call of the generator compares all modules, 518 in the 7B, before the GPU has any work. So
     the dicts to look at are collected once, and no Python code runs for a single module.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = [*model.modules()]
-        self._parameters = [p for p in model.parameters() if not p.is_inference()]
+        self._model, self._modules = model, [*model.modules()]
+        self._parameters = [*model.parameters()]
+        self._counting = [p for p in self._parameters if not p.is_inference()]
         attributes = [vars(module) for module in self._modules]
         children = [own[name] for own in attributes for name in ("_modules", "_parameters")]
         hooks = [own[f"_forward{kind}"] for own in attributes for kind in ("_hooks", "_pre_hooks")]
         self._sized = [*attributes, *children, *hooks]
         self._children = [*filter(None, children)]
+        # Ids and addresses are safe: no new object gets those of one that is kept.
         self._kept = [*chain.from_iterable(map(dict.values, self._children))]
+        self._memory = [parameter.data for parameter in self._parameters]
         self._before = self._now()
 
     def have_changed(self) -> bool:
-        """True if a module got another class, layer, weight or hook, or a `forward` of its own."""
+        """True if the config or the memory of a weight is another one, or a weight was changed.
+
+        Also if a module got another class, layer, weight or hook, or a `forward` of its own.
+        """
         return self._now() != self._before
 
     def _now(self) -> list[object]:
-        # Ids are safe: `_kept` keeps the objects alive, so that no new one gets the id of an old.
-        found: list[object] = [*map(type, self._modules), *map(len, self._sized)]
+        found: list[object] = [self._model.config]
+        found += map(type, self._modules)
+        found += map(len, self._sized)
         found += map(id, chain.from_iterable(map(dict.values, self._children)))
-        found += map(attrgetter("_version"), self._parameters)
+        found += map(Tensor.data_ptr, self._parameters)
+        found += map(attrgetter("_version"), self._counting)
         return found
 
 
