@@ -172,6 +172,74 @@ def _is_healthy(url: str) -> bool:
         return False
 
 
+HEAD = "POST /tokenize HTTP/1.1\r\nhost: localhost\r\n"
+JSON, CHUNKED = "content-type: application/json\r\n", "transfer-encoding: chunked\r\n"
+KEY = "authorization: Bearer a-key\r\n"
+WHOLE = '10\r\n{"prompt":"abc"}\r\n'
+FLOODS = {  # what is sent once, and what is then repeated
+    "headers": ("", "a: " + "b" * 1000 + "\r\n"),
+    "one header": ("a: ", "b" * 1000),
+    "trailers": (f"{CHUNKED}\r\n{WHOLE}0\r\n", "a: " + "b" * 1000 + "\r\n"),
+    "short trailers": (f"{CHUNKED}\r\n{WHOLE}0\r\n", "a:\r\n"),
+    "one trailer": (f"{CHUNKED}\r\n{WHOLE}0\r\na: ", "b" * 1000),
+    "extensions": (f"{CHUNKED}\r\n", "1;" + "a" * 1000 + "\r\n \r\n"),
+    "one extension": (f"{CHUNKED}\r\n1;", "a" * 1000),
+    "short chunks": (f"{CHUNKED}\r\n", "1\r\n \r\n"),
+    "after a request": (f"{CHUNKED}\r\n{WHOLE}0\r\n\r\n", "\r\n"),
+    "requests in one packet": ("\r\n", HEAD + "\r\n"),
+}
+
+
+def test_what_is_not_a_body_is_limited(start: Callable[..., Any]) -> None:
+    """Headers, trailers and framing take no memory, whether an answer is waited for or finished."""
+    process, url = start("--api-key", "a-key")
+    host, port = url.removeprefix("http://").split(":")
+
+    def peak_mb() -> float:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+
+    def flood(head: str, begin: str, repeated: str) -> int:
+        """The bytes that could be sent before the server closed the connection."""
+        sent, block = 0, repeated.encode() * (200_000 // len(repeated))
+        with socket.create_connection((host, int(port)), timeout=20) as client:
+            client.sendall((head + begin).encode())
+            with suppress(ConnectionError):
+                if "content-type" not in head + begin:
+                    assert client.recv(1 << 16).startswith(b"HTTP/1.1 4")  # it is answered
+                while sent < 30_000_000:
+                    client.sendall(block)
+                    sent += len(block)
+        return sent
+
+    heads = {"waiting": HEAD + KEY + JSON, "answered": HEAD + KEY, "no key": HEAD}
+    httpx.post(f"{url}/tokenize", json={"prompt": "abc"})
+    before, taken = peak_mb(), {}
+    for kind, (begin, repeated) in FLOODS.items():
+        for name, head in heads.items():
+            if name != "waiting" and "\r\n\r\n" not in head + begin:
+                continue  # nothing is answered before the headers end
+            sent = flood(head, begin, repeated)
+            assert sent < 10_000_000, (kind, name)  # what fits into the buffers of both sockets
+            taken[kind, name] = peak_mb() - before
+    assert max(taken.values()) < 20, taken
+    ok = {"authorization": "Bearer a-key"}
+    assert httpx.post(f"{url}/tokenize", json={"prompt": "a"}, headers=ok).status_code == 200
+
+
+def test_trailers_are_not_headers(live: LiveServer) -> None:
+    """Neither of their own request nor of the next one on the connection."""
+    for trailers in ("content-type: application/json\r\n", "x: y\r\nx-request-id: mine\r\n"):
+        with live.connect() as client:
+            request = HEAD + CHUNKED + f"\r\n{WHOLE}0\r\n{trailers}\r\n"
+            client.sendall((request + "GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n").encode())
+            answers = b""
+            while b'{"status":"ok"}' not in answers:
+                answers += client.recv(1 << 16)
+            assert answers.startswith(b"HTTP/1.1 415 ")
+            assert b"x-request-id: mine" not in answers
+
+
 def log_lines(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
     assert process.stderr is not None
     return [json.loads(line) for line in process.stderr]

@@ -24,7 +24,9 @@ from xlstm7b.serve.middleware import ApiKeys
 
 CLIENT_TIMEOUT = 60.0  # seconds, for request headers to arrive and for a client to read something
 _KEEP_ALIVE = 75  # seconds between requests: longer than most clients and proxies keep connections
-_MAX_HEADER_BYTES = 1 << 16
+_MAX_EXTRA_BYTES = 1 << 16  # of a request besides its body: headers, trailers, framing of chunks
+_EXTRA_SHARE = 1 / 8  # how much more may come for each byte of the body
+_MAX_PIPELINED = 16  # requests of a connection that wait for the answer to an earlier one
 _SHUTDOWN_TIMEOUT = 5  # seconds to send what is still in the sockets
 _LOG = logging.getLogger("xlstm7b.serve")
 
@@ -176,14 +178,16 @@ class _Server(uvicorn.Server):
 
 
 class _Connection(HttpToolsProtocol):
-    """A connection that is closed when its client sends no or too many headers, or reads nothing.
+    """A connection that is closed when its client sends too much besides bodies, or reads nothing.
 
     uvicorn itself would wait forever. Every CLIENT_TIMEOUT seconds the connection is checked for
     progress since the last check. For each chunk of a stream httptools takes 5 µs less than h11,
-    uvicorn's other parser. Unlike h11, it does not limit the size of headers: this class does.
+    uvicorn's other parser. Unlike h11, it does not limit the size of headers: this class does. It
+    counts everything that is not body: trailers and the framing of chunks, too.
     """
 
-    _is_in_headers, _header_bytes = False, 0
+    _is_in_headers = False
+    _extra_bytes = 0.0  # received since the last message ended, less what its body allows
     _requests = 0  # whose headers have arrived
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -195,20 +199,36 @@ class _Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._extra_bytes += len(data)
         super().data_received(data)
-        if self._is_in_headers:
-            self._header_bytes += len(data)
-            if self._header_bytes > _MAX_HEADER_BYTES and not self.transport.is_closing():
+        if self._extra_bytes > _MAX_EXTRA_BYTES and not self.transport.is_closing():
+            if self._is_in_headers:
                 self.send_400_response("The headers are too long.")
+            else:
+                self.transport.close()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._is_in_headers, self._header_bytes = True, 0
+        self._is_in_headers = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_headers:  # else it is a trailer
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._is_in_headers = False
         self._requests += 1
+        if len(self.pipeline) == _MAX_PIPELINED:
+            raise RuntimeError("too many requests before the first one is answered")
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._extra_bytes -= (1 + _EXTRA_SHARE) * len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._extra_bytes = 0
+        super().on_message_complete()
 
     def _check_progress(self, last_unsent: int, last_answered: int | None) -> None:
         unsent = self.transport.get_write_buffer_size()
