@@ -286,9 +286,12 @@ def test_a_killed_run_continues_with_repeats_templates_and_masks(tmp_path):
         for number in range(9)
     ]
     write_jsonl(tmp_path / "a.jsonl", [{"conversations": chat} for chat in chats])
-    write_jsonl(tmp_path / "b.jsonl", [{"text": f"line {number}"} for number in range(9)])
+    (tmp_path / "b").mkdir()
+    for number in range(18):
+        write_jsonl(tmp_path / "b" / f"{number:02d}.jsonl", [{"text": f"line {number}"}])
     (tmp_path / "sources.toml").write_text(
-        f'[a]\npath = "{tmp_path}/a.jsonl"\nrepeat = 1.6\n[b]\npath = "{tmp_path}/b.jsonl"\n'
+        f'[a]\npath = "{tmp_path}/a.jsonl"\nrepeat = 1.6\n'
+        f'[b]\npath = "{tmp_path}/b"\nrepeat = 0.5\n'
     )
     arguments, options = [[tmp_path / "sources.toml"]], {"shard_tokens": 60}
     whole = prepare(*arguments, tmp_path / "whole", tokenizer, **options)
@@ -677,6 +680,20 @@ def test_input_without_text_is_refused(tmp_path):
     (tmp_path / "a.txt").touch()
     refused(r"^the input holds no text$", [tmp_path / "a.txt"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_what_was_skipped_is_said_when_nothing_is_left(tmp_path):
+    path = tmp_path / "a.jsonl"
+    messages = [f"{path} line {line}: 'text' is int, not a string" for line in range(1, 7)]
+    for count in (1, 6):
+        path.write_text('{"text": 5}\n' * count + '{"text": ""}\n')
+        with pytest.raises(ValueError, match="holds no text") as error:
+            prepare([path], tmp_path / "out", skip_bad=7)
+        were = "1 bad record was" if count == 1 else "6 bad records were"
+        more = "; …" if count > 5 else ""
+        listed = "; ".join(messages[: min(count, 5)])
+        assert str(error.value) == (f"the input holds no text; {were} left out: {listed}{more}")
+        assert not (tmp_path / "out").exists()
 
 
 def test_only_one_process_prepares_a_folder(texts, tmp_path):

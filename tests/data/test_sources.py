@@ -1,6 +1,7 @@
 """Sources files: several inputs of different formats, and how often each is repeated."""
 
 import json
+import shutil
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -87,6 +88,53 @@ def test_sources_of_different_formats_in_one_folder(raw: Path, shard_tokens: int
     Path("sources.toml").write_text(changed)
     with pytest.raises(ValueError, match=r"out was prepared from other input, with another token"):
         prepare(["sources.toml"], raw / "out", **options)
+
+
+@pytest.mark.parametrize("shard_tokens", [20, 1000])
+def test_fractions_are_carried_over_from_file_to_file(raw: Path, shard_tokens: int) -> None:
+    """And blank lines and empty documents, which are not written, do not count."""
+    for number in range(10):
+        blank = '\n{"text": ""}\n' if number % 2 else ""
+        Path(f"many-{number}.jsonl").write_text(f'{blank}{{"text": "document {number}"}}\n')
+    Path("sources.toml").write_text(
+        '[half]\npath = "."\ninclude = "many-*"\nrepeat = 0.5\n'
+        '[book]\npath = "book.jsonl"\ntext_column = "body"\nrepeat = 1.5\n'
+    )
+    folder = prepare(["sources.toml"], raw / "out", shard_tokens=shard_tokens)
+    assert texts(folder) == [*(f"document {number}" for number in (1, 3, 5, 7, 9)), "It was."]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            'path = "maths.jsonl"\nquestion_column = "query"\nanswer_column = "response"\n'
+            "repeat = 0.2",
+            "4 documents × repeat 0.2 are less than one; raise repeat or remove the source",
+        ),
+        ('path = "empty.jsonl"', "it holds no text"),
+        (
+            'path = ["bad.jsonl", "empty.jsonl"]',
+            "it holds no text; 1 bad record was left out: {0}/bad.jsonl line 1: 'text' is int, "
+            "not a string",
+        ),
+    ],
+)
+def test_a_source_that_gives_nothing_is_named(raw: Path, source: str, message: str) -> None:
+    Path("empty.jsonl").write_text('{"text": ""}\n' * 3)
+    Path("bad.jsonl").write_text('{"text": 5}\n')
+    book, odd = '[book]\npath = "book.jsonl"\ntext_column = "body"\n', f"[odd]\n{source}\n"
+    for content in (book + odd, odd + book):
+        Path("sources.toml").write_text(content)
+        with pytest.raises(ValueError, match="gives no documents") as error:
+            prepare(["sources.toml"], raw / "out", skip_bad=1)
+        assert str(error.value) == (
+            f"sources.toml: odd: the source gives no documents: {message.format(raw)}"
+        )
+        # After a correction, the same command continues.
+        Path("sources.toml").write_text(book)
+        assert texts(prepare(["sources.toml"], raw / "out", skip_bad=1)) == ["It was."]
+        shutil.rmtree(raw / "out")
 
 
 @given(repeat=st.floats(0.01, 100), records=st.integers(0, 200))

@@ -140,7 +140,7 @@ def prepare(
                 _write(output, documents, consumed, done, ids, has_mask, shard_tokens)
             if not done:
                 (output / UNFINISHED).unlink()
-                raise ValueError("the input holds no text")
+                raise ValueError(f"the input holds no text{_left_out(consumed.bad)}")
             copy_tokenizer(tokenizer, output)
             write_manifest(
                 output,
@@ -249,6 +249,7 @@ class InputFile(BaseModel):
     records: int
     sha256: str  # of these records, see `_hashed`
     read_as: str = ""  # its format, and how often it is repeated; earlier versions: empty
+    documents: int = 0  # with tokens, of its source up to these records; repeats not counted
 
     @classmethod
     def unread(cls, source: SourceFile) -> Self:
@@ -356,8 +357,16 @@ def _check_bad(bad: Sequence[str], allowed: int) -> None:
             f"{bad[0]} (correct it and run the same command again: finished shards are kept; "
             "or leave bad records out with --skip-bad N)"
         )
-    listed = "; ".join(bad[:5]) + ("; …" if len(bad) > 5 else "")
-    raise ValueError(f"there are more bad records than --skip-bad {allowed} allows: {listed}")
+    raise ValueError(f"there are more bad records than --skip-bad {allowed} allows: {_first(bad)}")
+
+
+def _left_out(bad: Sequence[str]) -> str:
+    were = "was" if len(bad) == 1 else "were"
+    return f"; {counted(len(bad), 'bad record')} {were} left out: {_first(bad)}" if bad else ""
+
+
+def _first(bad: Sequence[str]) -> str:
+    return "; ".join(bad[:5]) + ("; …" if len(bad) > 5 else "")
 
 
 @contextmanager
@@ -407,31 +416,56 @@ class _Consumed:
     """How much of the input the shards hold: whole files, and some records of the next one."""
 
     def __init__(self, plan: _Plan, done: Sequence[_Note]) -> None:
-        self._skip_bad = plan.skip_bad
+        self._skip_bad, self._sources = plan.skip_bad, plan.sources
         self.files = [InputFile.unread(source) for source in plan.sources]
         self.numbers = {source.path: number for number, source in enumerate(plan.sources)}
         self.number = 0  # of the file that is being read
         for file in (file for note in done for file in note.files):
-            self.records, self._total = file.records, bytes.fromhex(file.sha256)
-            self.to_file(self.number + 1)
-        begun = done[-1].begun if done else None
-        self.records = begun.records if begun else 0  # of that file
-        self._total = bytes.fromhex(begun.sha256) if begun else b""
-        self._bad = [message for note in done for message in note.bad]
-        _check_bad(self._bad, self._skip_bad)
-        self._noted = self.number, len(self._bad)  # files and bad records of complete shards
+            self._continue(file)
+            self._end_file()
+        self._continue(done[-1].begun if done else None)
+        self.bad = [message for note in done for message in note.bad]
+        _check_bad(self.bad, self._skip_bad)
+        self._noted = self.number, len(self.bad)  # files and bad records of complete shards
         self._last_answer_only = 0  # since the last complete shard
 
+    def _continue(self, file: InputFile | None) -> None:
+        """Takes over how far a file was read."""
+        self.records = file.records if file else 0
+        self._total = bytes.fromhex(file.sha256) if file else b""
+        self.documents = file.documents if file else 0  # see `InputFile`
+
+    def _end_file(self) -> None:
+        self.files[self.number] = self._current()
+        self.number, self.records, self._total = self.number + 1, 0, b""
+
     def to_file(self, number: int) -> None:
-        """Ends the files before this one."""
+        """Ends the files before this one. A source that gave no documents is a `ValueError`."""
         while self.number < number:
-            self.files[self.number] = self._current()
-            self.number, self.records, self._total = self.number + 1, 0, b""
+            self._end_file()
+            ended = self._sources[self.number - 1]
+            upcoming = self._sources[self.number] if self.number < len(self.files) else None
+            if upcoming is None or upcoming.source != ended.source:
+                if ended.source and not ended.total(self.documents):
+                    raise self._nothing(ended)
+                self.documents = 0
+
+    def _nothing(self, source: SourceFile) -> ValueError:
+        reason = "it holds no text"
+        if self.documents:
+            are = "is" if self.documents == 1 else "are"
+            reason = (
+                f"{counted(self.documents, 'document')} × repeat {source.repeat:g} {are} less than "
+                "one; raise repeat or remove the source"
+            )
+        return ValueError(
+            f"{source.source}: the source gives no documents: {reason}{_left_out(self.bad)}"
+        )
 
     def to_record(self, batch: Tokenized, position: int) -> None:
         """Adds the records of a batch before this position of its file."""
-        self._bad += [batch.bad[n] for n in range(self.records, position) if n in batch.bad]
-        _check_bad(self._bad, self._skip_bad)
+        self.bad += [batch.bad[n] for n in range(self.records, position) if n in batch.bad]
+        _check_bad(self.bad, self._skip_bad)
         self._last_answer_only += len(batch.last_answer_only & {*range(self.records, position)})
         new = batch.digests[self.records - batch.first : position - batch.first]
         self.records, self._total = position, _hashed(self._total, new)
@@ -443,15 +477,20 @@ class _Consumed:
             **shard.model_dump(),
             files=self.files[files : self.number],
             begun=self._current() if self.number < len(self.files) else None,
-            bad=self._bad[bad:],
+            bad=self.bad[bad:],
             last_answer_only=self._last_answer_only,
         )
-        self._noted, self._last_answer_only = (self.number, len(self._bad)), 0
+        self._noted, self._last_answer_only = (self.number, len(self.bad)), 0
         return note
 
     def _current(self) -> InputFile:
-        update = {"records": self.records, "sha256": self._total.hex()}
-        return self.files[self.number].model_copy(update=update)
+        return self.files[self.number].model_copy(
+            update={
+                "records": self.records,
+                "sha256": self._total.hex(),
+                "documents": self.documents,
+            }
+        )
 
 
 def _read(plan: _Plan, consumed: _Consumed, progress: Progress | None) -> Iterator[RecordBatch]:
@@ -705,10 +744,13 @@ def _documents(batches: Iterable[Tokenized], consumed: _Consumed, plan: _Plan) -
         start = 0
         for position, length in zip(batch.positions, batch.lengths, strict=True):
             piece = slice(start, start := start + length)
-            if length and (times := plan.sources[number].times(position)):
+            if not length:
+                continue
+            if times := plan.sources[number].times(consumed.documents):
                 consumed.to_record(batch, position)
                 mask = None if batch.mask is None else batch.mask[piece]
                 yield _Tokens(batch.tokens[piece], mask, times)
+            consumed.documents += 1
         consumed.to_record(batch, batch.first + len(batch.digests))
     consumed.to_file(len(consumed.numbers))
 

@@ -31,18 +31,25 @@ class SourceFile(NamedTuple):
     path: Path
     columns: Columns
     repeat: float = 1
+    source: str = ""  # the sources file and the name in it
 
     @property
     def read_as(self) -> str:
         """The format and the repeats, in words."""
         return f"{self.columns} × {self.repeat:g}"
 
-    def times(self, position: int) -> int:
-        """How often the record at this position is written. The repeats are evenly spread."""
+    def times(self, before: int) -> int:
+        """How often the document is written that has this many of its source before it.
+
+        The repeats are evenly spread.
+        """
         if self.repeat == 1:  # mostly, and a fraction takes as long as to write a short document
             return 1
-        repeat = Fraction(str(self.repeat))
-        return math.floor((position + 1) * repeat) - math.floor(position * repeat)
+        return self.total(before + 1) - self.total(before)
+
+    def total(self, documents: int) -> int:
+        """How many documents the first ones of the source become."""
+        return math.floor(documents * Fraction(str(self.repeat)))
 
 
 def _as_list(value: object) -> object:
@@ -113,7 +120,10 @@ def find_sources(
             )
         except ValueError as error:
             raise ValueError(f"{files[0]}: {name}: {error}") from error
-        sources += [SourceFile(path, source.columns, source.repeat) for path in found.files]
+        sources += [
+            SourceFile(path, source.columns, source.repeat, f"{files[0]}: {name}")
+            for path in found.files
+        ]
         everything.files += found.files
         for reason, paths in found.left_out.items():
             everything.left_out.setdefault(reason, []).extend(paths)
