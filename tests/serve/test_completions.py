@@ -289,6 +289,13 @@ def test_mistakes_name_the_field_of_the_api(live: LiveServer, generator: Generat
             assert (error["code"], error["param"]) == ("context_length_exceeded", param)
 
 
+def test_a_chat_without_max_tokens_has_the_limit_of_the_server(generator: Generator) -> None:
+    talk = [{"role": "user", "content": "a"}]
+    with serving(generator, limits=Limits(new_tokens=1030)) as live:
+        usage = live.post("/v1/chat/completions", messages=talk, ignore_eos=True)["usage"]
+        assert usage["completion_tokens"] == 1030
+
+
 def test_the_default_max_tokens_is_within_the_limit(generator: Generator) -> None:
     with serving(generator, limits=Limits(new_tokens=8)) as live:
         for path, body in (

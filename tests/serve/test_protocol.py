@@ -33,8 +33,20 @@ def test_sampling_fields_have_the_names_of_sampling_params_and_no_defaults_or_bo
 
 @pytest.mark.parametrize("body", [CompletionBody(), ChatBody(messages=USER)])
 def test_an_empty_body_has_the_defaults_of_sampling_params(body: SamplingBody) -> None:
-    want = SamplingParams(max_new_tokens=body.default_max_tokens)
+    want = SamplingParams(max_new_tokens=body.default_max_tokens(Limits()))
     assert body.to_sampling_params(Limits()) == want
+
+
+def test_a_chat_without_max_tokens_ends_at_the_end_of_text_or_at_the_limit() -> None:
+    def most(limits: Limits, **given: object) -> int:
+        return ChatBody(messages=USER, **given).to_sampling_params(limits).max_new_tokens
+
+    assert most(Limits()) == 1 << 16
+    assert most(Limits(new_tokens=5000)) == 5000
+    # With log-probabilities, as many tokens as a request may have of them.
+    assert most(Limits(logprobs=1 << 20), logprobs=True, top_logprobs=20) == (1 << 20) // 21
+    assert most(Limits(logprobs=1000), logprobs=True, n=5) == 200
+    assert CompletionBody().to_sampling_params(Limits()).max_new_tokens == 16
 
 
 def test_minus_one_is_as_if_the_field_were_absent() -> None:

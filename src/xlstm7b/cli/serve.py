@@ -85,7 +85,13 @@ def serve(
         _server("Disk limit for saved states, in GB. Needs --states-folder.", default="20"),
     ] = None,
     max_prompt_tokens: Annotated[int, _server("Maximum prompt tokens of a request.")] = 1_048_576,
-    max_new_tokens: Annotated[int, _server("Maximum output tokens of a choice.")] = 65_536,
+    max_new_tokens: Annotated[
+        int,
+        _server(
+            "Maximum output tokens of a choice. A chat without max_tokens goes on to the end of "
+            "text, or to this limit."
+        ),
+    ] = 65_536,
     max_body_mb: Annotated[
         float, _server("Maximum size of a request body, in MiB (1,048,576 bytes).")
     ] = 4,

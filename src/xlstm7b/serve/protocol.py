@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticKnownError
@@ -211,8 +211,6 @@ class SamplingBody(Body):
     skip_special_tokens: Literal[True] | None = None
     use_beam_search: Literal[False] | None = None
 
-    default_max_tokens: ClassVar[int]
-
     def to_sampling_params(
         self,
         limits: Limits,
@@ -228,7 +226,7 @@ class SamplingBody(Body):
         """
         name, max_tokens = self._max_tokens()
         if max_tokens is None:
-            max_tokens = min(self.default_max_tokens, limits.new_tokens)
+            max_tokens = min(self.default_max_tokens(limits), limits.new_tokens)
         if not 1 <= max_tokens <= limits.new_tokens:
             message = f"{name} must be between 1 and {limits.new_tokens}, not {max_tokens}"
             raise ApiError(400, message, param=name)
@@ -290,6 +288,10 @@ class SamplingBody(Body):
         """The field that error messages about the form of the output name."""
         form = self.form()
         return None if form is None else form[0]
+
+    def default_max_tokens(self, limits: Limits) -> int:
+        """The most tokens of a choice if the body does not say it."""
+        raise NotImplementedError
 
     @property
     def stops(self) -> list[str]:
@@ -366,7 +368,8 @@ class CompletionBody(SamplingBody):
     logprobs: int | None = None
     suffix: Literal[""] | None = None
 
-    default_max_tokens = 16
+    def default_max_tokens(self, limits: Limits) -> int:
+        return 16
 
     @property
     def candidates(self) -> int:
@@ -509,7 +512,11 @@ class ChatBody(SamplingBody):
     functions: EmptyList | None = None
     function_call: Literal["none", "auto"] | None = None
 
-    default_max_tokens = 1024
+    def default_max_tokens(self, limits: Limits) -> int:
+        if self.answer_logprobs is None:
+            return limits.new_tokens
+        scores = self.choices * (1 + max(0, self.answer_logprobs))  # of a token of each choice
+        return max(1, limits.logprobs // scores)
 
     @property
     def answer_logprobs(self) -> int | None:
