@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from torch.multiprocessing import ProcessContext
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
+from xlstm7b.train import run_checkpoints
 from xlstm7b.train.hooks import Hook, HookError, LossBatch, Metrics
 from xlstm7b.train.optimizer import gradient_norm
 from xlstm7b.train.processes import process_group
@@ -153,6 +155,31 @@ def fails_on_a_full_disk(rank: int, full: int, chosen: Recipe, folder: Path) -> 
             trainer.train(lambda line: None)
         assert saved_steps(folder / "checkpoints")[-1] == 4
         assert not list((folder / "checkpoints").glob("writing-*"))
+
+
+def sees_its_own_folder(
+    rank: int, chosen: Recipe, saved: Path, folder: Path, holder: int, delay: float | None
+) -> None:
+    """Each process has its own file system. Only that of process `holder` has the checkpoints.
+
+    After `delay`, that of the other one shows them too.
+    """
+    own = folder / str(rank)
+    if rank == holder:
+        shutil.copytree(saved, own)
+    elif delay is not None:
+        Timer(delay, shutil.copytree, (saved, own)).start()
+    run_checkpoints._SHOW = 3.0
+    with process_group("cpu"):
+        if holder == 0 and delay is None:
+            word = "another process" if rank == 0 else "process 1"
+            with pytest.raises(ValueError, match=f"^{word} does not see .*/step-00000008: all "):
+                Trainer(chosen, own, "cpu")
+            return
+        trainer = Trainer(chosen, own, "cpu")
+        assert trainer.resume() == (holder == 0)
+        assert trainer.step == (8 if holder == 0 else 0)
+        trainer.loader.close()
 
 
 class FailsInSecondProcess(Hook):

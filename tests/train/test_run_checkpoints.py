@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from train_processes import in_processes, refuses_to_resume, run
+from train_processes import in_processes, refuses_to_resume, run, sees_its_own_folder
 from train_runs import recipe
 
 from xlstm7b.train import run_checkpoints
@@ -39,6 +39,15 @@ def flip(file: Path, draw: random.Random) -> None:
     content = bytearray(file.read_bytes())
     content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
     file.write_bytes(content)
+
+
+@pytest.mark.parametrize(("holder", "delay"), [(0, None), (0, 1.0), (1, None)])
+def test_the_first_process_decides_from_which_step_all_continue(
+    trained, data, holder, delay, tmp_path
+):
+    """Without a shared file system, or with a slow one, they would wait for each other forever."""
+    chosen = recipe(data, "run.steps=10")
+    in_processes(2, sees_its_own_folder, chosen, trained, tmp_path, holder, delay)
 
 
 def test_the_checksums_are_those_of_sha256sum(trained):

@@ -189,9 +189,10 @@ def attempt(case: Result, run: Callable[[Result], Result], *failures: type[Excep
 
     Out of memory, unsteady timings or one of `failures` becomes the case's error.
     """
+    caught: tuple[type[Exception], ...] = (torch.OutOfMemoryError, UnsteadyError, *failures)
     try:
         return run(case)
-    except (torch.OutOfMemoryError, UnsteadyError, *failures) as error:
+    except caught as error:
         return failed(case, error)
 
 

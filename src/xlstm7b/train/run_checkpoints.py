@@ -23,6 +23,7 @@ import os
 import re
 import shutil
 import sys
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -79,10 +80,17 @@ from xlstm7b.tokenizer import (
     write_fingerprint,
     write_tokenizer,
 )
-from xlstm7b.train.processes import any_process, fail_together, first_line, in_first_process
+from xlstm7b.train.processes import (
+    all_reduce,
+    any_process,
+    fail_together,
+    first_line,
+    in_first_process,
+)
 from xlstm7b.train.recipe import Recipe
 
 _NAME = re.compile(r"step-(\d{8})")
+_SHOW = 100.0  # seconds in which a network file system shows a new folder to all machines
 _TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
@@ -215,6 +223,28 @@ def saved_steps(folder: Path) -> list[int]:
         return []
     found = (_NAME.fullmatch(path.name) for path in folder.iterdir())
     return sorted(int(match[1]) for match in found if match)
+
+
+def last_saved_step(folder: Path) -> int | None:
+    """The step of the last complete checkpoint, if there is one, as the first process sees it.
+
+    A collective: all processes continue from the same step, whatever they see themselves. One that
+    does not see that checkpoint waits for its file system; if it never does, all raise.
+    """
+    found = saved_steps(folder) if dist.get_rank() == 0 else []
+    answer = torch.tensor(found[-1] + 1 if found else 0)
+    all_reduce(answer)
+    if not answer:
+        return None
+    step = int(answer) - 1
+    words = f"does not see {step_folder(folder, step)}: all processes need the same file system"
+    with fail_together(ValueError(f"another process {words}")):
+        deadline = time.monotonic() + _SHOW
+        while step not in saved_steps(folder):
+            if time.monotonic() > deadline:
+                raise ValueError(f"process {dist.get_rank()} {words}")
+            time.sleep(_SHOW / 100)
+    return step
 
 
 def best_step(folder: Path) -> int | None:

@@ -37,6 +37,7 @@ from xlstm7b.train.processes import all_reduce, in_first_process, process_group,
 from xlstm7b.train.recipe import Recipe, model_of
 from xlstm7b.train.run_checkpoints import (
     CheckpointManager,
+    last_saved_step,
     load_checkpoint,
     read_run,
     saved_steps,
@@ -134,7 +135,7 @@ class Trainer:
         # The same sample during the whole run, so that gate statistics can be compared.
         self._gate_sample = self.loader.first_sample()
         # 2. The model. `init_from` is not read if a checkpoint of a run will be loaded.
-        is_new = self._is_new = not saved_steps(self.folder / "checkpoints")
+        is_new = self._is_new = last_saved_step(self.folder / "checkpoints") is None
         # Frozen weights are always read.
         is_read = recipe.is_frozen or (is_new and not recipe.start_step)
         init_from = recipe.init_from if is_read else ""
@@ -184,14 +185,14 @@ class Trainer:
         Returns True if this run had a checkpoint.
         """
         self._is_resumed = True
-        found = saved_steps(self.checkpoints.folder)
-        if found and found[-1] > self.recipe.run.steps:
-            raise ValueError(
-                f"the run in {self.folder} is already at step {found[-1]}, after run.steps "
-                f"({self.recipe.run.steps})"
-            )
-        if found:
-            last = step_folder(self.checkpoints.folder, found[-1])
+        found = last_saved_step(self.checkpoints.folder)
+        if found is not None:
+            if found > self.recipe.run.steps:
+                raise ValueError(
+                    f"the run in {self.folder} is already at step {found}, after run.steps "
+                    f"({self.recipe.run.steps})"
+                )
+            last = step_folder(self.checkpoints.folder, found)
             run = read_run(last)
             before = Recipe.from_dict(run["recipe"])
             check_continues(self.folder, before, self.recipe)
@@ -223,7 +224,7 @@ class Trainer:
                     f"the run in {self.recipe.init_from} was trained with another tokenizer than "
                     "that of this data"
                 )
-        return bool(found)
+        return found is not None
 
     def _forget_best_of_another_set(self, before: Recipe) -> None:
         """Losses on another text cannot be compared. A new name or path alone is no change."""
