@@ -1,10 +1,15 @@
 """Training on a GPU: compiled or not, with or without recomputation, stopped and continued."""
 
+from itertools import product
+
 import pytest
 import torch
 import train_processes
 from train_processes import run
 from train_runs import losses, recipe, weights
+
+from xlstm7b.train.processes import process_group
+from xlstm7b.train.sharded_model import build_model
 
 pytestmark = pytest.mark.gpu
 MODEL = "model={embedding_dim=256,num_blocks=2,num_heads=2,vocab_size=320}"
@@ -25,6 +30,15 @@ def test_compiled_blocks_change_nothing_but_rounding(whole, data, tmp_path, acti
     assert losses(tmp_path / "wide") == pytest.approx(losses(whole), abs=1e-4)
     run(0, recipe(data, MODEL, *settings), tmp_path / "narrow", "cuda")
     assert losses(tmp_path / "narrow") == pytest.approx(losses(whole), abs=3e-2)
+
+
+def test_blocks_are_compiled_for_ten_shapes(data):
+    chosen = recipe(data, MODEL, "run.compile=true")
+    with process_group("cuda"):
+        model = build_model(chosen, chosen.layout(1), torch.device("cuda"))
+        for rows, length in product((1, 2), (16, 32, 48, 64, 80)):
+            tokens = torch.zeros(rows, length, dtype=torch.long, device="cuda")
+            model.loss(tokens, tokens, torch.ones(rows, length, device="cuda")).backward()
 
 
 def test_a_custom_loss_runs_with_compiled_blocks(whole, data, tmp_path):

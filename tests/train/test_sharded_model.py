@@ -1,14 +1,18 @@
 """Every layout gives the one-process loss and gradients."""
 
+from functools import partial
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounter
 from train_processes import in_processes, layouts_agree
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
 from xlstm7b.train.recipe import Layout, load_recipe
-from xlstm7b.train.sharded_model import build_mesh, parallelize
+from xlstm7b.train.sharded_model import build_mesh, compiled, parallelize
 
 
 @pytest.mark.parametrize(
@@ -47,3 +51,18 @@ def test_the_papers_layout_on_128_processes():
         assert local == pytest.approx(whole / 8, rel=1e-6)
     finally:
         dist.destroy_process_group()
+
+
+def test_blocks_are_compiled_for_any_number_of_shapes(monkeypatch):
+    """Ramps of batch and length, last batches and validation: PyTorch itself refuses a ninth."""
+    torch._dynamo.reset()
+    compiler = CompileCounter()
+    for name in ("recompile_limit", "accumulated_recompile_limit"):
+        monkeypatch.setattr(torch._dynamo.config, name, getattr(torch._dynamo.config, name))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiler))
+    model = XLSTM(ModelConfig(64, 2, 2, vocab_size=40))
+    for block in model.backbone.blocks:
+        block.forward = compiled(block.forward)
+    for rows, length in product((1, 2, 3), (16, 32, 48, 64)):
+        model(torch.zeros(rows, length, dtype=torch.long))
+    assert compiler.frame_count == 12

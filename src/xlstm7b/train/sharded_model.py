@@ -57,6 +57,7 @@ from xlstm7b.train.one_device import as_dtensors, compute_blocks_in, compute_in
 from xlstm7b.train.recipe import LARGE, Layout, Recipe
 
 REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
+_GRAPHS = 1024  # of compiled blocks, for all shapes of a run
 UNIT_PARAMETERS = 30_000_000  # of blocks that are gathered together
 # Fields in which the model of `init_from` may differ: the recipe chooses the special tokens, and
 # the first value of a bias is not needed if it is learned. The factors count if a width differs.
@@ -105,9 +106,8 @@ def build_model(
             checkpoint_activations(block, mode)
             return
         checkpoint_activations(block, mode)
-        # The forward method, not the block: FSDP's hooks and `during` stay outside the graph. A run
-        # has few shapes, and each gets its own graph.
-        block.forward = during(torch.compile(block.forward, fullgraph=True, dynamic=False))
+        # The forward method, not the block: FSDP's hooks and `during` stay outside the graph.
+        block.forward = during(compiled(block.forward))
 
     is_alone = layout.world == 1
     is_large = sum(one.numel() for one in model.parameters() if one.requires_grad) > LARGE
@@ -143,6 +143,20 @@ def build_model(
                 _fill(parameters.pop(name), whole)
     assert not parameters, "every parameter has a first value"
     return model
+
+
+def compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A block's forward method, with a graph of its own for each shape of a batch.
+
+    All blocks share these graphs. By default, PyTorch refuses a ninth: ramps, last batches and
+    validation may well have more shapes than that.
+    """
+    from torch._dynamo import config  # takes a second to import
+
+    config.recompile_limit = config.accumulated_recompile_limit = max(
+        _GRAPHS, config.recompile_limit, config.accumulated_recompile_limit
+    )
+    return torch.compile(forward, fullgraph=True, dynamic=False)
 
 
 def _keeps_gathered(recipe: Recipe, layout: Layout) -> bool:
