@@ -271,7 +271,18 @@ USER = {"role": "user", "content": "a"}
         ({"input": [{**USER, "content": [{"type": "input_image"}]}]}, "input.0.content.0.type", ""),
         ({"input": [USER, OUTPUT]}, "input.1.call_id", "is 'y', which is no open call"),
         ({"input": [USER, CALL, OUTPUT]}, "input.2.call_id", "is 'y', which is no open call"),
-        ({"input": [USER, {**OUTPUT, "call_id": "messages.99"}]}, "input.1.call_id", "is 'input'"),
+        ({"input": [USER, {**OUTPUT, "call_id": "messages.9"}]}, "input.1.call_id", "'messages.9'"),
+        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must"),
+        (
+            {"input": "a", "tools": [ADD], "tool_choice": {"type": "function", "name": "messages"}},
+            "tool_choice",
+            "tool_choice names 'messages', but the functions in tools are: 'add'",
+        ),
+        (
+            {"input": "a", "tools": [{**ADD, "name": "max_tokens"}] * 2},
+            "tools.1.name",
+            "tools.1.name is 'max_tokens', like that of another function",
+        ),
         ({"input": [{**CALL, "arguments": "x"}]}, "input.0.arguments", "must be a JSON object"),
         ({"input": [{**CALL, "name": "a b"}]}, "input.0.name", "letters, digits"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools.0.type", 'must be "function"'),
@@ -318,6 +329,14 @@ def test_refusals(live: LiveServer, body: dict, param: str, message: str) -> Non
     error = error_of(answer)
     assert error["param"] == param
     assert message in error["message"]
+
+
+@pytest.mark.parametrize("name", ["messages", "response_format", "messages.0.tool_call_id"])
+def test_quoted_text_is_not_renamed(live: LiveServer, name: str) -> None:
+    answer = live.client.post(PATH, json={"input": "a", "model": name})
+    assert answer.status_code == 404
+    message = f"there is no model {name!r}; this server has 'tiny'"
+    assert error_of(answer)["message"] == message
 
 
 def test_references_to_what_is_not_stored(live: LiveServer) -> None:

@@ -222,8 +222,7 @@ async def respond(body: ResponseBody, http: HttpRequest) -> Response:
         writer = ResponseWriter(body, service.find_model(body.model).id, messages, stored)
         return await generate(service, chat, http, writer)
     except ApiError as error:
-        error.message = _renamed(error.message, sources)
-        error.param = None if error.param is None else _renamed(error.param, sources)
+        _rename_field(error, sources)
         raise
 
 
@@ -340,23 +339,29 @@ def _to_chat(body: ResponseBody, messages: list[Json]) -> ChatBody:
 
 
 _RENAMED = (  # fields of a chat, and those of a response that they come from
-    (r"\bmessages\b", "input"),
-    (r"\btool_call_id\b", "call_id"),
-    (r"\bresponse_format\.json_schema\b", "text.format"),
-    (r"\bresponse_format\b", "text.format"),
-    (r"\btools\.(\d+)\.function\b", r"tools.\1"),
-    (r"\bmax_tokens\b", "max_output_tokens"),
+    (r"^messages$", "input"),
+    (r"\btool_call_id$", "call_id"),
+    (r"^response_format\.json_schema\b", "text.format"),
+    (r"^response_format\b", "text.format"),
+    (r"^tools\.(\d+)\.function\b", r"tools.\1"),
+    (r"^max_tokens$", "max_output_tokens"),
 )
 
 
-def _renamed(text: str, sources: list[str]) -> str:
-    """An error message or its field with the names of this route. `sources` of the messages."""
-    in_message = r"\bmessages\.(\d{1,9})(\.tool_calls\.\d+)?(\.function)?"
-    sources = [*sources, "input"]  # for a number that a client wrote
-    text = re.sub(in_message, lambda found: sources[min(int(found[1]), len(sources) - 1)], text)
+def _rename_field(error: ApiError, sources: list[str]) -> None:
+    """Names the field of this route in an error about a chat. `sources` of the chat's messages.
+
+    A message starts with its field or does not name it. The rest may quote the client: it stays.
+    """
+    if error.param is None:
+        return
+    in_message = r"^messages\.(\d+)(\.tool_calls\.\d+)?(\.function)?"
+    field = re.sub(in_message, lambda found: sources[int(found[1])], error.param)
     for chat_name, own_name in _RENAMED:
-        text = re.sub(chat_name, own_name, text)
-    return text
+        field = re.sub(chat_name, own_name, field)
+    if error.message.startswith(error.param):
+        error.message = field + error.message.removeprefix(error.param)
+    error.param = field
 
 
 # 5. From the chat's answer to a response
