@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> DPOTrainer:
 
     on_gpu = torch.cuda.is_available()
     tokenizer = AutoTokenizer.from_pretrained(given.model)
-    tokenizer.chat_template = tokenizer.chat_template or PlainFormat.template
+    tokenizer.chat_template = tokenizer.chat_template or PlainFormat.marked_template
     dtype = torch.bfloat16 if on_gpu else torch.float32
     model = optimize(AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype))
     trainer = DPOTrainer(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from measure import error
 from tokenizer_kinds import gpt2
 
-from xlstm7b.chat_format import PlainFormat, load_chat_template, template_source
+from xlstm7b.chat_format import PlainFormat, load_chat_template, marked_source, template_source
 from xlstm7b.checkpoint import transformers_limits
 from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
@@ -40,7 +40,7 @@ def exported(folder: Path, tokenizer: Path | str, config: ModelConfig) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
     source = template_source(folder if tokenizer == "bytes" else Path(tokenizer))
-    write_tokenizer(folder, open_tokenizer(tokenizer), config, source)
+    write_tokenizer(folder, open_tokenizer(tokenizer), config, marked_source(source))
     return folder
 
 

@@ -60,6 +60,8 @@ class ChatTemplate:
         except TemplateError as error:
             raise ValueError(f"the chat template cannot be read: {error}") from error
         self._special_tokens = dict(special_tokens)
+        if self._is_plain:
+            self._special_tokens.pop("eos_token", None)  # only the marked template writes it
 
     @property
     def key(self) -> tuple[str, dict[str, str]]:
@@ -278,11 +280,21 @@ class PlainFormat(ChatFormat):
         "{{ 'Assistant: ' + (message.content | trim) + '\\n' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
     )
-    # The same with marks, which other programs may not know.
-    marked_template = template.replace(
-        "{{ 'Assistant: ' + (message.content | trim) + '\\n' }}",
-        "{{ 'Assistant:' }}{% generation %}{{ ' ' + (message.content | trim) }}"
-        "{% endgeneration %}{{ '\\n' }}",
+    # The same with answers marked for trainers. An answer ends with what `prepare` counts in the
+    # loss: "User:" of the message after it, or the end of text.
+    marked_template = (
+        "{{ bos_token }}{% for message in messages %}"
+        "{% if message.role == 'system' %}{{ message.content + '\\n\\n' }}"
+        "{% elif message.role == 'user' %}"
+        "{% if loop.first or loop.previtem.role != 'assistant' %}{{ 'User:' }}{% endif %}"
+        "{{ ' ' + message.content + '\\n' }}"
+        "{% elif message.role == 'assistant' %}"
+        "{% set is_last = loop.last and not add_generation_prompt %}"
+        "{% set is_asked = not loop.last and loop.nextitem.role == 'user' %}"
+        "{% set end = '\\nUser:' if is_asked else is_last and eos_token or '' %}"
+        "{{ 'Assistant:' }}{% generation %}{{ ' ' + (message.content | trim) + end }}"
+        "{% endgeneration %}{{ '' if end else '\\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
     )
 
     def __init__(self) -> None:
@@ -333,9 +345,14 @@ def load_chat_template(
 
 
 def template_source(folder: Path) -> str:
-    """The chat template to write beside weights: the folder's own, else the plain format's."""
+    """The chat template for weights in this folder: the folder's own, else the plain format's."""
     source, _, _ = _read_template(folder)
     return PlainFormat.template if source is None else source
+
+
+def marked_source(source: str) -> str:
+    """A chat template as an export has it: the plain format gets its marks."""
+    return PlainFormat.marked_template if source == PlainFormat.template else source
 
 
 def _read_template(folder: Path) -> tuple[str | None, dict[str, Any], Path]:
@@ -354,6 +371,8 @@ def _read_template(folder: Path) -> tuple[str | None, dict[str, Any], Path]:
         source = named.get("default", {}).get("template")
     if source is not None and not isinstance(source, str):
         raise ValueError(f"{path}: chat_template is not a string")
+    # Data, runs and earlier exports know the plain format without its marks.
+    source = PlainFormat.template if source == PlainFormat.marked_template else source
     return source, described, path
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from commands import CHATML
 
 from xlstm7b import XLSTM, ModelConfig
-from xlstm7b.chat_format import PlainFormat
+from xlstm7b.chat_format import PlainFormat, marked_source
+from xlstm7b.data.prepare import prepare
 from xlstm7b.tokenizer import ByteTokenizer, write_tokenizer
 
 for library in ("transformers", "trl", "peft", "datasets"):
@@ -17,7 +19,9 @@ for library in ("transformers", "trl", "peft", "datasets"):
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed", allow_module_level=True)
 
+from datasets import load_dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline  # noqa: E402
+from trl import SFTConfig, SFTTrainer  # noqa: E402
 
 from xlstm7b.integrations.transformers import optimize  # noqa: E402
 
@@ -40,7 +44,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     config = ModelConfig(128, 2, 2, vocab_size=320, igate_bias_init_range=-2.0)
     path = tmp_path / "model"
     XLSTM(config).save_pretrained(path)
-    write_tokenizer(path, ByteTokenizer(), config, PlainFormat.template)
+    write_tokenizer(path, ByteTokenizer(), config, marked_source(PlainFormat.template))
     return path
 
 
@@ -145,6 +149,69 @@ def test_sft_learns_answers(folder, tmp_path, rank):
         assert len(adapter["target_modules"]) == 8
     else:
         XLSTM.from_pretrained(tmp_path / "out")
+
+
+CHATS = [
+    [("user", "Is the sea calm?"), ("assistant", "Yes.\n")],
+    [("system", "Be brief."), ("user", "Hi"), ("assistant", " Hé!"), ("user", ""),
+     ("assistant", "  1 2  3"), ("user", "User:"), ("assistant", "")],
+    [("user", "a"), ("user", "b"), ("assistant", "c"), ("assistant", "d")],
+]  # fmt: skip
+
+
+def write_chats(path: Path) -> str:
+    chats = [[{"role": role, "content": text} for role, text in chat] for chat in CHATS]
+    return write(path, [{"messages": chat} for chat in chats])
+
+
+def prepared(path: str, tokenizer: Path | str, output: Path) -> list[tuple[list[int], list[int]]]:
+    """The ids and the labels of every document, as `train` takes them from `prepare`'s shards."""
+    data = prepare([path], output, tokenizer)
+    [shard] = data.shards
+    rows, start = [], 0
+    for end in shard.ends:
+        ids, counts = shard.tokens[start:end].tolist(), shard.mask[start:end]
+        labels = [token if one else -100 for token, one in zip(ids, counts, strict=True)]
+        rows.append(([data.bos_token_id, *ids], [-100, *labels]))
+        start = end
+    return rows
+
+
+def rows(trainer) -> list[tuple[list[int], list[int]]]:
+    """The ids and the labels of every example of a packed dataset, in the dataset's order."""
+    found = []
+    for row in trainer.train_dataset:
+        start = 0
+        for length in row["seq_lengths"]:
+            end = start + length
+            labels = [-100, *row["labels"][start + 1 : end]]  # the collator leaves the first out
+            found.append((row["input_ids"][start:end], labels))
+            start = end
+    return found
+
+
+@pytest.mark.parametrize("template", ["plain", "chatml"])
+def test_sft_of_chats_has_the_labels_of_prepare(folder, tmp_path, template):
+    if template == "chatml":  # without marks, as the templates of most models
+        (folder / "chat_template.jinja").write_text(CHATML)
+    data = write_chats(tmp_path / "chats.jsonl")
+    options = ["--steps", "1", "--learning-rate", "0", "--max-length", "256"]
+    trainer = example("trl_sft")([str(folder), data, str(tmp_path / "out"), *options])
+    want = prepared(data, folder, tmp_path / "data")
+    assert sorted(rows(trainer)) == sorted(want)
+    assert all(labels[-1] == 0 for _, labels in want)  # the end of text
+
+
+def test_assistant_only_loss_of_an_export_has_the_labels_of_prepare(folder, tmp_path):
+    data = write_chats(tmp_path / "chats.jsonl")
+    trainer = SFTTrainer(
+        optimize(AutoModelForCausalLM.from_pretrained(folder)),
+        SFTConfig(str(tmp_path / "out"), assistant_only_loss=True, use_cpu=True, bf16=False),
+        train_dataset=load_dataset("json", data_files=data, split="train"),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+    )
+    found = [(row["input_ids"], row["labels"]) for row in trainer.train_dataset]
+    assert found == prepared(data, folder, tmp_path / "data")
 
 
 def test_dpo_prefers_the_chosen_answers(folder, tmp_path):

@@ -12,7 +12,7 @@ from torch import Tensor
 from train_processes import run
 from train_runs import recipe
 
-from xlstm7b.chat_format import PlainFormat, template_source
+from xlstm7b.chat_format import PlainFormat, marked_source, template_source
 from xlstm7b.config import ModelConfig
 from xlstm7b.data.input_files import Columns
 from xlstm7b.data.loader import Loader
@@ -146,9 +146,9 @@ def test_an_export_has_the_chat_format_of_its_data(form, tokenizer, tmp_path):
     export_run(tmp_path / "run", tmp_path / "export")
     template = template if form == "chat" else PlainFormat.template
     assert template_source(tmp_path / "export") == template
-    assert (tmp_path / "export" / "chat_template.jinja").read_text() == template
+    assert (tmp_path / "export" / "chat_template.jinja").read_text() == marked_source(template)
     config = json.loads((tmp_path / "export" / "tokenizer_config.json").read_text())
-    assert config["chat_template"] == template
+    assert config["chat_template"] == marked_source(template)
     if form == "chat":  # also if the tokenizer is not found
         (data.path / "tokenizer.json").unlink()
         export_run(tmp_path / "run", tmp_path / "export")

@@ -52,7 +52,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from xlstm7b.accounting import adapted_shapes
-from xlstm7b.chat_format import PlainFormat, template_source
+from xlstm7b.chat_format import PlainFormat, marked_source, template_source
 from xlstm7b.checkpoint import open_checkpoint, resolve, save_checkpoint
 from xlstm7b.config import ModelConfig
 from xlstm7b.files import (
@@ -408,10 +408,12 @@ def export_run(
             file = tokenizer_file(found_tokenizer)
             template = template or template_source(Path(aside) if file is None else file.parent)
             opened = open_tokenizer(found_tokenizer)
+            template = marked_source(template)
             companions = write_tokenizer(Path(aside), opened, recipe.model, template)
         else:
             companions = [write_fingerprint(Path(aside), fingerprint)] if fingerprint else []
-            companions += [write_chat_template(Path(aside), template)] if template else []
+            if template:
+                companions.append(write_chat_template(Path(aside), marked_source(template)))
         if recipe.lora is None:
             parameters = read_model(checkpoint, recipe.model).named_parameters()
             save_checkpoint(
