@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate import Completion, Request, RequestOutput, RequestStatus, SamplingParams
 from xlstm7b.generate.engine import peak_memory
-from xlstm7b.generate.request import BAD_LOGITS, BLOCK, HashedTokens, OutputText
+from xlstm7b.generate.request import BAD_LOGITS, BLOCK, HashedTokens, OutputText, _StopStrings
 from xlstm7b.generate.state import SavedState
 from xlstm7b.model import ModelState
 from xlstm7b.tokenizer import ByteTokenizer
@@ -66,18 +66,23 @@ def pushed(
 
 def reference(tokenizer, tokens, stops, max_new_tokens, stopped_at) -> tuple[str, list[int], str]:
     """Decodes everything again at every token, and cuts at the first stop string."""
+
+    def ended(ids, reason):
+        whole = tokenizer.decode(ids)  # with U+FFFD for an incomplete character
+        places = [whole.find(stop) for stop in stops if stop in whole]
+        return (whole[: min(places)], ids, "stop") if places else (whole, ids, reason)
+
     for count in range(1, len(tokens) + 1):
         if tokens[count - 1] == EOS:
-            return tokenizer.decode(tokens[: count - 1]), tokens[: count - 1], "stop"
+            return ended(tokens[: count - 1], "stop")
         so_far = b"".join(map(tokenizer.token_bytes, tokens[:count]))
         certain = codecs.getincrementaldecoder("utf-8")("replace").decode(so_far)
         places = [certain.find(stop) for stop in stops if stop in certain]
         if places:
             return certain[: min(places)], tokens[:count], "stop"
         if count == max_new_tokens or count - 1 == stopped_at:
-            reason = "length" if count == max_new_tokens else "stop"
-            return tokenizer.decode(tokens[:count]), tokens[:count], reason
-    return tokenizer.decode(tokens), tokens, "length"
+            return ended(tokens[:count], "length" if count == max_new_tokens else "stop")
+    return ended(tokens, "length")
 
 
 def assert_as_reference(tokenizer, tokens, stops, max_new_tokens=1000, stopped_at=None) -> None:
@@ -100,6 +105,55 @@ def assert_as_reference(tokenizer, tokens, stops, max_new_tokens=1000, stopped_a
 @example(tokens=[12, 13], stops=["é"], max_new_tokens=2, stopped_at=1)
 def test_any_tokens_and_stop_strings(tokens, stops, max_new_tokens, stopped_at):
     assert_as_reference(PIECES, tokens, stops, max_new_tokens, stopped_at)
+
+
+@settings(max_examples=500)
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=7), max_size=6),
+    parts=st.lists(st.text("aab", max_size=5), max_size=12),
+)
+@example(stops=["aabaa", "ab"], parts=["aa", "b"])
+@example(stops=["abab", "bb"], parts=["aba", "bb"])
+def test_stop_strings_are_found_as_by_a_naive_search(stops, parts):
+    found, node, text = _StopStrings(stops), 0, ""
+    for part in parts:
+        node, cut = found.find(node, part)
+        before, text = len(text), text + part
+        places = [text.find(stop) for stop in stops if stop in text]
+        assert cut == (min(places) - before if places else None)
+        if places:
+            return
+        starts = (stop[:length] for stop in stops for length in range(len(stop)))
+        longest = max((len(start) for start in starts if text.endswith(start)), default=0)
+        assert found.depths[node] == longest
+
+
+class CountingDict(dict):
+    lookups = 0
+
+    def get(self, key):
+        self.lookups += 1
+        return super().get(key)
+
+
+def test_the_search_for_stop_strings_takes_constant_time():
+    """Two steps a character, however many and long they are. The text keeps breaking off."""
+    found = _StopStrings(["a" * 255 + end for end in "bcdefghijklmnopq"])
+    found._next = CountingDict(found._next)
+    text, node = ("a" * 254 + "x") * 100, 0
+    for start in range(0, len(text), 7):
+        node, cut = found.find(node, text[start : start + 7])
+        assert cut is None
+    assert found._next.lookups <= 2 * len(text)
+
+
+def test_a_stop_string_of_half_a_character():
+    """U+FFFD stands for a character that is incomplete when the output ends."""
+    output, returned = pushed(PIECES, [1, 2, 12], ["\ufffd"], max_new_tokens=3)
+    assert "".join(returned) == output.text == "ab"
+    assert output.finish_reason == "stop"
+    assert pushed(PIECES, [1, 2, 12], ["b\ufffd"])[1] == ["a", "", "", ""]
+    assert pushed(PIECES, [1, 2, 12, EOS], ["b\ufffd"])[1] == ["a", "", "", ""]
 
 
 @settings(max_examples=300)

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterator, KeysView, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from functools import lru_cache
 from numbers import Integral
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -266,8 +267,8 @@ class OutputText:
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self.tokenizer, self._params = tokenizer, params
         self._decoder = StreamDecoder(tokenizer)
-        self._stops, self._ends = params.stop_strings, frozenset(params.eos_token_ids)
-        self._longest_stop = max(map(len, self._stops), default=0)
+        self._stops, self._ends = _StopStrings.of(params.stop_strings), {*params.eos_token_ids}
+        self._node = 0  # of `_stops`, after the text
         self.text, self._returned = "", 0
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
@@ -294,38 +295,86 @@ class OutputText:
         count = self._params.logprobs or 0  # another row of the batch may have more
         tops = dict(zip(top_tokens[:count], top_logprobs[:count], strict=True)) if count else {}
         self.top_logprobs.append(tops)
-        before = len(self.text)
-        self.text += self._decoder.push(token)
-        if self._stops:
-            searched = max(0, before - self._longest_stop + 1)
-            found = [at for stop in self._stops if (at := self.text.find(stop, searched)) >= 0]
-            if found:
-                self.text = self.text[: min(found)]
-                self._decoder.flush()
-                return self.finish("stop")
+        if self._add(self._decoder.push(token)):
+            self._decoder.flush()
+            return self.finish("stop")
         if len(self.token_ids) >= self._params.max_new_tokens:
             return self.finish("length")
-        return self._new_text(len(self.text) - (self._held_back() if self._stops else 0))
+        return self._new_text(len(self.text) - self._stops.depths[self._node])
 
     def finish(self, reason: FinishReason) -> str:
-        """Ends the text; returns what was held back."""
-        self.finish_reason = reason
-        self.text += self._decoder.flush()
+        """Ends the text; returns what was held back, unless a stop string ends there."""
+        is_stop = self._add(self._decoder.flush())
+        self.finish_reason = "stop" if is_stop else reason
         return self._new_text(len(self.text))
+
+    def _add(self, new: str) -> bool:
+        """Adds text. If a stop string ends in it, the text is cut before the first: True."""
+        start, self.text = len(self.text), self.text + new
+        if not self._params.stop_strings:
+            return False
+        self._node, cut = self._stops.find(self._node, new)
+        if cut is not None:
+            self.text = self.text[: start + cut]
+        return cut is not None
 
     def _new_text(self, end: int) -> str:
         start, self._returned = self._returned, max(self._returned, end)
         return self.text[start : self._returned]
 
-    def _held_back(self) -> int:
-        """Length of the longest end of the text that is the start of a stop string."""
-        longest = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(self.text)), longest, -1):
-                if self.text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+
+class _StopStrings:
+    """Finds stop strings in a text that grows, in constant time per character (Aho–Corasick).
+
+    A node stands for the longest end of the text that is the start of a stop string; node 0 for
+    none. `depths` are the lengths of these ends.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._next: dict[int, int] = {}  # by node and character
+        self.depths, self._shorter, self._found = [0], [0], [0]
+        # Node by node in order of depth: each is the next character of some stop strings.
+        nodes = dict.fromkeys(stops, 0)
+        for depth in range(1, max(map(len, stops), default=0) + 1):
+            nodes = {stop: node for stop, node in nodes.items() if len(stop) >= depth}
+            for stop, node in nodes.items():
+                character = ord(stop[depth - 1])
+                key = node << 21 | character
+                following = self._next.get(key)
+                if following is None:
+                    following = self._next[key] = len(self.depths)
+                    self.depths.append(depth)
+                    # The node of the next shorter end.
+                    shorter = self._after(self._shorter[node], character) if node else 0
+                    self._shorter.append(shorter)
+                    # The longest stop string at the end.
+                    self._found.append(self._found[shorter])
+                nodes[stop] = following
+                if len(stop) == depth:
+                    self._found[following] = depth
+
+    @classmethod
+    @lru_cache(maxsize=64)  # one request may be copied many times
+    def of(cls, stops: tuple[str, ...]) -> Self:
+        return cls(stops)
+
+    def find(self, node: int, text: str) -> tuple[int, int | None]:
+        """The node after more text, and where the first stop string that ends in it starts.
+
+        It may start before the text: below 0.
+        """
+        cut = None
+        for end, character in enumerate(map(ord, text), 1):
+            node = self._after(node, character)
+            if self._found[node]:
+                start = end - self._found[node]
+                cut = start if cut is None else min(cut, start)
+        return node, cut
+
+    def _after(self, node: int, character: int) -> int:
+        while (following := self._next.get(node << 21 | character)) is None and node:
+            node = self._shorter[node]
+        return following or 0
 
 
 PrefixKey = tuple[bytes, bytes]

@@ -441,7 +441,8 @@ async def _prepare(
     try:
         if any(one.params.structured_outputs is not None for one in requests):
             return await asyncio.get_running_loop().run_in_executor(_GRAMMARS, prepare)
-        return await _off_loop(prepare, size=sum(len(one.prompt) for one in requests))
+        sizes = (len(one.prompt) + sum(map(len, one.params.stop_strings)) for one in requests)
+        return await _off_loop(prepare, size=sum(sizes))
     except ValueError as error:
         is_grammar = str(error).startswith("structured_outputs.grammar ")
         if is_grammar and isinstance(body, ChatBody) and body.offered_tools:
