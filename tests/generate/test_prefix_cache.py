@@ -11,7 +11,7 @@ from engines import ImmediateExecutor, random_model, token_lists
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xlstm7b.generate import request
+from xlstm7b.generate import prefix_cache, request
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.prefix_cache import (
     DiskLevel,
@@ -393,15 +393,68 @@ def test_evicted_files_are_forgotten(tmp_path):
     assert cache.longest(prompts[4], 0) is None
 
 
-def test_fingerprints_differ_for_other_weights_and_dtypes():
-    def fingerprint(model, dtype=torch.float32, description: object = "config") -> bytes:
-        return weights_fingerprint(description, FusedModel(model).weights(), dtype)
+def fingerprint(model, dtype=torch.float32, description: object = "config") -> bytes:
+    return weights_fingerprint(description, FusedModel(model).weights(), dtype)
 
+
+def test_fingerprints_differ_for_other_dtypes_and_configs():
     model = random_model()
     same = fingerprint(model)
     assert fingerprint(random_model()) == same
     assert fingerprint(model, torch.bfloat16) != same
     assert fingerprint(model, description="other") != same
-    with torch.no_grad():
-        model.lm_head.weight[5] += 1
-    assert fingerprint(model) != same
+
+
+def test_every_bit_of_every_weight_is_in_the_fingerprint():
+    draw, model = random.Random(5), random_model()
+    same = fingerprint(model)
+    for name, parameter in model.named_parameters():
+        bits = parameter.detach().view(-1).view(torch.int32)
+        position, flipped = draw.randrange(len(bits)), 1 << draw.randrange(31)
+        bits[position] ^= flipped
+        assert fingerprint(model) != same, (name, position, flipped)
+        bits[position] ^= flipped
+    assert fingerprint(model) == same
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int8, torch.int32], ids=str)
+def test_a_fingerprint_knows_positions_and_shapes(dtype, monkeypatch):
+    """Also across the pieces in which a tensor is read."""
+    monkeypatch.setattr(prefix_cache, "_PIECE", 8)
+    weight = torch.arange(20.0).remainder(13).to(dtype)
+    weights = [[weight], [weight[:10], weight[10:]], [weight.view(2, 10)], [weight[:19]]]
+    for swapped in [(0, 1), (0, 8), (7, 18)]:
+        order = [*range(20)]
+        order[swapped[0]], order[swapped[1]] = swapped[::-1]
+        weights.append([weight.view(torch.uint8).view(20, -1)[order].view(-1).view(dtype)])
+    highest = weight.clone()  # the highest bits of two values: the changes may not cancel out
+    highest.view(torch.uint8).view(20, -1)[[2, 5], -1] ^= 128
+    weights += [[highest], [weight.view(4, 5)]]
+    found = [weights_fingerprint("", parts, torch.float32) for parts in weights]
+    assert len(set(found)) == len(found)
+    # Where the values lie in memory makes no difference.
+    moved = torch.cat([weight.view(torch.uint8)[: weight.itemsize], weight.view(torch.uint8)])
+    transposed = weight.view(4, 5).mT.contiguous().mT
+    assert weights_fingerprint("", [moved.view(dtype)[1:]], torch.float32) == found[0]
+    assert weights_fingerprint("", [transposed], torch.float32) == found[-1]
+
+
+def test_the_fingerprint_does_not_change():
+    """Else the files of an earlier version would not be found."""
+    weights = torch.arange(6.0).view(2, 3), torch.arange(5.0).bfloat16(), torch.ones(()).half()
+    found = weights_fingerprint({"a": 1}, weights, torch.bfloat16)
+    assert found.hex() == "2723e5bd74c929b286cbfe8405003ddb1b0636788b7d7932f042fb10283aea1f"
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_the_same_fingerprint():
+    for dtype in DTYPES:
+        weights = [torch.randn(3000, 1001).to(dtype), torch.randn(7).to(dtype)]
+        found = [
+            weights_fingerprint("", (weight.to(device) for weight in weights), torch.float32)
+            for device in ("cpu", "cuda")
+        ]
+        assert found[0] == found[1], dtype

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from xlstm7b.generate.state import SavedState, StateStore, StoreFull
 
 _LOG = logging.getLogger(__name__)
 _MAX_UNWRITTEN = 2  # states on their way to the disk; more are dropped
-_SAMPLES = 64  # numbers of each weight in a fingerprint
+_PIECE = 1 << 18  # numbers that a fingerprint multiplies at a time: a CPU's cache holds them
 
 Level = Literal["device", "host", "disk"]
 Value = TypeVar("Value")
@@ -270,12 +270,32 @@ class DiskLevel:
 
 
 def weights_fingerprint(
-    description: object, weights: Iterator[torch.Tensor], state_dtype: torch.dtype
+    description: object, weights: Iterable[torch.Tensor], state_dtype: torch.dtype
 ) -> bytes:
-    """A hash of a config, a dtype and a sample of all weights."""
-    samples = [
-        weight.flatten()[:: max(1, weight.numel() // _SAMPLES)][:_SAMPLES].double()
-        for weight in weights
-    ]
-    text = json.dumps([description, str(state_dtype)])
-    return hashlib.sha256(text.encode() + torch.cat(samples).cpu().numpy().tobytes()).digest()
+    """A hash of a config, a dtype and every bit of all weights. It is the same on all devices.
+
+    Each piece of a weight is reduced on its device to Σ kᵢ xᵢ mod 2⁶⁴, with odd numbers kᵢ and its
+    bits as integers xᵢ: one pass over memory, and exact in any order of the sum.
+    """
+    found = hashlib.sha256(json.dumps([description, str(state_dtype)]).encode())
+    factors: dict[torch.device, torch.Tensor] = {}
+    for weight in weights:
+        if weight.device not in factors:
+            factors[weight.device] = _factors(weight.device)
+        flat = weight.detach().flatten()
+        if flat.storage_offset() * flat.itemsize % 4:
+            flat = flat.clone()
+        numbers = flat.view(torch.uint8 if flat.nbytes % 4 else torch.int32)
+        sums = [
+            (piece * factors[weight.device][: len(piece)]).sum() for piece in numbers.split(_PIECE)
+        ]
+        found.update(f"{weight.dtype} {[*weight.shape]}".encode())
+        found.update(torch.stack(sums).cpu().numpy().tobytes())
+    return found.digest()
+
+
+def _factors(device: torch.device) -> torch.Tensor:
+    """Odd numbers that look random, int64 [_PIECE]. Products wrap around."""
+    numbers = torch.arange(1, _PIECE + 1, device=device) * -0x61C8864680B583EB
+    numbers = (numbers ^ (numbers >> 31)) * -0x40A7B892E31B1A47
+    return (numbers ^ (numbers >> 29)) | 1
