@@ -77,15 +77,18 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
+        """The text of messages. `variables` are more names that the template may read."""
+        known = {
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools,  # transformers defines these two, and templates test them
+            "documents": None,
+            **self._special_tokens,
+        }
         try:
-            return self._template.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=tools,  # transformers defines these two, and templates test them
-                documents=None,
-                **self._special_tokens,
-            )
+            return self._template.render(known | dict(variables or {}))
         except Exception as error:  # a template is a program: it can raise anything
             raise ValueError(f"the chat template fails: {error}") from error
 
@@ -241,22 +244,34 @@ class ChatFormat:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """A whole conversation. With `add_generation_prompt`, the start of an answer is added.
 
-        `tools` are functions that the model may call, for templates that know them.
+        `tools` are functions that the model may call, for templates that know them. `variables` are
+        more names that the template may read, such as "enable_thinking".
         """
         return self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            variables=variables,
         )
 
     def render_open(
-        self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """A conversation whose last message goes on: it ends with the text of that message."""
         *earlier, last = messages
         marked = self.render(
-            [*earlier, {**last, "content": ANSWER}], add_generation_prompt=False, tools=tools
+            [*earlier, {**last, "content": ANSWER}],
+            add_generation_prompt=False,
+            tools=tools,
+            variables=variables,
         )
         before, mark, _ = marked.rpartition(ANSWER)
         if not mark:

@@ -287,6 +287,11 @@ def test_mistakes_name_the_field_of_the_api(live: LiveServer, generator: Generat
         ):
             error = error_of(small.client.post(path, json=body))
             assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+            # The words by which litellm, langchain and agents know what to do.
+            words = "This model's maximum context length is 20 tokens. However, your "
+            assert error["message"].startswith(words + f"{param} resulted in ")
+        many = small.refused(PATH, 400, prompt="a" * 19, n=2)
+        assert "resulted in 38 tokens, counted once for each choice." in many
 
 
 def test_a_chat_without_max_tokens_has_the_limit_of_the_server(generator: Generator) -> None:

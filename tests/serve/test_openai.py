@@ -124,6 +124,8 @@ def test_fields_without_effect_are_accepted(client: openai.OpenAI) -> None:
         "stop": [],
         "n": 1,
         "reasoning_effort": "low",
+        "verbosity": "low",
+        "prediction": {"type": "content", "content": [{"type": "text", "text": "abc"}]},
         "logit_bias": {},
         "extra_body": {
             "functions": [],
@@ -135,6 +137,7 @@ def test_fields_without_effect_are_accepted(client: openai.OpenAI) -> None:
             "stop_token_ids": [],
             "use_beam_search": False,
             "add_generation_prompt": True,
+            "chat_template_kwargs": {"enable_thinking": False},
         },
     }
     again = client.chat.completions.create(messages=messages, **options, **extra)

@@ -248,7 +248,13 @@ async def _read_chat(service: Service, body: ChatBody) -> _Input:
     continues_last = _continues_last(body)
     if state is None or not state.has_text:
         tools = [] if body.tool_choice == "none" else body.tools or []
-        text = _render(model, body.messages, tools, continues_last=continues_last)
+        text = _render(
+            model,
+            body.messages,
+            tools,
+            continues_last=continues_last,
+            variables=body.chat_template_kwargs,
+        )
     else:
         ends = (body.messages[0].role, body.messages[-1].role)
         if ends != ("user", "assistant" if continues_last else "user"):
@@ -260,7 +266,12 @@ async def _read_chat(service: Service, body: ChatBody) -> _Input:
         if body.tools:
             error = "tools cannot be combined with a state that has read text"
             raise ApiError(400, error, param="tools")
-        later = _render_later(model, body.messages, continues_last=continues_last)
+        later = _render_later(
+            model,
+            body.messages,
+            continues_last=continues_last,
+            variables=body.chat_template_kwargs,
+        )
         text = without_prefix(later, text_after_answer)
     stop_strings, eos_token_id = answer_ends(
         chat_format, service.tokenizer, service.config.eos_token_id
@@ -333,6 +344,7 @@ def _render(
     *,
     add_generation_prompt: bool = True,
     continues_last: bool = False,
+    variables: Json | None = None,
 ) -> str:
     written: list[Json]
     if tools or any(message.uses_tools for message in messages):
@@ -341,15 +353,18 @@ def _render(
         written, described = [{**message.to_template()} for message in messages], None
     try:
         if continues_last:
-            return model.chat_format.render_open(written, tools=described)
+            return model.chat_format.render_open(written, tools=described, variables=variables)
         return model.chat_format.render(
-            written, add_generation_prompt=add_generation_prompt, tools=described
+            written,
+            add_generation_prompt=add_generation_prompt,
+            tools=described,
+            variables=variables,
         )
     except ValueError as error:  # the chat template refuses them
         raise ApiError(400, str(error), param="messages") from error
 
 
-def _render_later(model: ServedModel, messages: Sequence[protocol.Message], **options: bool) -> str:
+def _render_later(model: ServedModel, messages: Sequence[protocol.Message], **options: Any) -> str:
     """The text of messages that follow an answer, from the end of its turn on."""
     talk = [
         protocol.Message(role="user", content="Hello"),
@@ -400,8 +415,13 @@ def _check_prompt_tokens(
     """Prompt tokens count once for each choice."""
     total, allowed = sum(map(len, prompts)) * choices, service.limits.prompt_tokens
     if total > allowed:
-        message = f"the prompts of all choices have {total} tokens; at most {allowed} are allowed"
+        # OpenAI's words, by which clients find out that they must shorten the text.
         param = protocol.prompt_field(body)
+        each = ", counted once for each choice" if choices > 1 else ""
+        message = (
+            f"This model's maximum context length is {allowed} tokens. However, your {param} "
+            f"resulted in {total} tokens{each}. Please reduce the length of the {param}."
+        )
         raise ApiError(400, message, param=param, code="context_length_exceeded")
 
 
@@ -686,10 +706,17 @@ async def tokenize(body: protocol.TokenizeBody, http: HttpRequest) -> dict[str, 
         _check_messages(service, body.messages)
         tools = body.tools or []
         check_tools(tools)
-        options = {"add_generation_prompt": body.add_generation_prompt}
-        prompt = _render(model, body.messages, tools, **options)
-    elif body.tools:
-        raise ApiError(400, "tools needs messages, not a prompt", param="tools")
+        prompt = _render(
+            model,
+            body.messages,
+            tools,
+            add_generation_prompt=body.add_generation_prompt,
+            variables=body.chat_template_kwargs,
+        )
+    else:
+        for name in ("tools", "chat_template_kwargs"):
+            if getattr(body, name):
+                raise ApiError(400, f"{name} needs messages, not a prompt", param=name)
     ids = [] if prompt == [] else (await _encode(service, body, prompt))[0]
     if body.add_special_tokens and service.config.force_bos_token_insert:
         ids = with_first_token(service.config, ids)

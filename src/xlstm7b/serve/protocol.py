@@ -5,6 +5,7 @@ give wrong results. Fields that clients often send and that change nothing are a
 values that change nothing. Numbers must be finite and lists have a maximum length.
 """
 
+import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -113,8 +114,38 @@ def _check_entries(value: Any) -> Any:
     return value
 
 
+def is_json(value: Any) -> bool:
+    """False for what Python reads and other programs do not: NaN, halves of surrogate pairs."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+# Set by the server for every chat template, or options of transformers that replace it.
+_TEMPLATE_FIELDS = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+)
+
+
+def _check_template_variables(variables: Json) -> Json:
+    for name in variables:
+        if name in _TEMPLATE_FIELDS:
+            raise ValueError(f"{name!r} is set by the server")
+    if not is_json(variables):
+        raise ValueError("it is not JSON")
+    return variables
+
+
 _Bounded = BeforeValidator(_check_entries)
 JsonObject = Annotated[Json, _Bounded]
+TemplateVariables = Annotated[JsonObject, AfterValidator(_check_template_variables)]
 
 # A string with a maximum length is also checked for halves of surrogate pairs.
 Text = Annotated[str, Field(max_length=1 << 30)]
@@ -150,6 +181,21 @@ class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: bool = False  # with include_usage: the usage so far in every chunk
     include_obfuscation: bool = False
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: Text
+
+
+_Content = Text | Annotated[list[TextPart], Field(max_length=1024)]
+
+
+class Prediction(Body):
+    """A text that the answer will resemble."""
+
+    type: Literal["content"]
+    content: _Content
 
 
 class ResponseFormat(Body):
@@ -398,11 +444,6 @@ class CompletionBody(SamplingBody):
         return bool(self.ignore_eos) or (self.scores_prompt and one_token)
 
 
-class TextPart(Body):
-    type: Literal["text"]
-    text: Text
-
-
 def is_name(text: str) -> bool:
     """True for what may be a part of a function's name."""
     return re.fullmatch(r"[\w.:/-]*", text, re.ASCII) is not None
@@ -468,7 +509,7 @@ class ToolCall(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(max_length=1024)] | None = None
+    content: _Content | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=128)] | None = None
     tool_call_id: Text | None = None  # of the call whose result a message with role "tool" is
@@ -505,8 +546,11 @@ class ChatBody(SamplingBody):
     parallel_tool_calls: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     # Accepted, without effect:
     reasoning_effort: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    prediction: Prediction | None = None
     # Accepted only with the values that change nothing:
     modalities: list[Literal["text"]] | None = None
     functions: EmptyList | None = None
@@ -556,6 +600,7 @@ class TokenizeBody(TextBody):
     # For messages, as in a chat:
     tools: Tools | None = None
     add_generation_prompt: bool = True
+    chat_template_kwargs: TemplateVariables | None = None
 
 
 def _check_printable(text: str) -> str:

@@ -31,8 +31,8 @@ from xlstm7b.serve.protocol import (
     JsonObject,
     Metadata,
     Text,
+    is_json,
 )
-from xlstm7b.serve.tools import is_json
 
 router = APIRouter()
 

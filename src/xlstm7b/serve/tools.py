@@ -23,6 +23,7 @@ from xlstm7b.serve.protocol import (
     Json,
     Message,
     Tool,
+    is_json,
     is_name,
 )
 from xlstm7b.tokenizer import Tokenizer
@@ -386,15 +387,6 @@ def _is_object(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return isinstance(value, dict) and is_json(value)
-
-
-def is_json(value: Any) -> bool:
-    """False for what Python reads and other programs do not: NaN, halves of surrogate pairs."""
-    try:
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 # What the model answers
