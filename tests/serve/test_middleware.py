@@ -5,6 +5,11 @@ import gzip
 import json
 import logging
 import re
+import select
+import socket
+import time
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -220,11 +225,121 @@ def test_requests_at_the_same_time_are_limited(generator: Generator) -> None:
             stream.__enter__()
         answer = live.client.get("/v1/models")
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
-        assert error_of(answer)["message"] == "the server already handles 2 requests, its limit"
+        assert error_of(answer)["message"] == (
+            "the server handles at most 2 requests at the same time: try again later"
+        )
         assert live.client.get("/health").status_code == 200
         for stream in streams:
             stream.__exit__(None, None, None)
         wait_for(lambda: live.client.get("/v1/models").status_code == 200)
+
+
+HEAD = "POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+UPLOAD = "PUT /v1/states HTTP/1.1\r\nhost: localhost\r\n"
+
+
+def begin_body(live: LiveServer, head: str, length: int | None, address: str = "") -> socket.socket:
+    """A connection that has sent the headers and one byte of a body. None: its length is open."""
+    host, port = live.url.removeprefix("http://").split(":")
+    source = (address or host, 0)
+    connection = socket.create_connection((host, int(port)), 20, source_address=source)
+    framing = f"content-length: {length}\r\n\r\n "
+    if length is None:
+        framing = "transfer-encoding: chunked\r\n\r\n1\r\n \r\n"
+    connection.sendall((head + framing).encode())
+    return connection
+
+
+def received(client: socket.socket) -> str:
+    """A refusal with its body."""
+    answer = ""
+    while "}}" not in answer:
+        answer += client.recv(1 << 16).decode()
+    return answer
+
+
+def test_a_request_counts_when_its_body_is_there(generator: Generator, tmp_path: Path) -> None:
+    """Clients that send a byte now and then take nobody's place."""
+    with serving(generator, limits=Limits(requests=2), states=tmp_path) as live:
+        with ExitStack() as slow:
+            for head in [HEAD] * 30 + [UPLOAD] * 30:
+                slow.enter_context(begin_body(live, head, 100))
+            time.sleep(0.1)
+            assert live.post("/tokenize", prompt="a")["count"] == 2
+            saved = live.post("/v1/states", prompt="a")["id"]
+            state = live.client.get(f"/v1/states/{saved}/content")
+            assert live.client.put("/v1/states", content=state.content).status_code == 200
+
+
+def test_a_body_must_not_come_too_slowly(generator: Generator, tmp_path: Path) -> None:
+    limits = Limits(slow_seconds=0.3, slow_bytes=1000)
+    with serving(generator, limits=limits, states=tmp_path) as live:
+        for head, kind in ((HEAD, "the request body"), (UPLOAD, "the file")):
+            with begin_body(live, head, 100_000) as client:
+                began, sent = time.monotonic(), 0
+                while not select.select([client], [], [], 0.02)[0]:
+                    client.sendall(b" " * 10)  # 500 bytes per second
+                    sent += 10
+                answer = received(client)
+                assert answer.startswith("HTTP/1.1 408 ")
+                assert f"{kind} arrived more slowly than 1000 bytes per second" in answer
+                assert time.monotonic() - began < 10
+        with begin_body(live, HEAD, 3001) as client:
+            for _ in range(30):  # three seconds are allowed
+                time.sleep(0.02)
+                client.sendall(b" " * 100)
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 400 ")  # no JSON
+
+
+def test_bodies_that_are_received_are_limited(generator: Generator) -> None:
+    """In bytes, of all clients together and of each."""
+    limits = Limits(body_bytes=1000, bodies_bytes=4000)
+    with serving(generator, limits=limits) as live, ExitStack() as stack:
+        stack.enter_context(begin_body(live, HEAD, 1000, "127.0.0.3"))
+        stack.enter_context(begin_body(live, HEAD, 1000, "127.0.0.2"))
+        chunked = stack.enter_context(begin_body(live, HEAD, None, "127.0.0.2"))  # as 1000
+        time.sleep(0.1)
+        with begin_body(live, HEAD, 1000, "127.0.0.2") as client:
+            answer = received(client)
+        assert answer.startswith("HTTP/1.1 429 ")
+        assert "retry-after: 1" in answer
+        assert "MiB of incoming request bodies of this client at the same time" in answer
+        last = stack.enter_context(begin_body(live, HEAD, 1000, "127.0.0.3"))
+        time.sleep(0.1)
+        with begin_body(live, HEAD, 1, "127.0.0.4") as client:
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 429 ")
+        last.sendall(b" " * 999)
+        chunked.sendall(b"0\r\n\r\n")
+        for client in (last, chunked):
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 400 ")  # no JSON
+        with begin_body(live, HEAD, 1, "127.0.0.4") as client:
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 400 ")
+
+
+def test_requests_and_choices_of_a_client_are_limited(generator: Generator) -> None:
+    """A client is a key, or an address if there are no keys."""
+    limits = Limits(requests=10, client_requests=2)
+    one, other = ({"authorization": f"Bearer {key}"} for key in KEYS)
+    for keys in (KEYS, ()):
+        with serving(generator, limits=limits, keys=keys) as live, ExitStack() as stack:
+            local = httpx.HTTPTransport(local_address="127.0.0.2")
+            stranger = stack.enter_context(
+                httpx.Client(base_url=live.url, headers=other, transport=local, timeout=30)
+            )
+            stream = live.client.stream("POST", "/v1/completions", json=ENDLESS)
+            stack.enter_context(stream)
+            for n, wanted in ((1, 200), (2, 429)):  # one choice is generated already
+                body = {"prompt": "a", "max_tokens": 1, "n": n}
+                answer = live.client.post("/v1/completions", json=body)
+                assert answer.status_code == wanted
+            message = "the server handles at most 2 choices of this client at the same time"
+            assert error_of(answer)["message"].startswith(message)
+            stack.enter_context(live.client.stream("POST", "/v1/completions", json=ENDLESS))
+            answer = live.client.get("/v1/models", headers=one)
+            assert answer.status_code == 429
+            assert "2 requests of this client" in error_of(answer)["message"]
+            assert stranger.get("/v1/models").status_code == 200
+            assert stranger.post("/v1/completions", json=body).status_code == 200
 
 
 def test_the_queue_is_bounded_and_recovers(generator: Generator) -> None:

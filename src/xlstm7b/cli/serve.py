@@ -92,6 +92,15 @@ def serve(
             "text, or to this limit."
         ),
     ] = 65_536,
+    max_per_client: Annotated[
+        int | None,
+        _server(
+            "Maximum number of requests of one client at the same time, and of the choices in "
+            "them. A client is an API key, or an address if there are no keys.",
+            default="three quarters of --slots and --max-waiting; no limit if there is one key, or "
+            "none and only this machine can connect",
+        ),
+    ] = None,
     max_body_mb: Annotated[
         float, _server("Maximum size of a request body, in MiB (1,048,576 bytes).")
     ] = 4,
@@ -163,6 +172,7 @@ def serve(
         max_new_tokens=max_new_tokens,
         max_messages=max_messages,
         slots=1 if slots is None else slots,
+        max_per_client=1 if max_per_client is None else max_per_client,
     )
     if states_gb is not None and states_folder is None:
         raise ValueError("--states-gb needs --states-folder, which is not given")
@@ -231,10 +241,13 @@ def serve(
         adapters=[one for one, _ in adapters.values()],
     )
     thread = EngineThread(engine, max_waiting)
+    if max_per_client is None and len(keys) != 1 and (keys or not is_loopback(bound)):
+        max_per_client = max(1, (engine.slots + max_waiting) * 3 // 4)
     limits = Limits(
         body_bytes=int(max_body_mb * (1 << 20)),
         messages=max_messages,
         requests=engine.slots + max_waiting + 64,  # some requests need no slot
+        client_requests=max_per_client,
         prompt_tokens=max_prompt_tokens,
         new_tokens=max_new_tokens,
         choices=min(MAX_CHOICES, max_waiting),

@@ -23,6 +23,7 @@ from xlstm7b.serve.page_routes import router as page_router
 from xlstm7b.serve.protocol import ApiError, ErrorAnswer
 from xlstm7b.serve.responses import StoredResponses
 from xlstm7b.serve.responses import router as responses_router
+from xlstm7b.serve.state_routes import max_upload_bytes
 from xlstm7b.serve.state_routes import router as state_router
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
@@ -58,7 +59,13 @@ def create_app(
         responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
     )
     # The last one added is the first one that a request meets.
-    app.add_middleware(Gate, service.limits, keys, local_only=is_local and not keys)
+    app.add_middleware(
+        Gate,
+        service.limits,
+        keys,
+        state_bytes=None if service.states is None else max_upload_bytes(service),
+        local_only=is_local and not keys,
+    )
     # The page asks for Markdown several times a second.
     app.add_middleware(RequestLog, metrics=service.metrics, muted={MARKDOWN_PATH, *muted})
     if cors:

@@ -6,6 +6,7 @@ submitted to the engine thread. 3. Their outputs become the response, whole or a
 
 import asyncio
 import json
+import math
 import threading
 import time
 from collections import Counter
@@ -120,6 +121,11 @@ class Service:
     def encoder(self) -> CachingEncoder:
         return CachingEncoder(self.tokenizer)
 
+    @cached_property
+    def choices(self) -> protocol.Limiter:
+        """Limits the outputs that one client generates. The queue limits those of all."""
+        return protocol.Limiter(math.inf, "choices", per_client=self.limits.client_requests)
+
     @property
     def state_bytes(self) -> int:
         """Size of one saved state."""
@@ -193,6 +199,7 @@ async def generate(
         _check_limits(service, body, prompts, params)
         model = service.find_model(body.model)
         built = _build_requests(body, prompts, params, state, model.adapter)
+        cleanup.enter_context(service.choices.count(len(built), http.scope["xlstm7b.client"]))
         requests = await _prepare(service, built, body)
         cleanup.enter_context(service.grammars.count(requests))
         # 2. They are submitted.

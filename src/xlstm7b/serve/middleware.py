@@ -18,8 +18,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import HTTPConnection
-from starlette.responses import JSONResponse
+from starlette.requests import ClientDisconnect, HTTPConnection
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xlstm7b.serve.prometheus import Metrics
@@ -114,20 +114,33 @@ class ApiKeys:
 
 
 class Gate:
-    """Checks host and API key, limits requests at the same time, and reads bodies within limits.
+    """Checks host and API key, reads bodies within limits, then limits requests at the same time.
 
-    The route that takes files reads its body itself, with limits of its own.
+    A client is an API key, or an address if there are no keys.
 
+    state_bytes: the most that a file for `UPLOAD_PATH` may have; None if none are taken. The file
+        is in the scope as "xlstm7b.upload", not copied.
     local_only: refuse a `Host` header that is neither localhost nor an IP address. A web page can
         let its own host name resolve to this machine (DNS rebinding), and its scripts could then
         read our responses; the browser still sends the page's name. With keys this is not needed:
         the page has no key.
     """
 
-    def __init__(self, app: ASGIApp, limits: Limits, keys: ApiKeys, *, local_only: bool) -> None:
-        self._app, self._limits = app, limits
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: Limits,
+        keys: ApiKeys,
+        *,
+        state_bytes: int | None,
+        local_only: bool,
+    ) -> None:
+        self._app, self._limits, self._state_bytes = app, limits, state_bytes
         self._keys, self._local_only = keys, local_only
-        self._running = Limiter(limits.requests, "requests")
+        self._running = Limiter(limits.requests, "requests", per_client=limits.client_requests)
+        most = max(limits.bodies_bytes, 2 * limits.body_bytes, 2 * (state_bytes or 0))
+        kind = "MiB of incoming request bodies"
+        self._bodies = Limiter(most, kind, per_client=most // 2, unit=1 << 20)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -139,13 +152,20 @@ class Gate:
             if scope["path"] == _OPEN_PATH:
                 await self._app(scope, receive, send)
                 return
-            self._check_key(headers)
-            with self._running.count():
-                if (scope["method"], scope["path"]) != ("PUT", UPLOAD_PATH):
-                    receive = await self._read_body(scope["method"], headers, receive)
+            key = self._check_key(headers)
+            client = scope["xlstm7b.client"] = key or _network(scope)
+            # A request counts when its body is there: many slow ones do not keep others out.
+            if (scope["method"], scope["path"]) != ("PUT", UPLOAD_PATH):
+                body = await self._read_body(scope["method"], headers, receive, client)
+                receive = _replay(bytes(body), receive)
+            elif self._state_bytes is not None:
+                scope["xlstm7b.upload"] = await self._read_upload(headers, receive, client)
+            with self._running.count(client=client):
                 await self._app(scope, receive, send)
         except ApiError as error:
             await refuse(scope, error)(scope, receive, send)
+        except ClientDisconnect:  # before its body was there
+            await Response(status_code=499)(scope, receive, send)
 
     def _check_host(self, headers: Headers) -> None:
         host = headers.get("host", "localhost")
@@ -156,8 +176,10 @@ class Gate:
             )
             raise ApiError(403, message)
 
-    def _check_key(self, headers: Headers) -> None:
-        """A key is a bearer token, or the password of HTTP Basic, for which browsers ask.
+    def _check_key(self, headers: Headers) -> str:
+        """The key of the request; empty if there are no keys.
+
+        A key is a bearer token, or the password of HTTP Basic, for which browsers ask.
 
         If the client sent a wrong bearer token, the 401 names bearer tokens as the scheme.
         """
@@ -172,37 +194,88 @@ class Gate:
             wanted = "Bearer" if scheme.lower() == b"bearer" and given else "Basic"
             error.headers["www-authenticate"] = f'{wanted} realm="xlstm7b"'
             raise error
+        return given.strip().decode("latin-1") if self._keys else ""
 
-    async def _read_body(self, method: str, headers: Headers, receive: Receive) -> Receive:
-        """Reads the whole body. Returns a `receive` that gives it again."""
-        max_bytes, seconds = self._limits.body_bytes, self._limits.body_seconds
+    async def _read_body(
+        self, method: str, headers: Headers, receive: Receive, client: str
+    ) -> bytearray:
+        max_bytes = self._limits.body_bytes
         too_long = ApiError(413, f"the request body is longer than {max_bytes} bytes")
-        length = headers.get("content-length", "0")
-        if not length.isdecimal() or len(length) > 18 or int(length) > max_bytes:
-            raise too_long
-        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        length = _length(headers, max_bytes, too_long)
+        media_type = _media_type(headers)
         if method == "POST" and media_type != "application/json":
             # Browsers let any page send other types to any server without a preflight request.
             raise ApiError(415, "the content-type header must be application/json")
         if headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise ApiError(415, "the request body must not be compressed (content-encoding)")
-        body, messages = bytearray(), list[Message]()
+        with self._bodies.count(length, client):
+            seconds = self._limits.body_seconds
+            return await self._receive(receive, max_bytes, too_long, seconds, "the request body")
+
+    async def _read_upload(self, headers: Headers, receive: Receive, client: str) -> bytearray:
+        max_bytes, kind = self._state_bytes or 0, "a state of this model"
+        if _media_type(headers) == "text/plain":
+            max_bytes, kind = self._limits.body_bytes, "a text file"
+        too_long = ApiError(413, f"{kind} may have at most {max_bytes} bytes")
+        with self._bodies.count(_length(headers, max_bytes, too_long), client):
+            seconds = self._limits.upload_seconds
+            return await self._receive(receive, max_bytes, too_long, seconds, "the file")
+
+    async def _receive(
+        self, receive: Receive, max_bytes: int, too_long: ApiError, seconds: float, kind: str
+    ) -> bytearray:
+        """The whole body. One that comes too slowly, or not in time, is a 408."""
+        slow_seconds, slow_bytes = self._limits.slow_seconds, self._limits.slow_bytes
+        loop, body, more = asyncio.get_running_loop(), bytearray(), True
+        began = loop.time()
         try:
-            async with asyncio.timeout(seconds):
-                while not messages:
+            async with asyncio.timeout(0) as timeout:
+                while more:
+                    allowed = min(seconds, slow_seconds + len(body) / slow_bytes)
+                    timeout.reschedule(began + allowed)
                     message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
                     body += message.get("body", b"")
+                    more = message.get("more_body", False)
                     if len(body) > max_bytes:
                         raise too_long
-                    if not message.get("more_body", False):
-                        messages.append({**message, "body": bytes(body)})
         except TimeoutError as error:
-            raise ApiError(408, f"the request body did not arrive within {seconds:g} s") from error
+            reason = f"did not arrive within {seconds:g} s"
+            if allowed < seconds:
+                reason = f"arrived more slowly than {slow_bytes} bytes per second"
+            raise ApiError(408, f"{kind} {reason}") from error
+        return body
 
-        async def replay() -> Message:
-            return messages.pop() if messages else await receive()
 
-        return replay
+def _network(scope: Scope) -> str:
+    """The client's address; for IPv6 its network, because a client has all addresses of it."""
+    address = (scope.get("client") or ("", 0))[0]
+    return ":".join(address.split(":")[:4]) if ":" in address else address
+
+
+def _media_type(headers: Headers) -> str:
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _length(headers: Headers, max_bytes: int, too_long: ApiError) -> int:
+    """The body's length, or the most that it may be if the headers do not say it."""
+    length = headers.get("content-length")
+    if length is None:
+        return max_bytes if "transfer-encoding" in headers else 0
+    if not length.isdecimal() or len(length) > 18 or int(length) > max_bytes:
+        raise too_long
+    return int(length)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body, then what comes after it."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay
 
 
 def _is_local(host: str) -> bool:

@@ -8,6 +8,7 @@ values that change nothing. Numbers must be finite and lists have a maximum leng
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -77,7 +78,11 @@ class Limits:
     body_seconds: float = 30.0
     messages: int = 4096
     upload_seconds: float = 300.0  # for a state file or a text file
+    slow_seconds: float = 5.0  # after them, a body must have come at `slow_bytes` per second
+    slow_bytes: int = 4096
+    bodies_bytes: int = 512 << 20  # of all bodies that are being received; half for each client
     requests: int = 512  # HTTP requests at the same time
+    client_requests: int | None = None  # those of one client, and the choices in them
     prompt_tokens: int = 1 << 20  # of all choices together
     new_tokens: int = 1 << 16  # of each choice
     choices: int = MAX_CHOICES
@@ -86,22 +91,39 @@ class Limits:
 
 
 class Limiter:
-    """Counts requests that run at the same time, of a kind such as "requests"."""
+    """Limits what all requests hold at the same time, of a kind such as "requests".
 
-    def __init__(self, limit: int, kind: str) -> None:
-        self._limit, self._kind, self._running = limit, kind, 0
+    per_client: the limit of one client. Without it, one client may hold all.
+    """
+
+    def __init__(
+        self, limit: float, kind: str, *, per_client: float | None = None, unit: int = 1
+    ) -> None:
+        """unit: messages name the limits in this unit, such as 1 << 20 for bytes in MiB."""
+        self._limit = limit
+        self._per_client = math.inf if per_client is None else per_client
+        self._kind, self._unit = kind, unit
+        self._held, self._of_client = 0, Counter[str]()
 
     @contextmanager
-    def count(self) -> Iterator[None]:
-        """Held by a request while it runs. At the limit it is refused with a 429."""
-        if self._running >= self._limit:
-            message = f"the server already handles {self._running} {self._kind}, its limit"
+    def count(self, amount: int = 1, client: str = "") -> Iterator[None]:
+        """Held by a request. Beyond a limit it is refused with a 429."""
+        limit, whose = self._limit, ""
+        if self._of_client[client] + amount > self._per_client:
+            limit, whose = self._per_client, " of this client"
+        if whose or self._held + amount > self._limit:
+            shown = f"{limit / self._unit:.6g} {self._kind}{whose}"
+            message = f"the server handles at most {shown} at the same time: try again later"
             raise ApiError(429, message, retry_after=1)
-        self._running += 1
+        self._held += amount
+        self._of_client[client] += amount
         try:
             yield
         finally:
-            self._running -= 1
+            self._held -= amount
+            self._of_client[client] -= amount
+            if not self._of_client[client]:
+                del self._of_client[client]
 
 
 def _check_entries(value: Any) -> Any:

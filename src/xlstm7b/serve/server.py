@@ -223,7 +223,8 @@ class _Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._extra_bytes -= (1 + _EXTRA_SHARE) * len(body)
+        share = 0 if self.cycle.response_complete else _EXTRA_SHARE
+        self._extra_bytes -= (1 + share) * len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:

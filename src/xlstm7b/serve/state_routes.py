@@ -26,6 +26,11 @@ _PROGRESS_SECONDS = 0.25  # between two events
 _PIECE = 1 << 20  # bytes of a download
 
 
+def max_upload_bytes(service: Service) -> int:
+    """The most bytes that a state file may have."""
+    return state_bytes(service.config) + _MAX_STATE_HEADER
+
+
 @router.post("/v1/states", response_model=None)
 async def save_state(body: StateBody, http: HttpRequest) -> Response:
     """Read a text or a conversation, perhaps after another state, and save the state after it."""
@@ -36,12 +41,11 @@ async def save_state(body: StateBody, http: HttpRequest) -> Response:
 async def upload_file(query: Annotated[UploadQuery, Query()], http: HttpRequest) -> Response:
     """Save a state file, or read a text file (content-type text/plain) and save its state."""
     service: Service = http.app.state.service
-    states = service.saved_states()
+    states, content = service.saved_states(), http.scope["xlstm7b.upload"]
     media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type == "text/plain":
-        content = await _receive(http, service.limits.body_bytes, "a text file")
         try:
-            prompt = content.decode("utf-8-sig")
+            prompt = await asyncio.to_thread(content.decode, "utf-8-sig")
         except UnicodeDecodeError as error:
             wrong = f"byte 0x{content[error.start]:02x} at position {error.start}"
             raise ApiError(400, f"the file is not UTF-8 text: {wrong}") from error
@@ -49,8 +53,6 @@ async def upload_file(query: Annotated[UploadQuery, Query()], http: HttpRequest)
     for name in query.given().keys() & {"model", "state", "stream"}:
         raise ApiError(400, f"{name} is for text files: send content-type text/plain", param=name)
     with states.in_memory.count():
-        most = state_bytes(service.config) + _MAX_STATE_HEADER
-        content = await _receive(http, most, "a state of this model")
         adapters = [model.fingerprint for model in service.models]
         stored = await asyncio.to_thread(states.upload, content, _label(query), adapters)
         return JSONResponse(_describe(service, stored))
@@ -208,20 +210,6 @@ def _label(given: protocol.LabelBody, before: StateLabel | None = None) -> State
         expires = int(time.time()) + given.expires_in if given.expires_in else None
         label = label._replace(expires=expires)
     return label
-
-
-async def _receive(http: HttpRequest, most: int, kind: str) -> bytes:
-    """The body of an upload, within its limits."""
-    seconds, content = http.app.state.service.limits.upload_seconds, bytearray()
-    try:
-        async with asyncio.timeout(seconds):
-            async for piece in http.stream():
-                content += piece
-                if len(content) > most:
-                    raise ApiError(413, f"{kind} may have at most {most} bytes")
-    except TimeoutError as error:
-        raise ApiError(408, f"the file did not arrive within {seconds:g} s") from error
-    return bytes(content)
 
 
 def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
