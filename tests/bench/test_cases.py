@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,11 +23,13 @@ from xlstm7b.bench.measure import (
     failed,
     find_peaks,
     measure,
+    measure_decoding,
     measure_steps,
     percentile,
 )
 from xlstm7b.bench.peers import in_process
 from xlstm7b.bench.plans import BENCHMARKS, Engine, Generation, Kernels, Loader, Serve, Tune
+from xlstm7b.generate import Generator
 
 TABLE = Part(
     "decoding",
@@ -293,6 +295,29 @@ def test_first_steps_that_do_less_work_do_not_count(monkeypatch: pytest.MonkeyPa
     timing = measure_steps(run, "cpu", seconds=0.3, base=8)
     assert timing.seconds == pytest.approx(0.02, rel=0.003)
     assert timing.spread <= 0.03
+
+
+def test_the_whole_batch_decodes_when_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 512 sequences, 16 start in each step: the first and the last steps have fewer."""
+    now = 0.0
+    ran = []
+
+    class Fake:
+        device, batch_size = "cpu", 512
+
+        def generate(self, prompts: None, *, max_new_tokens: int, **sampling: object) -> None:
+            nonlocal now
+            starts = range(0, 512, 16)
+            for step in range(len(starts) + max_new_tokens):
+                active = sum(16 for n in range(len(starts)) if 0 <= step - n < max_new_tokens)
+                now += 0.01 + 0.01 * active / 512
+            ran.append(max_new_tokens)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    timing = measure_decoding(cast(Generator, Fake()), None, seconds=0.3)
+    assert timing.seconds == pytest.approx(0.02)
+    assert timing.spread <= 0.001
+    assert sum(ran) < 1000
 
 
 @pytest.mark.parametrize("base", [0, 8])

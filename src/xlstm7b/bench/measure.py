@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # the kernel and training benchmarks do not import it
 GREEDY: dict[str, Any] = {"temperature": 0.0, "eos_token_id": ()}
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "eos_token_id": (), "seed": 0}
 GOOD_SPREAD, MOST_SPREAD = 0.01, 0.03  # of a step's time: enough, and too much to be shown
+_STARTED = 16  # short prompts that the engine reads in one step, at least
 _TRIAL_SECONDS = 0.01
 H200 = 768e12, 4.27e12  # measured: FLOP/s of a bf16 matrix product, bytes/s of reading weights
 
@@ -152,10 +153,17 @@ def measure_decoding(
     seconds: float = 0.3,
     **sampling: Any,
 ) -> Timing:
-    """The time of one decoding step of the whole batch, through `Generator.generate`."""
+    """The time of one decoding step of the whole batch, through `Generator.generate`.
+
+    While prompts are read, `_STARTED` sequences or more start in each step. So after `base` steps
+    the whole batch decodes.
+    """
     generate = partial(generator.generate, prompts, state=state, **sampling)
     return measure_steps(
-        lambda tokens: generate(max_new_tokens=tokens), generator.device, seconds=seconds, base=8
+        lambda tokens: generate(max_new_tokens=tokens),
+        generator.device,
+        seconds=seconds,
+        base=8 + generator.batch_size // _STARTED,
     )
 
 
