@@ -132,6 +132,17 @@ def random_case(
     ).to(dtype)
 
 
+def closed_forget_gates(case: Case) -> Case:
+    """The case with forget gates of −∞ at some tokens, other ones in each row and head."""
+    draw = torch.Generator().manual_seed(0)
+    closed = torch.rand(case.f.shape, generator=draw) < 0.05
+    closed[0, 0, 0] = closed[0, -1, 0] = True
+    if case.resets is not None:
+        first = case.resets.nonzero()[0]
+        closed[first[0], first[1], 0] = True
+    return replace(case, f=case.f.masked_fill(closed, -torch.inf))
+
+
 def memory(state: MLSTMState) -> tuple[Tensor, Tensor]:
     """C·exp(m) and n·exp(m): what does not depend on the choice of m."""
     scale = torch.exp(state.m)

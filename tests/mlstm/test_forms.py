@@ -1,5 +1,6 @@
 """Every form of the cell computes the same function: outputs, states and all gradients."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from cell_cases import (
     FORMS,
     Case,
+    closed_forget_gates,
     memory,
     random_case,
     results_and_gradients,
@@ -161,6 +163,18 @@ def test_extreme_gates_in_float32(form, i, f):
         # Where n·q cancels, float32 loses digits. No form may lose more than the recurrent one.
         allowed = 2 * (plain_part - want_part).norm() + 1e-5 * want_part.norm() + 1e-7
         assert (got_part - want_part).norm() <= allowed
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_forget_gate_of_minus_infinity_forgets_everything_before(form, fresh):
+    """Also at a document's first token, at the first and last token, and in heads of their own."""
+    case = closed_forget_gates(random_case(11, 2, 150, 2, 5, 7, fresh=fresh, resets=0.03))
+    for one in (case, replace(case, resets=None)):
+        want = results_and_gradients(one, FORMS["recurrent"], 1e-6)
+        got = results_and_gradients(one, FORMS[form], 1e-6)
+        for got_part, want_part in zip(got, want, strict=True):
+            assert (got_part - want_part).norm() <= 1e-11 * want_part.norm() + 1e-13
 
 
 def test_float32_stays_exact_over_a_long_sequence():

@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cell_cases import Case, random_case, results_and_gradients
+from cell_cases import Case, closed_forget_gates, random_case, results_and_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure import error
 
 from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
 from xlstm7b.mlstm.chunkwise import chunkwise_sequence
+from xlstm7b.mlstm.recurrent import recurrent_sequence
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from xlstm7b.mlstm.triton import launch_params, sequence
@@ -130,6 +131,20 @@ def test_extreme_gates(i, f):
     case = random_case(7, 1, 100, 1, 16, 16, fresh=True)
     case.i, case.f = torch.full_like(case.i, i), torch.full_like(case.f, f)
     assert_as_good_as_pytorch(case, torch.float32, 3e-5)
+
+
+@pytest.mark.parametrize("rows_to_fill", [1, 32])
+@pytest.mark.parametrize("resets", [0.0, 0.03])
+def test_a_forget_gate_of_minus_infinity_forgets_everything_before(
+    resets, rows_to_fill, monkeypatch
+):
+    monkeypatch.setattr(sequence, "ROWS_TO_FILL", rows_to_fill)
+    case = closed_forget_gates(trained(9, 2, 150, 2, 16, 24, resets=resets))
+    wide = rounded(case, torch.float32)
+    want = results_and_gradients(wide, recurrent_sequence, 1e-6)
+    got = results_and_gradients(wide.to(torch.float32), triton_sequence, 1e-6)
+    for name, got_part, want_part in zip(NAMES, got, want, strict=True):
+        assert (got_part - want_part).norm() <= 1e-5 * want_part.norm() + 1e-7, name
 
 
 def test_open_forget_gates_keep_their_digits():

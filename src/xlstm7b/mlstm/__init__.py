@@ -60,8 +60,9 @@ def mlstm_sequence(
 
     q, k [B, T, NH, d_qk], v [B, T, NH, d_hv]. i, f [B, T, NH] are the gates' pre-activations after
     the soft-cap, in float32 or float64. A padded position has i = −∞ and f = +∞; it leaves the
-    state unchanged. `resets` [B, T] is True at the first token of each document. Gradients of h,
-    C·exp(m) and n·exp(m) are exact for every input and for the state.
+    state unchanged. f = −∞ forgets all that came before; i must be finite there. `resets` [B, T] is
+    True at the first token of each document. Gradients of h, C·exp(m) and n·exp(m) are exact for
+    every input and for the state.
     """
     batch, length, heads, d_qk = _check_inputs(q, k, v, i, f)
     if length < 1:

@@ -9,7 +9,8 @@ first token (or the last reset in the chunk) to t, and (C, n, m) the state befor
 
 At a reset the sums start again: s runs over the document of t only, and after a reset the state
 counts as 0. Terms of other documents are masked before they are summed, never subtracted from a
-sum. So no bit of a document's result depends on the documents before it.
+sum. So no bit of a document's result depends on the documents before it. A forget gate of −∞ is
+such a boundary too, of one head. Only m differs: after a reset it starts from 0, here from −∞.
 """
 
 import torch
@@ -54,18 +55,24 @@ def chunkwise_sequence(
     q_c = q_c * q.shape[-1] ** -0.5
     C, n, m = (part.to(i.dtype) for part in state)
 
+    forgets = log_f == -torch.inf
+    log_f = log_f.masked_fill(forgets, 0)  # so that b stays finite
+    boundary = forgets
+    if resets is not None:
+        boundary = forgets | F.pad(resets, (0, padding)).view(batch, 1, chunks, size)
+    part_of = boundary.cumsum(-1, dtype=torch.int32)
+    carried = part_of == 0
     visible = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+    visible = visible & (part_of[..., :, None] == part_of[..., None, :])
+    fresh_m = i.new_full((), -torch.inf)
     if resets is None:
         b = log_f.cumsum(-1)
-        carried = torch.ones((), dtype=torch.bool, device=q.device)
     else:
-        document = F.pad(resets, (0, padding)).view(batch, 1, chunks, size).cumsum(-1)
-        visible = visible & (document[..., :, None] == document[..., None, :])
-        carried = document == 0
         b = torch.where(visible, log_f[..., None, :], 0).sum(-1)
+        fresh_m = torch.where((visible & forgets[..., None, :]).any(-1), fresh_m, 0)
     D = torch.where(visible, b[..., :, None] - b[..., None, :] + i_c[..., None, :], -torch.inf)
 
-    m_start, m_t = _stabilisers(b.detach(), D.detach(), carried, m.detach())
+    m_start, m_t = _stabilisers(b.detach(), D.detach(), carried, m.detach(), fresh_m)
     from_state = torch.where(carried, torch.exp(b + m_start - m_t), 0)
     from_token = torch.exp(D - m_t[..., None])
 
@@ -89,17 +96,20 @@ def chunkwise_sequence(
     return h, MLSTMState(C, n, m_t[..., -1, -1])
 
 
-def _stabilisers(b: Tensor, D: Tensor, carried: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-    """The m that each position's document starts from in its chunk, and m at each position.
+def _stabilisers(
+    b: Tensor, D: Tensor, carried: Tensor, m: Tensor, fresh_m: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The m that each position's part of its chunk starts from, and m at each position.
 
-    m is the same as in the recurrent form. After a reset it starts from 0.
+    m is the same as in the recurrent form. A part that does not continue the state starts from
+    `fresh_m`.
     """
-    carried = carried.expand(b.shape)
+    fresh_m = fresh_m.expand(b.shape)
     highest = D.amax(-1)
     m_before = []
     for c in range(b.shape[2]):
         m_before.append(m)
-        start = torch.where(carried[:, :, c, -1], m, 0)
+        start = torch.where(carried[:, :, c, -1], m, fresh_m[:, :, c, -1])
         m = torch.maximum(b[:, :, c, -1] + start, highest[:, :, c, -1])
-    m_start = torch.where(carried, torch.stack(m_before, dim=2)[..., None], 0)
+    m_start = torch.where(carried, torch.stack(m_before, dim=2)[..., None], fresh_m)
     return m_start, torch.maximum(b + m_start, highest)

@@ -1,14 +1,16 @@
 """Kernels for the gates: the weights that the matrix kernels need, and the gates' gradients.
 
-All arrays are [B, NH, T], float32 and contiguous. For position t in a chunk and in a document:
+All arrays are [B, NH, T], float32 and contiguous. For position t in a chunk:
 
-    b_t   = Σ logσ(f̃) from the chunk's start, or the document's if later, to t
-    top_t = max_s (b_t − b_s + ĩ_s)                      s ≤ t in t's document, in this chunk
-    m_t   = max(b_t + m, top_t)                          m: the state's, 0 after a boundary
+    b_t   = Σ logσ(f̃) from the chunk's start, or the latest boundary's if later, to t
+    top_t = max_s (b_t − b_s + ĩ_s)                      s ≤ t since the boundary, in this chunk
+    m_t   = max(b_t + m, top_t)                          m: the state's; see below for a boundary
     from_state_t = exp(b_t + m − m_t)                    0 after a boundary
     to_state_s   = exp(b_last − b_s + ĩ_s − m_last)      0 before a boundary
 
-A boundary is the first token of a document.
+A boundary is the first token of a document, or a token with a forget gate of −∞. After a boundary
+the state's m has no effect: m_t = top_t. In a document that starts in this chunk, m starts from 0,
+so top_t is at least b_t. After a forget gate of −∞ it starts from −∞, and that gate is 0 in b.
 """
 
 import triton
@@ -47,6 +49,11 @@ def _max_in_document(left, left_boundary, right, right_boundary):
 
 
 @triton.jit
+def _latest(left, right):
+    return tl.maximum(left, right)
+
+
+@triton.jit
 def _chain(left_decay, left_top, right_decay, right_top):
     """Composes the maps m ↦ max(decay + m, top) of two successive stretches of tokens."""
     return left_decay + right_decay, tl.maximum(left_top + right_decay, right_top)
@@ -54,13 +61,14 @@ def _chain(left_decay, left_top, right_decay, right_top):
 
 @triton.jit
 def sum_gates_kernel(
-    i, f, resets, b, top, document,
+    i, f, resets, b, top, start,
     i_stride_b, i_stride_t, i_stride_h, f_stride_b, f_stride_t, f_stride_h,
     T, NH, CHUNK: tl.constexpr, HAS_RESETS: tl.constexpr,
 ):  # fmt: skip
-    """b and top of one chunk and head. `document` counts the boundaries so far in the chunk."""
+    """b and top of one chunk and head. `start` is the latest boundary up to t, or −1."""
     batch, head = tl.program_id(1) // NH, tl.program_id(1) % NH
-    t = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    place = tl.arange(0, CHUNK)
+    t = tl.program_id(0) * CHUNK + place
     inside = t < T
     wide_batch, wide_t = batch.to(tl.int64), t.to(tl.int64)
     f_t = tl.load(
@@ -72,48 +80,52 @@ def sum_gates_kernel(
         mask=inside, other=float("-inf"),
     )  # fmt: skip
     out = (wide_batch * NH + head) * T + t
-    boundary = tl.zeros([CHUNK], tl.int32)
+    forgets = (f_t == float("-inf")).to(tl.int32)
+    boundary = forgets
     if HAS_RESETS:
-        boundary = tl.load(resets + wide_batch * T + t, mask=inside, other=0).to(tl.int32)
-        boundaries = tl.cumsum(boundary, 0)
-        if head == 0:
-            tl.store(document + wide_batch * T + t, boundaries, mask=inside)
-    b_t, _ = tl.associative_scan((log_sigmoid(f_t), boundary), 0, _add_in_document)
+        boundary |= tl.load(resets + wide_batch * T + t, mask=inside, other=0).to(tl.int32)
+    # Twice the place of the latest boundary, plus 1 if a forget gate made it.
+    latest = tl.associative_scan(tl.where(boundary > 0, 2 * place + forgets, -1), 0, _latest)
+    log_f = tl.where(forgets > 0, 0.0, log_sigmoid(f_t))
+    b_t, _ = tl.associative_scan((log_f, boundary), 0, _add_in_document)
     highest, _ = tl.associative_scan((i_t - b_t, boundary), 0, _max_in_document)
+    top_t = b_t + highest
+    if HAS_RESETS:
+        top_t = tl.where((latest >= 0) & (latest % 2 == 0), tl.maximum(b_t, top_t), top_t)
+    start_t = tl.where(latest >= 0, tl.program_id(0) * CHUNK + latest // 2, -1)
     tl.store(b + out, b_t, mask=inside)
-    tl.store(top + out, b_t + highest, mask=inside)
+    tl.store(top + out, top_t, mask=inside)
+    tl.store(start + out, start_t, mask=inside)
 
 
 @triton.jit
 def chain_stabilisers_kernel(
-    b, top, document, m_first, m_chunk,
-    T, NH, NC, CHUNK: tl.constexpr, BLOCK: tl.constexpr, HAS_RESETS: tl.constexpr,
+    b, top, start, m_first, m_chunk,
+    T, NC, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """m before each chunk and after the last one [B, NH, NC + 1], by a scan over the chunks."""
     row = tl.program_id(0).to(tl.int64)
     m = tl.load(m_first + row)
     tl.store(m_chunk + row * (NC + 1), m)
-    for start in range(0, NC, BLOCK):
-        c = start + tl.arange(0, BLOCK)
+    for first in range(0, NC, BLOCK):
+        c = first + tl.arange(0, BLOCK)
         inside = c < NC
         last = tl.minimum((c + 1) * CHUNK, T) - 1
         decay = tl.load(b + row * T + last, mask=inside, other=0.0)
         highest = tl.load(top + row * T + last, mask=inside, other=float("-inf"))
-        if HAS_RESETS:
-            boundaries = tl.load(document + (row // NH) * T + last, mask=inside, other=0)
-            highest = tl.where(boundaries > 0, tl.maximum(decay, highest), highest)
-            decay = tl.where(boundaries > 0, float("-inf"), decay)
+        boundary = tl.load(start + row * T + last, mask=inside, other=-1)
+        decay = tl.where(boundary >= 0, float("-inf"), decay)
         decay, highest = tl.associative_scan((decay, highest), 0, _chain)
         m_c = tl.maximum(decay + m, highest)
         tl.store(m_chunk + row * (NC + 1) + 1 + c, m_c, mask=inside)
-        m = tl.sum(tl.where(c == tl.minimum(start + BLOCK, NC) - 1, m_c, 0.0), 0)
+        m = tl.sum(tl.where(c == tl.minimum(first + BLOCK, NC) - 1, m_c, 0.0), 0)
 
 
 @triton.jit
 def weights_kernel(
-    i, b, top, document, m_chunk, m, from_state, to_state, decay,
+    i, b, top, start, m_chunk, m, from_state, to_state, decay,
     i_stride_b, i_stride_t, i_stride_h,
-    T, NH, NC, CHUNK: tl.constexpr, HAS_RESETS: tl.constexpr,
+    T, NH, NC, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """m_t, the weights from and to the state, and the chunk's decay of the state."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -130,22 +142,16 @@ def weights_kernel(
     b_last = tl.load(b + row * T + last)
     m_before = tl.load(m_chunk + row * (NC + 1) + chunk)
     m_after = tl.load(m_chunk + row * (NC + 1) + chunk + 1)
-    m_start = tl.zeros([CHUNK], tl.float32) + m_before
-    in_first, in_last, kept = t >= 0, t >= 0, 1.0
-    if HAS_RESETS:
-        document_t = tl.load(document + batch * T + t, mask=inside, other=0)
-        document_last = tl.load(document + batch * T + last)
-        in_first, in_last = document_t == 0, document_t == document_last
-        m_start = tl.where(in_first, m_start, 0.0)
-        kept = tl.where(document_last == 0, 1.0, 0.0)
-    m_t = tl.maximum(b_t + m_start, top_t)
+    start_t = tl.load(start + row * T + t, mask=inside, other=-1)
+    start_last = tl.load(start + row * T + last)
+    # Select before exp: after a boundary the exponent may overflow.
+    log_from_state = tl.where(start_t < 0, b_t + m_before, float("-inf"))
+    m_t = tl.maximum(log_from_state, top_t)
     tl.store(m + row * T + t, m_t, mask=inside)
-    from_state_t = tl.where(in_first, tl.exp(b_t + m_start - m_t), 0.0)
-    tl.store(from_state + row * T + t, from_state_t, mask=inside)
-    log_to_state = tl.where(in_last, b_last - b_t + i_t - m_after, float("-inf"))
+    tl.store(from_state + row * T + t, tl.exp(log_from_state - m_t), mask=inside)
+    log_to_state = tl.where(start_t == start_last, b_last - b_t + i_t - m_after, float("-inf"))
     tl.store(to_state + row * T + t, tl.exp(log_to_state), mask=inside)
-    # Select before exp: with a boundary in the chunk the exponent may overflow.
-    shrink = tl.where(kept > 0, b_last + m_before - m_after, float("-inf"))
+    shrink = tl.where(start_last < 0, b_last + m_before - m_after, float("-inf"))
     tl.store(decay + row * NC + chunk, tl.exp(shrink))
 
 
@@ -189,18 +195,17 @@ def row_gradients_kernel(
 
 @triton.jit
 def gate_gradients_kernel(
-    f, resets, q_dq, k_dk, c_dc, di, df,
+    f, start, q_dq, k_dk, c_dc, di, df,
     f_stride_b, f_stride_t, f_stride_h,
-    T, NH, NC, ROWS, Q_PARTS, K_PARTS,
-    CHUNK: tl.constexpr, HAS_RESETS: tl.constexpr,
+    T, NH, NC, ROWS, Q_PARTS, K_PARTS, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """dĩ and df̃ [B, T, NH] of one chunk and head.
 
     dĩ_s = k_s·dk_s and db_t = q_t·dq_t − k_t·dk_t. The gradient of logσ(f̃_t) is the sum of db from
-    t to the end of the document or of the chunk. If the document continues in the next chunk,
+    t to the next boundary or to the end of the chunk. If no boundary comes before that end,
     ⟨C, dC⟩ + ⟨n, dn⟩ at the end of the chunk is added. The same number can be computed from the
     start: the product at the start of the chunk minus the sum of db before t. Each way adds up the
-    rounding errors of its own terms. If no document starts in the chunk, a mix of both, weighted by
+    rounding errors of its own terms. If no boundary is in the chunk, a mix of both, weighted by
     position, has the smallest error.
     """
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -220,21 +225,17 @@ def gate_gradients_kernel(
     after = tl.load(c_dc + row * (NC + 1) + chunk + 1)
     share = (t - chunk * CHUNK).to(tl.float32) / (last + 1 - chunk * CHUNK).to(tl.float32)
     mixed = share * after + (1 - share) * (before - tl.sum(db, 0))
-    crossing = mixed
-    boundary = tl.zeros([CHUNK], tl.int32)
-    cut = boundary
-    if HAS_RESETS:
-        # A sum stops at the last position of a document: the next position is a boundary.
-        boundary = tl.load(resets + batch * T + t, mask=inside, other=0).to(tl.int32)
-        follows = inside & (t < last)
-        cut = tl.load(resets + batch * T + t + 1, mask=follows, other=0).to(tl.int32)
-        boundaries_after = tl.cumsum(cut, 0)
-        crossing = tl.where(boundaries_after > 0, 0.0, after)
-        crossing = tl.where(tl.sum(boundary, 0) > 0, crossing, mixed)
+    # A sum stops where the next position is a boundary.
+    start_t = tl.load(start + row * T + t, mask=inside, other=-1)
+    start_next = tl.load(start + row * T + t + 1, mask=inside & (t < last), other=-1)
+    start_last = tl.load(start + row * T + last)
+    cut = (start_next == t + 1).to(tl.int32)
+    crossing = tl.where(start_t == start_last, after, 0.0)
+    crossing = tl.where(start_last >= 0, crossing, mixed)
     d_log, _ = tl.associative_scan((db, cut), 0, _add_in_document)
     d_log += crossing
-    # The forget gate of a document's first token has no effect.
-    d_log = tl.where(boundary > 0, 0.0, d_log)
+    # The forget gate at a boundary has no effect.
+    d_log = tl.where(start_t == t, 0.0, d_log)
     wide_t = t.to(tl.int64)
     f_t = tl.load(
         f + batch * f_stride_b + wide_t * f_stride_t + head * f_stride_h,

@@ -22,7 +22,7 @@ import triton.language as tl
 @triton.jit
 def tile_kernel(
     x, x_other, z, state, vector, row_weight, vector_weight, own,
-    b, i, m, document, inverse, slope, out, row_result,
+    b, i, m, start, inverse, slope, out, row_result,
     x_stride_b, x_stride_t, x_stride_h, o_stride_b, o_stride_t, o_stride_h,
     z_stride_b, z_stride_t, z_stride_h, i_stride_b, i_stride_t, i_stride_h,
     own_stride_b, own_stride_t, own_stride_h, out_stride_b, out_stride_t, out_stride_h,
@@ -30,7 +30,7 @@ def tile_kernel(
     D_IN: tl.constexpr, D_OUT: tl.constexpr, STATE_STRIDE_IN: tl.constexpr,
     STATE_STRIDE_OUT: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, QUERY_ROWS: tl.constexpr,
-    OF_SCORES: tl.constexpr, HAS_RESETS: tl.constexpr, EVEN_T: tl.constexpr,
+    OF_SCORES: tl.constexpr, EVEN_T: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile [BLOCK_T, BLOCK_OUT] of h (QUERY_ROWS), dv, dq (QUERY_ROWS, OF_SCORES) or dk.
@@ -59,8 +59,8 @@ def tile_kernel(
         slot += 1  # keys write to the state after it
 
     acc = tl.zeros([BLOCK_T, BLOCK_OUT], tl.float32)
-    for start in range(0, D_IN, BLOCK_IN):
-        d = start + d_in
+    for first in range(0, D_IN, BLOCK_IN):
+        d = first + d_in
         in_in = (d < D_IN) | (D_IN % BLOCK_IN == 0)
         x_a = tl.load(x_rows + d[None, :], mask=inside_a[:, None] & in_in[None, :], other=0.0)
         part = tl.load(
@@ -82,11 +82,10 @@ def tile_kernel(
     b_a = tl.load(b + at_a, mask=inside_a, other=0.0)
     if QUERY_ROWS:
         gate_a = -tl.load(m + at_a, mask=inside_a, other=0.0)
+        start_a = tl.load(start + at_a, mask=inside_a, other=0)
     else:
         b_a = -b_a
         gate_a = tl.load(i_head + wide_a * i_stride_t, mask=inside_a, other=float("-inf"))
-    if HAS_RESETS:
-        document_a = tl.load(document + batch * T + t_a, mask=inside_a, other=-1)
     if OF_SCORES and QUERY_ROWS:
         inverse_a = tl.load(inverse + at_a, mask=inside_a, other=0.0)
         slope_a = tl.load(slope + at_a, mask=inside_a, other=0.0)
@@ -101,8 +100,8 @@ def tile_kernel(
         wide_b = t_b.to(tl.int64)
         o_rows = x_other + batch * o_stride_b + head * o_stride_h + wide_b[None, :] * o_stride_t
         A = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
-        for start in range(0, D_IN, BLOCK_IN):
-            d = start + d_in
+        for first in range(0, D_IN, BLOCK_IN):
+            d = first + d_in
             in_in = (d < D_IN) | (D_IN % BLOCK_IN == 0)
             x_a = tl.load(x_rows + d[None, :], mask=inside_a[:, None] & in_in[None, :], other=0.0)
             x_b = tl.load(o_rows + d[:, None], mask=in_in[:, None] & inside_b[None, :], other=0.0)
@@ -112,13 +111,11 @@ def tile_kernel(
         if QUERY_ROWS:
             b_b = -b_b
             gate_b = tl.load(i_head + wide_b * i_stride_t, mask=inside_b, other=float("-inf"))
-            visible = t_b[None, :] <= t_a[:, None]
+            visible = (t_b[None, :] <= t_a[:, None]) & (t_b[None, :] >= start_a[:, None])
         else:
             gate_b = -tl.load(m + at_b, mask=inside_b, other=0.0)
-            visible = (t_b[None, :] >= t_a[:, None]) & inside_b[None, :]
-        if HAS_RESETS:
-            document_b = tl.load(document + batch * T + t_b, mask=inside_b, other=-1)
-            visible = visible & (document_b[None, :] == document_a[:, None])
+            start_b = tl.load(start + at_b, mask=inside_b, other=T)  # no key sees what is after T
+            visible = (t_b[None, :] >= t_a[:, None]) & (start_b[None, :] <= t_a[:, None])
         if PRECISION == "ieee":  # the large terms b cancel first, so no digits are lost
             log_W = (b_a[:, None] + b_b[None, :]) + (gate_a[:, None] + gate_b[None, :])
         else:

@@ -143,9 +143,8 @@ def mlstm_chunkwise_backward(
     # 6. di, df.
     di, df = (torch.empty(i.shape, dtype=i.dtype, device=i.device) for _ in range(2))
     chunk_gates.gate_gradients_kernel[(chunks, rows)](
-        f, weights.document if resets is None else resets, q_dq, k_dk, products, di, df,
+        f, weights.start, q_dq, k_dk, products, di, df,
         *f.stride(), length, heads, chunks, rows, len(q_dq), len(k_dk), CHUNK=chunk,
-        HAS_RESETS=resets is not None,
     )  # fmt: skip
     return dq, dk, dv, di, df, *first
 
@@ -182,7 +181,7 @@ class _Weights(NamedTuple):
     from_state: Tensor
     to_state: Tensor
     decay: Tensor
-    document: Tensor  # int32 [B, T], boundaries so far in the chunk; empty without resets
+    start: Tensor  # int32, the latest boundary in the chunk, or −1
 
 
 def _weights(
@@ -192,22 +191,20 @@ def _weights(
     rows, chunks = batch * heads, triton.cdiv(length, chunk)
     b, top, m, from_state, to_state = i.new_empty(5, batch, heads, length).unbind()
     decay, m_chunk = i.new_empty(batch, heads, chunks), i.new_empty(batch, heads, chunks + 1)
-    has_resets = resets is not None
-    document = torch.empty((batch, length) if has_resets else 0, dtype=torch.int32, device=i.device)
-    boundaries = document if resets is None else resets
-    options = {"CHUNK": chunk, "HAS_RESETS": has_resets}
+    start = torch.empty(b.shape, dtype=torch.int32, device=i.device)
     chunk_gates.sum_gates_kernel[(chunks, rows)](
-        i, f, boundaries, b, top, document, *i.stride(), *f.stride(), length, heads, **options
-    )
+        i, f, start if resets is None else resets, b, top, start, *i.stride(), *f.stride(), length,
+        heads, CHUNK=chunk, HAS_RESETS=resets is not None,
+    )  # fmt: skip
     block = min(1024, triton.next_power_of_2(chunks))
     chunk_gates.chain_stabilisers_kernel[(rows,)](
-        b, top, document, m_first, m_chunk, length, heads, chunks, BLOCK=block, **options
+        b, top, start, m_first, m_chunk, length, chunks, CHUNK=chunk, BLOCK=block
     )
     chunk_gates.weights_kernel[(chunks, rows)](
-        i, b, top, document, m_chunk, m, from_state, to_state, decay,
-        *i.stride(), length, heads, chunks, **options,
+        i, b, top, start, m_chunk, m, from_state, to_state, decay,
+        *i.stride(), length, heads, chunks, CHUNK=chunk,
     )  # fmt: skip
-    return _Weights(b, m, from_state, to_state, decay, document), m_chunk[..., -1].clone()
+    return _Weights(b, m, from_state, to_state, decay, start), m_chunk[..., -1].clone()
 
 
 def _scan(
@@ -259,13 +256,13 @@ def _tiles(
     C, n = state
     tile_kernel[(tiles_out * triton.cdiv(length, tile.t), rows)](
         x, x_other, z, C, n, row_weight, vector_weight, own,
-        weights.b, i, weights.m, weights.document, inverse, slope, out, results,
+        weights.b, i, weights.m, weights.start, inverse, slope, out, results,
         *x.stride()[:3], *x_other.stride()[:3], *z.stride()[:3], *i.stride(), *own.stride()[:3],
         *out.stride()[:3], scale, eps, length, heads, C.shape[2] - 1, rows,
         D_IN=d_in, D_OUT=d_out,
         STATE_STRIDE_IN=1 if of_scores else d_out, STATE_STRIDE_OUT=d_in if of_scores else 1,
         CHUNK=chunk, BLOCK_T=tile.t, BLOCK_IN=tile.d_in, BLOCK_OUT=tile.d_out,
-        QUERY_ROWS=query_rows, OF_SCORES=of_scores, HAS_RESETS=weights.document.numel() > 0,
+        QUERY_ROWS=query_rows, OF_SCORES=of_scores,
         EVEN_T=length % tile.t == 0, **arithmetic(x.dtype, d_in, d_out), **tile.options(),
     )  # fmt: skip
     return out, results
