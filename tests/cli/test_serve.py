@@ -30,6 +30,11 @@ def test_serve_mistakes(
     assert wrong == "--cache-folder-gb needs --cache-folder, which is not given"
     wrong = error("--states-folder", tmp_path / "states", "--states-gb", -1)
     assert wrong == "--states-gb must be at least 0, not -1.0"
+    assert error("--max-per-client", 0) == "--max-per-client must be at least 1, not 0"
+    wrong = error("--states-memory-gb", 20)
+    assert wrong == "--states-memory-gb needs --states-folder, which is not given"
+    wrong = error("--states-folder", tmp_path / "states", "--states-memory-gb", 1e-4)
+    assert wrong.startswith("--states-memory-gb must be at least 0.0")  # two states
     assert not (tmp_path / "states").exists()
     for name in ("", " ", "a\nb"):
         wrong = error("--name", name)

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -27,8 +28,9 @@ from live_server import (
 from xlstm7b.chat_format import ChatFormat, ChatTemplate
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate import Generator, SavedState, StateStore
+from xlstm7b.generate.state import state_bytes
 from xlstm7b.model import XLSTM
-from xlstm7b.serve.protocol import ApiError, Limiter, Limits
+from xlstm7b.serve.protocol import ApiError, Limits
 from xlstm7b.serve.saved_states import SavedStates
 from xlstm7b.tokenizer import ByteTokenizer
 
@@ -158,12 +160,29 @@ def test_an_upload_to_a_full_disk(
     assert {*folder.iterdir()} == before
 
 
-def test_few_requests_may_hold_saved_states_in_memory(
-    live: LiveServer, monkeypatch: pytest.MonkeyPatch
+def test_saved_states_in_memory_are_limited_by_their_size(
+    generator: Generator, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(live.service.states, "in_memory", Limiter(1, "requests with saved states"))
-    saved = live.post(STATES, prompt="a")["id"]
-    endless = {"state": saved, "max_tokens": 60000, "ignore_eos": True, "stream": True}
+    """Not by the number of requests: many small states may be in use while requests run."""
+    size = state_bytes(generator.config)
+    many = 40  # more than the 16 requests that were once allowed
+    with serving(generator, states=tmp_path, limits=Limits(states_bytes=many * size)) as live:
+        saved = live.post(STATES, prompt="a")["id"]
+        endless = {"state": saved, "max_tokens": 60000, "ignore_eos": True, "stream": True}
+        with ExitStack() as stack:
+            streams = [live.client.stream("POST", COMPLETIONS, json=endless) for _ in range(many)]
+            answers = [stack.enter_context(stream) for stream in streams]
+            assert {answer.status_code for answer in answers} == {200}
+            assert "GB of saved states" in live.refused(COMPLETIONS, 429, state=saved)
+    limits = Limits(states_bytes=2 * size)
+    with serving(generator, states=tmp_path, limits=limits) as live:
+        _check_two_states(live, saved)
+
+
+def _check_two_states(live: LiveServer, saved: str) -> None:
+    """At most two states may be in memory: one that is loaded, and one that will be saved."""
+    endless = {"max_tokens": 60000, "ignore_eos": True, "stream": True, "save_state": True}
+    endless["state"] = saved
     with live.client.stream("POST", COMPLETIONS, json=endless) as answer:
         lines = answer.iter_lines()  # keeps the connection open
         next(lines)

@@ -5,6 +5,7 @@ The command is one long function: it declares every option and builds the server
 
 import functools
 import logging
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -84,6 +85,14 @@ def serve(
         float | None,
         _server("Disk limit for saved states, in GB. Needs --states-folder.", default="20"),
     ] = None,
+    states_memory_gb: Annotated[
+        float | None,
+        _server(
+            "Host memory for the saved states of running requests, in GB: each that continues from "
+            "a state holds one, and each that will save one, too. Needs --states-folder.",
+            default="a quarter of this machine's memory",
+        ),
+    ] = None,
     max_prompt_tokens: Annotated[int, _server("Maximum prompt tokens of a request.")] = 1_048_576,
     max_new_tokens: Annotated[
         int,
@@ -153,6 +162,7 @@ def serve(
     SIGTERM or Ctrl-C finishes running requests, then stops. A second signal stops at once. SIGHUP
     reads the file of --api-key-file again.
     """
+    from xlstm7b.generate.state import state_bytes
     from xlstm7b.serve.middleware import check_origins
     from xlstm7b.serve.protocol import MAX_CHOICES, MAX_MESSAGES, Limits
     from xlstm7b.serve.server import bind, is_loopback, log_to_stderr, reload_on_hangup
@@ -176,6 +186,8 @@ def serve(
     )
     if states_gb is not None and states_folder is None:
         raise ValueError("--states-gb needs --states-folder, which is not given")
+    if states_memory_gb is not None and states_folder is None:
+        raise ValueError("--states-memory-gb needs --states-folder, which is not given")
     if cache_folder_gb is not None and cache_folder is None:
         raise ValueError("--cache-folder-gb needs --cache-folder, which is not given")
     states_gb = _FOLDER_GB if states_gb is None else states_gb
@@ -202,6 +214,11 @@ def serve(
         state_dtype=state_dtype,
         speculate=speculate,
     )
+    least = 2 * state_bytes(opened.config, opened.state_dtype)
+    if states_memory_gb is None:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        states_memory_gb = max(memory / 4, least) / 1e9
+    _check_at_least(least / 1e9, states_memory_gb=states_memory_gb)
     chat_format = opened.chat_format()
     shown = name_of(model) if name is None else name
     adapters = read_adapters(adapter or (), opened)
@@ -248,6 +265,7 @@ def serve(
         messages=max_messages,
         requests=engine.slots + max_waiting + 64,  # some requests need no slot
         client_requests=max_per_client,
+        states_bytes=math.ceil(states_memory_gb * 1e9),
         prompt_tokens=max_prompt_tokens,
         new_tokens=max_new_tokens,
         choices=min(MAX_CHOICES, max_waiting),

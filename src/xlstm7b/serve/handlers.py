@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
@@ -126,6 +126,19 @@ class Service:
         """Limits the outputs that one client generates. The queue limits those of all."""
         return protocol.Limiter(math.inf, "choices", per_client=self.limits.client_requests)
 
+    @cached_property
+    def _states_in_memory(self) -> protocol.Limiter:
+        most, alone = self.limits.states_bytes, self.limits.client_requests is None
+        part = None if alone else most * 3 / 4
+        return protocol.Limiter(most, "GB of saved states", per_client=part, unit=10**9)
+
+    def hold_states(self, count: int, http: HttpRequest) -> AbstractContextManager[None]:
+        """Memory for states besides those in slots: loaded ones, and those that will be saved."""
+        if count:
+            self.saved_states()
+        client = http.scope["xlstm7b.client"]
+        return self._states_in_memory.count(count * self.state_bytes, client)
+
     @property
     def state_bytes(self) -> int:
         """Size of one saved state."""
@@ -189,8 +202,8 @@ async def generate(
 ) -> Response:
     """Generates the response. If the client disconnects, its requests are aborted."""
     with ExitStack() as cleanup:
-        if body.state is not None or body.save_state:
-            cleanup.enter_context(service.saved_states().in_memory.count())
+        states = (body.state is not None) + bool(body.save_state)
+        cleanup.enter_context(service.hold_states(states, http))
         # 1. The body becomes engine requests.
         if isinstance(body, ChatBody):
             prompts, params, state = await _read_chat(service, body)

@@ -83,6 +83,7 @@ class Limits:
     bodies_bytes: int = 512 << 20  # of all bodies that are being received; half for each client
     requests: int = 512  # HTTP requests at the same time
     client_requests: int | None = None  # those of one client, and the choices in them
+    states_bytes: int = 8 << 30  # memory of saved states that requests have loaded or will save
     prompt_tokens: int = 1 << 20  # of all choices together
     new_tokens: int = 1 << 16  # of each choice
     choices: int = MAX_CHOICES

@@ -22,9 +22,8 @@ from xlstm7b.generate.state import (
     StoreFull,
 )
 from xlstm7b.model.saved_state import ADAPTER_NOTE, WEIGHTS_NOTE, fits_weights
-from xlstm7b.serve.protocol import ApiError, Json, Limiter
+from xlstm7b.serve.protocol import ApiError, Json
 
-MAX_IN_MEMORY = 16  # requests with a saved state at the same time: each holds 134 MB for the 7B
 _LOG = logging.getLogger("xlstm7b.serve")
 _ID = re.compile(r"state-[0-9a-f]{24}")  # files have no other names
 _NOTE = "note"  # in the file; `xlstm7b chat` uses the same name
@@ -37,8 +36,6 @@ class SavedStates:
     def __init__(self, store: StateStore, weights: Mapping[str, str] | None = None) -> None:
         """`weights` is the fingerprint of the server's weights. New states are saved with it."""
         self._store, self._weights = store, weights
-        # Requests that may hold a state in addition to the engine's slots.
-        self.in_memory = Limiter(MAX_IN_MEMORY, "requests with saved states")
 
     def check_room(self, nbytes: int) -> None:
         with _http_errors():

@@ -52,7 +52,7 @@ async def upload_file(query: Annotated[UploadQuery, Query()], http: HttpRequest)
         return await _read_and_save(service, StateBody(prompt=prompt, **query.given()), http)
     for name in query.given().keys() & {"model", "state", "stream"}:
         raise ApiError(400, f"{name} is for text files: send content-type text/plain", param=name)
-    with states.in_memory.count():
+    with service.hold_states(2, http):  # the file and its state
         adapters = [model.fingerprint for model in service.models]
         stored = await asyncio.to_thread(states.upload, content, _label(query), adapters)
         return JSONResponse(_describe(service, stored))
@@ -115,7 +115,7 @@ async def _read_and_save(service: Service, body: StateBody, http: HttpRequest) -
     """Reads the body's text. If the client disconnects first, nothing is saved."""
     states, model = service.saved_states(), service.find_model(body.model)
     with ExitStack() as cleanup:
-        cleanup.enter_context(states.in_memory.count())
+        cleanup.enter_context(service.hold_states(1 + (body.state is not None), http))
         await asyncio.to_thread(states.check_room, service.state_bytes)
         state, already_read = None, ""
         if body.state is not None:
