@@ -1,6 +1,7 @@
 """Lookup drafts: what a brute-force search finds, in bounded memory, and only while it pays."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -43,6 +44,12 @@ def continued(index: SuffixIndex, count: int) -> list[int]:
     return index.following(position, count) if length else []
 
 
+def indexed(tokens: Sequence[int]) -> LookupText:
+    text = LookupText(tokens)
+    assert text.index(len(tokens)) == len(tokens)
+    return text
+
+
 few_kinds = st.lists(st.integers(0, 2), max_size=60)
 sizes = st.tuples(st.integers(1, 4), st.integers(0, 8), st.sampled_from([1, 2, 100]))
 
@@ -68,19 +75,70 @@ def test_only_the_latest_tokens_are_kept(text, window):
     index = SuffixIndex((), min_match=2, max_match=5, candidates=100, window=window)
     for end, token in enumerate(text, 1):
         index.append(token)
-        kept = index._tokens.tolist()
-        assert len(kept) == len(index._before) < 2 * window
-        assert len(kept) >= min(end, window)
-        assert len(index._latest) <= len(kept)
+        kept = index._tokens.tolist()[-len(index) :]
+        assert len(kept) == min(end, 2 * window - 1)
+        assert len(index._tokens) == len(index._before) < 3 * window
+        assert sum(map(len, index._latest)) <= len(kept)
         assert kept == text[end - len(kept) : end]
         assert continued(index, 4) == searched(kept, 4, 2, 5, 100)
     longer = SuffixIndex(text, min_match=2, max_match=5, candidates=100, window=window)
     assert longer._tokens.tolist() == text[-window:]
 
 
+def test_long_prompts_are_indexed_in_pieces(monkeypatch):
+    """The drafts are those of an index that was built at once; until then there are none."""
+    draw, appended, append = random.Random(0), [], SuffixIndex.append
+    monkeypatch.setattr(
+        SuffixIndex, "append", lambda index, token: (appended.append(token), append(index, token))
+    )
+    prompts = [draw.choices(range(1000), k=count) for count in (3000, 100, 2500)]
+    texts = [LookupText(prompt) for prompt in prompts]
+    assert not appended
+    requests = [Request([1], SamplingParams()) for _ in prompts]
+    drafter = LookupDrafter(DraftCost())
+    for request, prompt in zip(requests, prompts, strict=True):
+        drafter.start(request, prompt)
+    assert not appended
+    most, steps = dict.fromkeys(requests, 7), 0
+    while len(appended) < 5600 + 3 * steps:
+        assert not drafter.wants_to_draft({requests[2]: 7})
+        before = len(appended)
+        drafter.prepare()
+        assert 0 < len(appended) - before <= 1024
+        steps += 1
+        for request, prompt in zip(requests, prompts, strict=True):
+            drafter.record(request, [prompt[steps]], 0, 0)
+    assert steps == 6
+    assert drafter.wants_to_draft(most)
+    for text, prompt in zip(texts, prompts, strict=True):
+        text.index(len(prompt))
+        for step in range(1, steps + 1):
+            text.record([prompt[step]], 0, 0)
+    found = drafter.propose(most)
+    for request, text, prompt in zip(requests, texts, prompts, strict=True):
+        assert found[request] == text.propose(7) == prompt[7:14]
+
+
+def test_a_very_long_text_is_never_indexed_anew(monkeypatch):
+    """Each token costs the same, also when the window is full."""
+    index = SuffixIndex(window=100)
+    draw, lookups = random.Random(0), []
+
+    class CountingDict(dict):
+        def get(self, *arguments):
+            lookups.append(arguments)
+            return super().get(*arguments)
+
+    index._latest = [CountingDict() for _ in index._latest]
+    for _ in range(1000):
+        before = len(lookups)
+        index.append(draw.randrange(5))
+        assert len(lookups) - before <= 2
+
+
 def test_a_prompt_is_copied():
     prompt = random.Random(0).sample(range(1000), 100)
-    drafter = LookupText([*prompt, *prompt[20:24]])
+    drafter = indexed([*prompt, *prompt[20:24]])
     assert drafter.propose(MAX_DRAFT) == prompt[24:31]  # the first draft is short
     drafter.record(prompt[24:32], 7, 7)
     assert drafter.propose(MAX_DRAFT) == prompt[32:46]  # the next one is twice as long
@@ -90,7 +148,7 @@ def test_a_prompt_is_copied():
 
 def test_a_copy_with_edits_goes_on_near_the_edit():
     prompt = random.Random(0).sample(range(1000), 100)
-    text = LookupText([*prompt, *prompt[20:24]])
+    text = indexed([*prompt, *prompt[20:24]])
     assert text.propose(MAX_DRAFT) == prompt[24:31]
     text.record([*prompt[24:27], 2000], 7, 3)  # another token instead of prompt[27]
     assert text.wanted
@@ -139,6 +197,7 @@ def test_a_batch_does_not_lose_more_than_drafts_gain():
         drafter = LookupDrafter(DraftCost(cost))
         drafter.start(copying, [*prompt, *prompt[20:24]])
         drafter.start(other, prompt)
+        drafter.prepare()
         most = {copying: 7, other: 7}
         most |= {Request([1], SamplingParams()): 0 for _ in range(others - 1)}
         assert drafter.wants_to_draft(most) == is_drafted  # else the engine need not wait
@@ -160,6 +219,7 @@ def test_requests_with_drafts_lose_time_too(copies, is_drafted):
     drafter = LookupDrafter(DraftCost(2.6))
     for number, request in enumerate(requests):
         drafter.start(request, [*prompt, *prompt[20 : 24 * (number < copies)]])
+    drafter.prepare()
     most = dict.fromkeys(requests, 7)
     assert drafter.wants_to_draft(most) == is_drafted
     assert len(drafter.propose(most)) == copies * is_drafted
@@ -176,6 +236,8 @@ def test_after_wrong_drafts_a_long_copy_is_drafted_again(cost, batch, copies):
     drafter = LookupDrafter(DraftCost(cost))
     for request in requests:
         drafter.start(request, passage)
+    for _ in requests:
+        drafter.prepare()
     misses = [token for n in range(0, 60, 4) for token in (*passage[n : n + 4], 2000 + n)]
     drafted = 0
     for token in (*misses, *passage):
@@ -205,7 +267,7 @@ def test_short_matches_that_lead_nowhere_are_ignored():
 
 def test_a_draft_that_is_all_right_makes_short_matches_count_again():
     prompt = random.Random(0).sample(range(1000), 100)
-    text = LookupText([*prompt, *prompt[20 : 20 + MIN_MATCH]])
+    text = indexed([*prompt, *prompt[20 : 20 + MIN_MATCH]])
     assert text.wanted
     text.record([2000], 0, 0)  # the match ends where a draft could follow it
 

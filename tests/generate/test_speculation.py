@@ -34,7 +34,7 @@ from speculation_cases import assert_same, grammar_requests, many_requests
 from xlstm7b.bench import speculation
 from xlstm7b.generate import Completion, Engine, Generator, Request, SamplingParams, SavedState
 from xlstm7b.generate.chat import Chat
-from xlstm7b.generate.drafts import MAX_DRAFT, DraftCost, LookupText
+from xlstm7b.generate.drafts import MAX_DRAFT, DraftCost, LookupText, SuffixIndex
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.replay import INTERVAL, Rings, ring_sizes
 from xlstm7b.generate.runner import ModelRunner, PrefillRow
@@ -205,6 +205,7 @@ class Oracle:
 
     texts: ClassVar[dict[tuple[int, ...], list[int]]] = {}  # outputs by what is known at first
     accuracy = 0.8
+    unindexed = 0
     accepted_share = 1000.0  # a pass always pays
     draw = random.Random(0)
 
@@ -572,7 +573,37 @@ def test_large_batches_have_fewer_drafts_on_a_gpu(oracle, monkeypatch):
 def test_a_step_waits_for_the_last_token_only_within_a_repetition():
     text = [*range(10, 20), 30, 31, *range(10, 16)]
     for length, repeats in ((12, False), (14, False), (15, True), (18, True)):
-        assert (LookupText(text[:length]).wanted > 0) == repeats
+        known = LookupText(text[:length])
+        known.index(length)
+        assert (known.wanted > 0) == repeats
+
+
+@pytest.mark.parametrize("make_engine", [new_engine, gpu_like_engine])
+def test_a_long_prompt_is_indexed_in_several_steps(make_engine, monkeypatch):
+    """Also one whose state is in the prefix cache: then the output starts before its drafts."""
+    monkeypatch.setattr(ModelRunner, "draft_cost", lambda *_: DraftCost())
+    appended, append = [], SuffixIndex.append
+    monkeypatch.setattr(
+        SuffixIndex, "append", lambda index, token: (appended.append(token), append(index, token))
+    )
+    prompt = random.Random(0).choices(range(10, 300), k=3000)
+    options = {"logit_bias": {7: 100.0}, "min_new_tokens": 40}  # a repetition
+    want = run_alone(MODEL, greedy(prompt, 40, **options))
+    engine = make_engine(MODEL, slots=2, speculate="lookup", cache_bytes=1 << 24)
+    driver = Driver(engine)
+    for _ in range(2):
+        request = driver.add(greedy(prompt, 40, **options))
+        largest = steps = 0
+        while not request.finished:
+            before = len(appended)
+            driver.step(1)
+            largest = max(largest, len(appended) - before)
+            steps += bool(request.output.token_ids)
+        assert 0 < largest <= 1024 + MAX_DRAFT + 1
+        assert driver.completion(request).token_ids == want.token_ids
+        assert driver.completion(request).accepted_tokens > 10
+        assert steps < 40
+    assert driver.completion(request).cached_tokens > 2900
 
 
 def test_a_generator_speculates():

@@ -111,6 +111,8 @@ def following(token: int, count: int, vocab_size: int) -> list[int]:
 class ForcedDrafts:
     """Stands in for `LookupText`: each draft is right with a probability."""
 
+    unindexed = 0
+
     def __init__(
         self, vocab_size: int, share: float | None, adapts: bool, tokens: Sequence[int]
     ) -> None:

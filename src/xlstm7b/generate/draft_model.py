@@ -210,6 +210,9 @@ class ModelDrafter(Drafter):
             del unread[0]  # every text starts from the state after it
         self._texts[request] = _Text(unread, DraftLength(LONGEST, self._cost))
 
+    def prepare(self) -> None:
+        pass  # `propose` reads new texts, on the device
+
     def wants_to_draft(self, most: Mapping[Request, int]) -> bool:
         return bool(self._lengths(most))
 

@@ -8,6 +8,7 @@ small model (`draft_model.py`).
 
 import math
 from array import array
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -21,7 +22,9 @@ _MOST_NEEDED = 8  # tokens of a match, after drafts that were wrong
 _NEAR = 8  # tokens after the position where a copy broke off: the latest token is searched in them
 _PATIENCE = 6  # tokens after a copy broke off until this search ends
 _CANDIDATES = 16  # earlier positions that are compared
-WINDOW = 1 << 16  # latest tokens that are searched
+WINDOW = 1 << 16  # latest tokens of a prompt that are searched
+_DICTS = 16  # a power of 2
+_INDEXED = 1024  # tokens of prompts that a step adds to indices: about 1.5 ms
 
 _NO_MATCH = 0, -1
 
@@ -36,8 +39,8 @@ class SuffixIndex:
     """A text that grows, and where its latest tokens occurred before.
 
     Every position is linked to the latest one before it with the same `min_match` tokens. Appending
-    a token is one lookup. Only the latest tokens are kept: at least `window`, less than twice as
-    many.
+    a token is one lookup. A long text takes another one, which forgets the oldest token: the latest
+    2 · `window` − 1 tokens are kept. A position is the number of all tokens before it.
     """
 
     def __init__(
@@ -54,39 +57,54 @@ class SuffixIndex:
         self._min_match, self._max_match = min_match, max_match
         self._key_bits = (1 << 32 * min_match) - 1
         self._candidates, self._window = candidates, window
-        self._rebuild(tokens[-window:])
-
-    def _rebuild(self, tokens: Iterable[int]) -> None:
         self._tokens = array("i")
         self._before = array("i")  # by position: the one before it with the same tokens, or −1
-        self._latest: dict[int, int] = {}  # by key
+        self._offset = 0  # the position of the first token in these
+        self._first = 0  # the position of the first token that is kept
+        # Positions by key. One dict of all would take 10 ms whenever it grows.
+        self._latest: list[dict[int, int]] = [{} for _ in range(_DICTS)]
         self._key = 0  # the latest `min_match` tokens as one number of 32 bits each
         self._match: tuple[int, int] | None = _NO_MATCH  # of the latest tokens; None: not known
         self._asked = 0, False  # the latest question of `has_match`, and its answer
-        for token in tokens:
+        for token in tokens[-window:]:
             self.append(token)
 
     def append(self, token: int) -> None:
-        if len(self._tokens) >= 2 * self._window - 1:
-            self._rebuild(self._tokens[len(self._tokens) - self._window + 1 :])
+        end = self._offset + len(self._tokens) + 1
+        if end - self._first >= 2 * self._window:
+            self._forget_first()
         self._tokens.append(token)
-        end = len(self._tokens)  # a position is the number of tokens before it
         self._key = key = (self._key << 32 | token) & self._key_bits
         before = -1
-        if end >= self._min_match:
-            before = self._latest.get(key, -1)
-            self._latest[key] = end
+        if end - self._first >= self._min_match:
+            latest = self._latest[token % _DICTS]
+            before = latest.get(key, -1)
+            latest[key] = end
         self._before.append(before)
         self._match, self._asked = (_NO_MATCH if before < 0 else None), (0, False)
 
+    def _forget_first(self) -> None:
+        """Forgets the oldest token, and the position that is reached from it."""
+        start, key = self._first - self._offset, 0
+        for token in self._tokens[start : start + self._min_match]:
+            key = key << 32 | token
+        latest = self._latest[key % _DICTS]
+        if latest.get(key) == self._first + self._min_match:
+            del latest[key]
+        self._first += 1
+        if start >= self._window:  # now and then, because all others are moved
+            del self._tokens[: start + 1], self._before[: start + 1]
+            self._offset = self._first
+
     def __len__(self) -> int:
-        """The number of tokens that are kept. Positions change whenever it falls."""
-        return len(self._tokens)
+        """The number of tokens that are kept."""
+        return self._offset + len(self._tokens) - self._first
 
     def following(self, position: int, count: int) -> list[int]:
         """The tokens from this position on. At the end of the text they are repeated from there."""
-        period = len(self._tokens) - position
-        followed = self._tokens[position : position + count].tolist()
+        start = position - self._offset
+        period = len(self._tokens) - start
+        followed = self._tokens[start : start + count].tolist()
         return [followed[n % period] for n in range(count)]
 
     def find_latest(self, start: int, count: int) -> int | None:
@@ -95,9 +113,10 @@ class SuffixIndex:
         None: it is not among them.
         """
         last = len(self._tokens) - 1
-        for position in range(start, min(start + count, last)):
-            if self._tokens[position] == self._tokens[last]:
-                return position + 1
+        places = start - self._offset, start + count - self._offset
+        for place in range(max(places[0], self._first - self._offset), min(places[1], last)):
+            if self._tokens[place] == self._tokens[last]:
+                return self._offset + place + 1
         return None
 
     def longest_match(self) -> tuple[int, int]:
@@ -109,13 +128,13 @@ class SuffixIndex:
         if self._match is not None:
             return self._match
         longest, best = _NO_MATCH
-        position = self._before[-1]
+        position, least = self._before[-1], self._first + self._min_match
         for _ in range(self._candidates):
-            if position < 0 or longest == self._max_match:
+            if position < least or longest == self._max_match:
                 break
             if self._matches(position, longest + 1):
                 longest, best = self._match_length(position), position
-            position = self._before[position - 1]
+            position = self._before[position - self._offset - 1]
         self._match = longest, best
         return self._match
 
@@ -131,28 +150,28 @@ class SuffixIndex:
         return self._asked[1]
 
     def _is_among_candidates(self, length: int) -> bool:
-        position = self._before[-1]
+        position, least = self._before[-1], self._first + self._min_match
         for _ in range(self._candidates):
-            if position < 0:
+            if position < least:
                 break
             if self._matches(position, length):
                 return True
-            position = self._before[position - 1]
+            position = self._before[position - self._offset - 1]
         return False
 
     def _matches(self, position: int, length: int) -> bool:
         """True if the `length` tokens before this position are the latest ones."""
-        tokens = self._tokens
-        return tokens[max(0, position - length) : position] == tokens[-length:]
+        tokens, start = self._tokens, max(self._first, position - length)
+        return tokens[start - self._offset : position - self._offset] == tokens[-length:]
 
     def _match_length(self, position: int) -> int:
         """How many tokens before this position are the latest ones, up to `max_match`."""
-        tokens, end = self._tokens, len(self._tokens)
+        tokens, end, place = self._tokens, len(self._tokens), position - self._offset
         length = self._min_match
-        most = min(self._max_match, position)
-        if tokens[position - most : position] == tokens[end - most :]:  # as in most copies
+        most = min(self._max_match, position - self._first)
+        if tokens[place - most : place] == tokens[end - most :]:  # as in most copies
             return most
-        while length < most and tokens[position - 1 - length] == tokens[end - 1 - length]:
+        while length < most and tokens[place - 1 - length] == tokens[end - 1 - length]:
             length += 1
         return length
 
@@ -279,10 +298,13 @@ class Drafter(Protocol):
     """Drafts for the requests of one engine."""
 
     def start(self, request: "Request", tokens: Sequence[int]) -> None:
-        """The request generates from now on.
+        """The request got a slot. It will generate when its prompt has been read.
 
         `tokens` are those of the text so far that are known. After a loaded state they may be few.
         """
+
+    def prepare(self) -> None:
+        """Does a part of the host's work that new texts need. The engine calls it in each step."""
 
     def wants_to_draft(self, most: Mapping["Request", int]) -> bool:
         """True if `propose` may find drafts for this batch once the last tokens are known.
@@ -324,6 +346,13 @@ class LookupDrafter(Drafter):
 
     def start(self, request: "Request", tokens: Sequence[int]) -> None:
         self._texts[request] = LookupText(tokens)
+
+    def prepare(self) -> None:
+        """Indexes some tokens of new texts. A text has no drafts before all are indexed."""
+        left = _INDEXED
+        for text in self._texts.values():
+            if text.unindexed and left:
+                left -= text.index(left)
 
     def wants_to_draft(self, most: Mapping["Request", int]) -> bool:
         texts = ((self._texts[one], count) for one, count in most.items() if count > 0)
@@ -367,7 +396,9 @@ class LookupText:
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self._index, self._length = SuffixIndex(tokens), DraftLength()
+        """There are no drafts before `index` has added these tokens."""
+        self._index, self._length = SuffixIndex(), DraftLength()
+        self._unindexed = deque(tokens[-WINDOW:])
         self._needed = MIN_MATCH
         self._source = 0  # position of the first token of the latest draft
         self._broke_off = 0  # position of the first token that was not copied
@@ -375,11 +406,25 @@ class LookupText:
         self._unread, self._right = list[int](), 0  # a draft that is not read; how many were right
 
     @property
+    def unindexed(self) -> int:
+        """How many tokens are not in the index yet."""
+        return len(self._unindexed)
+
+    def index(self, most: int) -> int:
+        """Adds up to this many of them to the index; returns how many."""
+        count = min(most, len(self._unindexed))
+        for _ in range(count):
+            self._index.append(self._unindexed.popleft())
+        return count
+
+    @property
     def wanted(self) -> int:
         """How long the next draft may be. 0 while drafts do not pay, and outside of repetitions.
 
         So the engine waits for the last token only within a repetition.
         """
+        if self._unindexed:
+            return 0
         return self._length.next if self._patience > 0 or self._has_match else 0
 
     @property
@@ -407,7 +452,11 @@ class LookupText:
 
     def record(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
         """Adds the tokens that a pass generated, with a draft of which some were accepted."""
-        size, has_match = len(self._index), self._has_match
+        if self._unindexed:
+            self._unindexed += tokens
+            self._length.record(0, 0, len(tokens))
+            return
+        has_match = self._has_match
         if not (has_match or drafted or self._unread or self._patience):  # the usual case
             for token in tokens:
                 self._index.append(token)
@@ -430,8 +479,6 @@ class LookupText:
             self._broke_off, self._patience = self._source + accepted, _PATIENCE
         else:
             self._patience = max(0, self._patience - len(tokens))
-        if len(self._index) < size + len(tokens):  # positions have changed
-            self._patience = 0
 
     def _compare_unread(self, token: int) -> None:
         """Compares the draft that was not read with the next token. Counts it where it ends."""

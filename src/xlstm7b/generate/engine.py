@@ -290,6 +290,9 @@ class Engine:
         now = time.monotonic()
         for request in self._scheduler.admit():
             request.admitted = now
+            if self._drafter is not None and request.speculate and not request.prefill_only:
+                before = *request.history, *request.previous_prompt, *request.previous_output
+                self._drafter.start(request, [*before, *request.prompt_token_ids])
         # 2. Read prompt chunks; draw the first token of requests whose prompt is complete.
         # 3. Generate one token for every running request. A GPU does this second, so that new
         #    requests join at once; a CPU first, so that a step returns one token of a request.
@@ -373,6 +376,8 @@ class Engine:
                         ready.append(request)
         if ready:
             self._start_decoding(ready)
+        if self._drafter is not None:
+            self._drafter.prepare()  # while the device computes
 
     def _restore(self, request: Request) -> None:
         """Loads the state after the longest cached prefix into the slot, or the start state."""
@@ -424,9 +429,6 @@ class Engine:
                 prompt=[*request.previous_prompt, *prompt],
                 output=request.previous_output,
             )
-            if self._drafter is not None and request.speculate:
-                before = *request.history, *request.previous_prompt, *request.previous_output
-                self._drafter.start(request, [*before, *prompt])
         self._set_masks(ready)
         sample = partial(self._runner.sample, [request.slot for request in ready])
         self._launch(_Step(self._in_model(sample), list(enumerate(ready))))
