@@ -10,9 +10,13 @@ only replace `forward`, so saving, loading, PEFT, TRL and sharding work as befor
 The import alone lets `transformers` load folders with int4 weights.
 """
 
+import inspect
+import warnings
 import weakref
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -33,30 +37,45 @@ from xlstm7b.report import counted
 
 _theirs: Any = modeling_xlstm
 # With the authors' package installed, transformers uses its layers. They have the same names.
+_is_external = getattr(_theirs, "external_xlstm", False)
+_NAMES = ["xLSTMBlock", "xLSTMConfig", "xLSTMForCausalLM", "xLSTMModel", "xLSTMPreTrainedModel"]
+_NAMES += ["xLSTMRMSNorm", *([] if _is_external else ["xLSTMMultiHeadLayerNorm"])]
+if _missing := [name for name in _NAMES if not hasattr(_theirs, name)]:
+    raise ImportError(
+        f"the xLSTM of transformers {transformers.__version__} has no {' and no '.join(_missing)}, "
+        "which xlstm7b needs: install another version of transformers"
+    )
 _head_norm: Any = (
     import_module("xlstm.xlstm_large.model").MultiHeadLayerNorm
-    if _theirs.external_xlstm
+    if _is_external
     else _theirs.xLSTMMultiHeadLayerNorm
 )
 
-__all__ = ["LORA_TARGETS", "SUPPORTED_VERSIONS", "XLSTMCache", "optimize"]
+__all__ = ["LORA_TARGETS", "TESTED_VERSIONS", "XLSTMCache", "optimize"]
 
-SUPPORTED_VERSIONS = (5, 17), (5, 22)  # the first and the last that the tests ran with
+TESTED_VERSIONS = (5, 17), (5, 23)  # the first and the last that the tests ran with
 
 
 def optimize(model: Any) -> Any:
     """Gives an `xLSTMForCausalLM` this package's forward pass, in place, and returns it.
 
-    A PEFT model around one is accepted too. `ValueError` for versions of `transformers` other than
-    `SUPPORTED_VERSIONS`, and for models that this package does not compute.
+    A PEFT model around one is accepted too. `ValueError` for models that this package does not
+    compute, and if a small model has other numbers afterwards with the installed `transformers`. A
+    version outside `TESTED_VERSIONS` is a warning.
     """
-    _check_version()
     found = [each for each in model.modules() if isinstance(each, _theirs.xLSTMForCausalLM)]
     if not found:
         raise ValueError(f"optimize takes an xLSTMForCausalLM, not a {type(model).__name__}")
     for each in found:
         _check_config(each.config)
+    _check_library()
     _complete_config_class(_theirs.xLSTMConfig)
+    _replace_modules(model)
+    _register_lora_targets()
+    return model
+
+
+def _replace_modules(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if type(module) in _SUBCLASSES:
             module.__class__ = _SUBCLASSES[type(module)]
@@ -64,19 +83,69 @@ def optimize(model: Any) -> Any:
             # PEFT's wrapper has the layer's name; the layer itself is its `base_layer`.
             layer = name.removesuffix(".base_layer").rpartition(".")[2]
             module.__class__ = _LINEARS.get(layer, nn.Linear)
-    _register_lora_targets()
-    return model
 
 
-def _check_version() -> None:
-    first, last = SUPPORTED_VERSIONS
-    version = transformers.__version__
-    if not first <= Version(version).release[:2] <= last:
-        span = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
+@cache  # once in a process
+def _check_library() -> None:
+    """Checks the installed `transformers`: what this module replaces is not its public API."""
+    version, (first, last) = transformers.__version__, TESTED_VERSIONS
+    try:
+        _check_signatures()
+        _compare_small_model()
+    except Exception as error:  # a name is missing, or means something else
         raise ValueError(
-            f"optimize supports transformers {span}, and {version} is installed: "
-            f"pip install 'transformers>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}'"
+            f"optimize does not work with transformers {version}: {error}; the tests ran with "
+            f"transformers {first[0]}.{first[1]} to {last[0]}.{last[1]}"
+        ) from error
+    if not first <= Version(version).release[:2] <= last:
+        warnings.warn(
+            f"no test of xlstm7b ran with transformers {version}, only with {first[0]}.{first[1]} "
+            f"to {last[0]}.{last[1]}; a small model has the same numbers with and without optimize",
+            stacklevel=3,
         )
+
+
+def _check_signatures() -> None:
+    """The methods that `transformers` calls by position."""
+    for method, names in (
+        (_theirs.xLSTMForCausalLM._prepare_cache_for_generation, "generation_config model_kwargs"),
+        (_init_weights, "module"),
+    ):
+        wanted = ["self", *names.split()]
+        found = [*inspect.signature(method).parameters][: len(wanted)]
+        if found != wanted:
+            raise TypeError(f"its {method.__qualname__} takes {found}, not {wanted}")
+
+
+@torch.no_grad()
+def _compare_small_model() -> None:
+    """Loss, logits and `generate` of a small random model, as it is and after `optimize`."""
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": 64}
+    random = torch.Generator().manual_seed(0)
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.random.fork_rng([]):
+        model = _theirs.xLSTMForCausalLM(_theirs.xLSTMConfig(**sizes)).eval().double()
+        for parameter in model.parameters():
+            spread = 1.5 * parameter.shape[-1] ** -0.5
+            parameter.normal_(float(parameter.dim() == 1), spread, generator=random)
+        ours = deepcopy(model)
+        _replace_modules(ours)
+        ids = torch.randint(64, (2, 20), generator=random)
+        options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+        options |= {"pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
+        written = ours.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        got = ours(written.sequences, labels=written.sequences)
+        want = model(written.sequences, labels=written.sequences)
+    steps = torch.stack(written.logits, dim=1)
+    for what, mine, other in (
+        ("loss", got.loss, want.loss),
+        ("logits", got.logits, want.logits),
+        ("generate", steps, want.logits[:, 19:-1]),
+    ):
+        error = float((mine.double() - other.double()).norm() / other.norm())
+        if not error < 1e-3:
+            raise ValueError(
+                f"a small model has other numbers ({what}, relative error {error:.1g})"
+            )
 
 
 def _check_config(config: Any) -> None:
