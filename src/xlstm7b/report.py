@@ -27,6 +27,14 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def shown_bytes(count: float) -> str:
+    """A number of bytes with its unit: "31.2 kB", "134.6 MB", "2,000.0 GB"."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return counted(int(count), "byte")
+
+
 def read_results(
     path: Path, model: "type[BaseModel]", experiment: str | None = None
 ) -> dict[str, Any]:

@@ -283,7 +283,7 @@ def test_a_shared_prompt_is_read_once(make_engine, slots, cache_bytes):
     many = driver.add_all(request.with_seed_offset(n) for n in range(9))
     driver.finish()
     stats = driver.engine.stats()
-    assert stats.prompt_tokens == 200
+    assert stats.prompt_tokens == 201  # with the first token
     assert stats.cached_tokens == 8 * 201  # the first token counts as cached
     assert [one.cached_tokens for one in many] == [0] + [201] * 8
     for n, one in enumerate(many):
@@ -297,7 +297,7 @@ def test_a_prompt_whose_first_reader_is_aborted_is_read_once_more():
     assert (second.status, second.position) == (RequestStatus.PREFILL, -1)  # waits for the first
     driver.engine.abort(first)
     driver.finish()
-    assert driver.engine.stats().prompt_tokens == 3 * 32 + 200
+    assert driver.engine.stats().prompt_tokens == 1 + 3 * 32 + 201
     assert third.cached_tokens == 201
     for request in (second, third):
         assert_same(driver.completion(request), alone(request))
@@ -311,7 +311,7 @@ def test_a_shared_prefix_is_read_once(make_engine):
     many = driver.add_all(greedy([*LONG, *[70 + n] * n], 3) for n in range(5))
     driver.finish()
     # The first request's prompt is the prefix; its state is stored at the end.
-    assert driver.engine.stats().prompt_tokens == 200 + 1 + 2 + 3 + 4
+    assert driver.engine.stats().prompt_tokens == 201 + 1 + 2 + 3 + 4
     for request in many:
         assert_same(driver.completion(request), alone(request))
 
@@ -329,7 +329,7 @@ def test_a_state_is_stored_where_prompts_start_to_differ(make_engine, at_once):
     driver.finish()
     # They share 200 tokens: three blocks of 64, after the first token.
     assert [request.cached_tokens for request in many] == [0, 0, 193, 193, 193]
-    assert driver.engine.stats().prompt_tokens == 2 * 230 + 3 * (230 - 192)
+    assert driver.engine.stats().prompt_tokens == 2 * 231 + 3 * (231 - 193)
     for request in many:
         assert_same(driver.completion(request), alone(request))
 
@@ -796,7 +796,7 @@ def test_stats():
     driver.finish()
     stats = driver.engine.stats()
     assert (stats.running, stats.waiting) == (0, 0)
-    assert (stats.prompt_tokens, stats.generated_tokens, stats.cached_tokens) == (200, 20, 804)
+    assert (stats.prompt_tokens, stats.generated_tokens, stats.cached_tokens) == (201, 20, 804)
     assert stats.cache_hits == {"device": 4, "host": 0, "disk": 0}
     assert stats.cache_bytes["device"] > 0
     assert 0 < stats.model_seconds < stats.seconds

@@ -541,8 +541,13 @@ def test_memory_is_known_beforehand():
     assert state_bytes(config, torch.float32) == saved.nbytes
     assert fitting_slots(config, device, torch.float32, None, 0) == CPU_SLOTS
     assert fitting_slots(config, device, torch.float32, 300, 1 << 60) == 300
-    with pytest.raises(ValueError, match=r"^1,000,000,000 slots of 0.0 MB do not fit into"):
+    words = r"^1,000,000,000 slots of [0-9.]+ kB do not fit into [0-9,.]+ GB; at most ([0-9,]+) do$"
+    with pytest.raises(ValueError, match=words) as raised:
         fitting_slots(config, device, torch.float32, 10**9, 0)
+    most = int(str(raised.value).rpartition("at most ")[2].removesuffix(" do").replace(",", ""))
+    assert fitting_slots(config, device, torch.float32, most, 0) == most
+    with pytest.raises(ValueError, match="do not fit"):
+        fitting_slots(config, device, torch.float32, most + 1, 0)
 
 
 def test_a_cpu_reads_one_prompt_at_a_time():

@@ -24,8 +24,8 @@ def test_the_metrics_have_the_engines_numbers(generator: Generator) -> None:
             "num_requests_running": 0,
             "num_requests_waiting": 0,
             "slot_usage_perc": 0,
-            # The first token of all prompts is read at the start, the second prompt is cached.
-            "computed_prompt_tokens_total": 7 + 1,
+            # With the first token of each prompt; the second prompt is cached.
+            "computed_prompt_tokens_total": 8 + 2,
             "prompt_tokens_total": 8 + 8 + 2,  # as in the usage of the responses
             "prefix_cache_hit_tokens_total": 8,
             'prefix_cache_hits_total{level="device",model_name="tiny"}': 1,

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from xlstm7b.report import shown_bytes
+
 
 def print_sections(title: str, sections: dict[str, dict[str, Any]]) -> None:
     from rich.console import Console
@@ -37,8 +39,7 @@ def _format(section: str, key: str, value: float | str | None) -> str:
     if isinstance(value, str):
         return value
     if "bytes" in key:
-        unit, size = ("GB", 1e9) if value >= 1e9 else ("MB", 1e6)
-        return f"{value / size:,.1f} {unit}"
+        return shown_bytes(value)
     if section == "flops" and value >= 1e6:
         return f"{value:.3e}"
     if section == "paper_count" and "parameters" not in key:

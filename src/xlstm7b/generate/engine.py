@@ -79,7 +79,7 @@ class EngineStats:
     slots: int
     running: int  # requests that hold a slot
     waiting: int
-    prompt_tokens: int  # read by the model
+    prompt_tokens: int  # read by the model, with the first token of each prompt
     generated_tokens: int
     cached_tokens: int  # prompt tokens that came from the prefix cache
     cache_hits: dict[Level, int]
@@ -353,8 +353,8 @@ class Engine:
             for chunk in batch:
                 request = chunk.request
                 tokens = request.read_token_ids[chunk.start : chunk.end]
-                self._prompt_tokens += len(tokens)
                 fresh = request.starts_after_bos and chunk.start == 0
+                self._prompt_tokens += fresh + len(tokens)
                 if request.prompt_logprobs is not None and tokens:
                     self._score(chunk, tokens)
                 elif tokens:

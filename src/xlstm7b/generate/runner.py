@@ -30,7 +30,7 @@ from xlstm7b.generate.state import SavedState, state_bytes, to_device
 from xlstm7b.generate.unfused import UnfusedModel
 from xlstm7b.mlstm.replay import Pass
 from xlstm7b.model import ModelState
-from xlstm7b.report import counted
+from xlstm7b.report import counted, shown_bytes
 
 MAX_SLOTS, CPU_SLOTS = 256, 8
 _FREE_SHARE = 0.7  # of free GPU memory for slots; the rest is for prefill, graphs, saved states
@@ -100,8 +100,8 @@ def fitting_slots(
         return max(1, min(MAX_SLOTS, fitting)) if on_gpu else CPU_SLOTS
     if (slots + 1) * slot > memory:  # one more row holds the state that prompts start from
         raise ValueError(
-            f"{counted(slots, 'slot')} of {slot / 1e6:,.1f} MB {'does' if slots == 1 else 'do'} "
-            f"not fit into {memory / 1e9:,.1f} GB"
+            f"{counted(slots, 'slot')} of {shown_bytes(slot)} {'does' if slots == 1 else 'do'} "
+            f"not fit into {shown_bytes(memory)}; at most {max(0, memory // slot - 1):,} do"
         )
     return slots
 
