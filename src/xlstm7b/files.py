@@ -281,7 +281,11 @@ def opened_safetensors(path: Path) -> Iterator[Any]:
     check_utf8(path)
     path.open("rb").close()  # without permission, this OSError names the file
     try:
-        with safe_open(path, framework="pt") as handle:
+        try:
+            opened = safe_open(path, framework="pt")
+        except RuntimeError as error:  # of PyTorch, which opens and maps the file once more
+            raise OSError(f"{path} could not be read ({error})") from error
+        with opened as handle:
             yield handle
     except SafetensorError as error:
         if not _may_be_safetensors(path):

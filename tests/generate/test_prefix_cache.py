@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from descriptors import few_descriptors
 from engines import ImmediateExecutor, random_model, token_lists
 from hypothesis import given
 from hypothesis import strategies as st
@@ -311,6 +312,23 @@ def test_a_damaged_file_is_a_miss(tmp_path, damage, caplog):
     (shorter,) = files_in(tmp_path)
     assert cache.nbytes["disk"] == shorter.stat().st_size
     assert ("cannot be used" in caplog.text) == (damage in ("cut", "garbage"))
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+@pytest.mark.usefixtures("_at_once")
+def test_a_file_that_cannot_be_read_now_is_kept(tmp_path, left, caplog):
+    """With one descriptor, the file can be opened, but PyTorch cannot map it."""
+    cache = PrefixCache(CPU, 0, 0, disk_level(tmp_path))
+    for length in (150, 40):
+        cache.add(HashedTokens(LONG), length, state(length, length))
+    before = files_in(tmp_path)
+    with few_descriptors(left):
+        match = cache.longest(HashedTokens(LONG), 0)
+    assert found(match) == ((150, 150) if left > 1 else None)
+    assert ("cannot be read" in caplog.text) == (left < 2)
+    assert {*files_in(tmp_path)} == {*before}
+    assert found(cache.longest(HashedTokens(LONG), 0)) == (150, 150)
+    assert found(cache.longest(HashedTokens(LONG[:149]), 0)) == (40, 40)
 
 
 @pytest.mark.parametrize("note", ["", "xyz", "00", "0" * 7, "ff" * 600])

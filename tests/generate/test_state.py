@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_files import CONFIG, names_in, save_small
+from descriptors import few_descriptors
 from safetensors.torch import load_file
 
 from xlstm7b import files
@@ -511,6 +512,21 @@ def test_a_damaged_file_is_listed_as_such_and_can_be_deleted(tmp_path, damage):
     assert kept.find("state-one").nbytes == path.stat().st_size
     kept.delete("state-one")
     assert names_in(tmp_path) == {"state-two.safetensors"}
+
+
+def test_a_store_without_descriptors_forgets_nothing(tmp_path):
+    """A file that cannot be opened now is not damaged, and its label is not gone."""
+    store, label = StateStore(tmp_path, SMALL, 1 << 30, evict=False), StateLabel("a", ("b",))
+    store.save("state-1", random_state(1), label)
+    fresh = StateStore(tmp_path, SMALL, 1 << 30, evict=False)
+    with few_descriptors(0):
+        fresh.find("state-1")
+    assert fresh.find("state-1").status == "ok"
+    assert fresh.find("state-1").label == label
+    fresh = StateStore(tmp_path, SMALL, 1 << 30, evict=False)
+    with few_descriptors(1), pytest.raises(OSError, match="Too many open files"):
+        fresh.change_label("state-1", lambda before: before._replace(name="c"))
+    assert fresh.find("state-1").label == label
 
 
 def test_a_full_store_that_does_not_evict(tmp_path):

@@ -198,22 +198,31 @@ class DiskLevel:
         return self._index.nbytes
 
     def longest(self, tokens: HashedTokens, longer_than: int) -> Entry[SavedState] | None:
-        """The longest prefix whose file can be loaded. Damaged files are deleted."""
+        """The longest prefix whose file can be loaded. Files that fail their check are deleted."""
         self._collect()
-        while (entry := self._index.longest(tokens, longer_than)) is not None:
+        unread, found = [], None
+        while found is None and (entry := self._index.longest(tokens, longer_than)) is not None:
             state = None
             try:
                 state = self._store.load(entry.value, device=self._device)
+            except OSError as error:  # such as too many open files: later it may be read
+                _LOG.warning("a cached state cannot be read: %s", error)
+                self._index.remove(entry.key)
+                unread.append(entry)
+                continue
             except KeyError:  # evicted, or deleted by another process
                 pass
-            except (OSError, ValueError) as error:
+            except ValueError as error:
                 _LOG.warning("a cached state cannot be used: %s", error)
             if state is not None and state.tokens_seen == [len(entry) + self._first_tokens]:
                 self._index.touch(entry.key)
                 nbytes = state.nbytes + len(entry.prefix)
-                return Entry(entry.key, entry.prefix, state, nbytes, entry.salt)
-            self._forget(entry)
-        return None
+                found = Entry(entry.key, entry.prefix, state, nbytes, entry.salt)
+            else:
+                self._forget(entry)
+        for entry in unread:
+            self._index.add(entry)
+        return found
 
     def save(self, entry: Entry[SavedState]) -> None:
         """Writes a state in the background. It is found once the file is complete."""

@@ -238,8 +238,12 @@ class StateStore:
         except FileNotFoundError as error:
             self._forget(name)
             raise KeyError(name) from error
-        self._read_label(name, entry)
-        described = entry.described or self._describe(name, entry)
+        with suppress(OSError):  # it stays as it was read before
+            self._read_label(name, entry)
+        try:
+            described = entry.described or self._describe(name, entry)
+        except OSError:  # such as too many open files: the next call reads it again
+            return self._damaged(name, entry)
         if not self._evict:  # the notes of the prefix cache are long
             entry.described = described
         return described._replace(label=entry.label)
@@ -259,15 +263,20 @@ class StateStore:
             nbytes -= entry.nbytes
 
     def _describe(self, name: str, entry: _Entry) -> StoredState:
-        path, created = self._path(name), entry.created
+        path = self._path(name)
         try:
             config, seen, notes = describe_file(path)
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
             if not path.exists():  # deleted meanwhile
                 raise KeyError(name) from None
-            return StoredState(name, created, [], entry.nbytes, {}, status="damaged")
+            if isinstance(error, OSError):
+                raise
+            return self._damaged(name, entry)
         status: Status = "ok" if is_same_config(config, self._config_text) else "other_model"
-        return StoredState(name, created, seen, entry.nbytes, notes, status=status)
+        return StoredState(name, entry.created, seen, entry.nbytes, notes, status=status)
+
+    def _damaged(self, name: str, entry: _Entry) -> StoredState:
+        return StoredState(name, entry.created, [], entry.nbytes, {}, entry.label, "damaged")
 
     def _path(self, name: str, ending: str = _STATE) -> Path:
         if not name.startswith(self._prefix) or not _NAME.fullmatch(name):
@@ -297,7 +306,8 @@ class StateStore:
             for name, status in states.items():
                 entry = self._add(name, status)
                 if name in labelled or entry.label_changed:
-                    self._read_label(name, entry)
+                    with suppress(OSError):  # it stays as it was read before
+                        self._read_label(name, entry)
                     if entry.label.is_expired:
                         expired.append(name)
             self._refreshed = time.monotonic()
@@ -333,14 +343,17 @@ class StateStore:
                 self._index[name].label_changed = 0
 
     def _read_label(self, name: str, entry: _Entry) -> None:
-        """Reads the label again if its file has changed. A damaged one is as if it were absent."""
+        """Reads the label again if its file has changed. A damaged one is as if it were absent.
+
+        `OSError` if it cannot be read.
+        """
         path = self._path(name, _LABEL)
         try:
             changed = path.stat().st_mtime_ns
             if changed != entry.label_changed:
                 entry.label = _to_label(json.loads(path.read_bytes()))
                 entry.label_changed = changed
-        except (OSError, ValueError, RecursionError):
+        except (FileNotFoundError, ValueError, RecursionError):
             entry.label, entry.label_changed = NO_LABEL, 0
 
     # Files of killed processes
