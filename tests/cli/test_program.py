@@ -92,14 +92,41 @@ def test_help_breaks_lines_where_the_terminal_ends(
         assert not any("\n" in part for part in str(command.help).split("\n\n"))
 
 
-@pytest.mark.parametrize(
-    ("closed", "prints"), [("<&-", True), (">&-", False), ("2>&-", True), ("<&- >&- 2>&-", False)]
-)
-def test_closed_streams_are_no_error(closed: str, prints: bool) -> None:
-    command = f"{sys.executable} -m xlstm7b info 7b {closed}"
-    done = subprocess.run(["sh", "-c", command], env=environment(), capture_output=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert bool(done.stdout) == prints
+def shell(command: str, **variables: str) -> Outcome:
+    """What `xlstm7b COMMAND` does in a shell."""
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m xlstm7b {command}"],
+        env=environment() | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("closed", ["<&-", "2>&-"])
+def test_closed_stdin_and_stderr_are_no_error(closed: str) -> None:
+    assert "6,865,424,896" in succeeded(shell(f"info 7b {closed}"))
+
+
+@pytest.mark.parametrize("command", ["info 7b", "generate 7b hi", "serve 7b", "--version"])
+def test_a_closed_stdout_is_refused_before_anything_is_lost(command: str) -> None:
+    sentence = "stdout is closed, so the output would be lost: use >/dev/null to discard it"
+    assert refused(shell(f"{command} >&-")) == sentence
+    assert shell(f"{command} <&- >&- 2>&-").code == 2
+
+
+@pytest.mark.parametrize("columns", ["0", ""])
+def test_a_terminal_of_unknown_width_gets_the_whole_output(columns: str) -> None:
+    assert "6,865,424,896" in succeeded(shell("info 7b", COLUMNS=columns))
+    assert "Usage" in succeeded(shell("info --help", COLUMNS=columns))
+
+
+@pytest.mark.parametrize("name", ["--install-completion", "--show-completion"])
+def test_completion_is_for_the_current_shell(name: str, tmp_path: Path) -> None:
+    sentence = f"{name} is for the shell that runs it and takes no argument, not 'nosuchshell'"
+    assert refused(shell(f"{name} nosuchshell", HOME=str(tmp_path))) == sentence
+    assert not [*tmp_path.iterdir()]
 
 
 def test_an_interrupt_at_any_time_prints_no_traceback() -> None:

@@ -30,6 +30,15 @@ from xlstm7b.cli.options import Command
 class _Commands(typer.core.TyperGroup):
     """All commands. If the reader of their output has exited, as `head` does, they just end."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        match args:
+            case ["--install-completion" | "--show-completion" as name, argument, *_]:
+                raise ValueError(  # typer would ignore it, and write the file of another shell
+                    f"{name} is for the shell that runs it and takes no argument, not {argument!r}"
+                )
+        parsed: list[str] = super().parse_args(ctx, args)
+        return parsed
+
     def invoke(self, ctx: Any) -> Any:
         try:
             result = super().invoke(ctx)
@@ -98,9 +107,14 @@ def _options(
 
 def main() -> None:
     """Runs the command line. A user's mistake prints one sentence and exits with code 2."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # the shell has closed it, as `>&-` does
+    # The shell has closed a stream that is None, as `>&-` does.
+    for name, mode in (("stdin", "r"), ("stderr", "w")):
+        if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
+    if sys.stdout is None:
+        _fail("stdout is closed, so the output would be lost: use >/dev/null to discard it", 2)
+    if os.environ.get("COLUMNS") == "0":  # unknown; rich would print nothing
+        del os.environ["COLUMNS"]
     if isinstance(sys.stdout, TextIOWrapper):  # a path may not be UTF-8, and a terminal ASCII only
         sys.stdout.reconfigure(errors="backslashreplace")
     atexit.register(_exit_at_once)
