@@ -600,8 +600,23 @@ def test_a_state_that_cannot_be_written_leaves_no_file(tmp_path, monkeypatch):
     kept.save("state-one", random_state(1))  # the lock was released
 
 
-def test_a_store_in_a_folder_that_is_not_there(tmp_path):
-    kept = store(tmp_path / "missing", evict=True)
+def test_a_store_makes_and_locks_a_folder_that_is_not_there(tmp_path):
+    folder = tmp_path / "a" / "states"
+    kept = store(folder)
+    half = {".state-1.safetensors.0123abcd", "state-9.json"}
+    for name in half:  # a save of this store, as it is seen by another process
+        (folder / name).write_bytes(b"half")
+    other = store(folder)
+    assert names_in(folder) == half
+    del kept, other
+    gc.collect()
+    store(folder)
+    assert names_in(folder) == set()
+
+
+def test_a_store_whose_folder_is_deleted(tmp_path):
+    kept = store(tmp_path / "states")
+    (tmp_path / "states").rmdir()
     assert (kept.nbytes, kept.list()) == (0, [])
     with pytest.raises(KeyError):
         kept.load("state-one")

@@ -181,7 +181,6 @@ class DiskLevel:
         self._writer = ThreadPoolExecutor(1, "state-writer")
         self._unwritten: set[str] = set()
         self._written: deque[tuple[Entry[SavedState], int]] = deque()
-        store.folder.mkdir(parents=True, exist_ok=True)
         for stored in reversed(store.list()):
             try:
                 prefix = bytes.fromhex(stored.notes.get("prefix", ""))

@@ -96,6 +96,8 @@ class _Entry:
 class StateStore:
     """Saved states as files in one folder, at most `max_bytes` in all. Thread-safe.
 
+    A folder that is missing is created.
+
     With `evict` the least recently used files make room for new ones (the prefix cache). Without,
     a full store raises `StoreFull`, and only `delete` and the expiry of a label delete files
     (/v1/states). Only files whose names start with `prefix` are counted or touched.
@@ -121,6 +123,7 @@ class StateStore:
         self._indexing = threading.RLock()  # guards the fields below
         self._index: dict[str, _Entry] = {}
         self._nbytes, self._refreshed = 0, 0.0
+        self.folder.mkdir(parents=True, exist_ok=True)  # there must be something to lock
         self._remove_unfinished()
         self._refresh()
         if evict:
@@ -364,10 +367,7 @@ class StateStore:
         Every store holds a shared lock of its folder. If no other process does, all temporary files
         are left over, and all labels without a state. Else those that are an hour old.
         """
-        try:
-            folder = os.open(self.folder, os.O_RDONLY)
-        except FileNotFoundError:
-            return
+        folder = os.open(self.folder, os.O_RDONLY)
         weakref.finalize(self, os.close, folder)
         is_alone = True
         try:
