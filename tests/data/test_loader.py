@@ -167,6 +167,47 @@ def test_a_failure_while_reading_ahead_is_raised():
     assert batches.samples == before
 
 
+@pytest.mark.parametrize("packing", ["windows", "best-fit", "documents"])
+def test_an_id_above_the_vocabulary_names_its_file_before_the_model_reads_it(packing):
+    """The batches before it are as usual."""
+    folder = folder_of([40, 30, 20, 50], 2)
+    clean = validation_batches(folder, T, 1, packing=packing)
+    last = folder.shards[1]._replace(
+        path=Path("web/00001.ds"), tokens=folder.shards[1].tokens.copy()
+    )
+    last.tokens[33] = 50_254
+    damaged = replace(folder, path=Path("web"), shards=[folder.shards[0], last])
+    batches = validation_batches(damaged, T, 1, packing=packing)
+    message = (
+        r"^web/00001.ds is damaged: token 33 is the id 50254, but the ids of web end at 50253; "
+        r"check it with `xlstm7b prepare --verify web`$"
+    )
+    for _ in range(4):
+        assert torch.equal(next(batches).targets, next(clean).targets)
+    with pytest.raises(ValueError, match=message):
+        list(batches)
+    with pytest.raises(ValueError, match=message):
+        list(islice(loader(sources={"web": (damaged, 1.0)}, packing=packing), 8))
+
+
+@pytest.mark.parametrize("at", [T - 1, T, 3 * T - 1])
+def test_an_id_above_the_vocabulary_before_a_window_is_not_read_either(at):
+    """A window's first input may be the last token of the window before it."""
+    folder = folder_of([70], 2, shards=1)
+    clean = PackedDataset(folder, context_length=T, seed=None)
+    samples = [clean.sample(index) for index in range(4)]
+    damaged = [2 + at in sample.tokens or 2 + at in sample.targets for sample in samples]
+    assert sum(damaged) == (1 if at == T else 2)
+    folder.shards[0].tokens[at] = 60_000
+    dataset = PackedDataset(folder, context_length=T, seed=None)
+    for index, is_damaged in enumerate(damaged):
+        if is_damaged:
+            with pytest.raises(ValueError, match=f"token {at} is the id 60000, but the ids of mem"):
+                dataset.sample(index)
+        else:
+            dataset.sample(index)
+
+
 WEB, OTHER = SOURCES["web"], replace(SOURCES["code"][0], tokenizer_fingerprint="other")
 
 

@@ -166,6 +166,18 @@ def test_verify_checks_every_bit(tmp_path, name):
     assert "is damaged" in message
 
 
+def test_a_part_of_the_shards_is_verified(tmp_path):
+    path = write(tmp_path, [[[5]], [[8]], [[9]]]) / "00001.ds"
+    path.write_bytes(bytes([9, 0, 0, 0]))
+    checked = []
+    for first in (0, 2):
+        part = slice(first, None, 2)
+        open_folder(tmp_path, verify=True, part=part, progress=lambda *each: checked.append(each))
+    sizes = [(".ds", 4), (".ds.index", 8)]
+    assert checked == [(f"0000{n}{end}", size) for n in (0, 2, 2) for end, size in sizes]
+    assert f"{path} is damaged: its sha256" in refused(tmp_path, verify=True, part=slice(1, None))
+
+
 def test_another_tokenizer_is_refused(tmp_path):
     write(tmp_path)
     assert refused(tmp_path, tokenizer_fingerprint="56ac4821e129d2c520fd") == (

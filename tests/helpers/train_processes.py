@@ -205,6 +205,15 @@ class TwoCalls(Hook):
         return (super().loss(model, batch) - (logprobs * batch.weights).sum()) / 2
 
 
+def refuses_damaged_data(rank: int, chosen: Recipe, folder: Path) -> None:
+    """The only shard is damaged, and the first process checks it."""
+    with process_group("cpu"):
+        words = "00000.ds is damaged: its sha256 is not the one in manifest.json"
+        others = "the data cannot be used; another process says why"
+        with pytest.raises(ValueError, match=others if rank else words):
+            Trainer(chosen, folder, "cpu")
+
+
 def refuses_to_resume(rank: int, chosen: Recipe, folder: Path) -> None:
     """The last checkpoint is damaged in one process's part, and so is the one before."""
     with process_group("cpu"):

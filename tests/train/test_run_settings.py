@@ -28,7 +28,15 @@ from xlstm7b.train.schedule import Decay
         (["optimizer.betas=[0.9, 0.95]"], "160m-optimizer.betas=0.9,0.95"),
         (["model.size=a", "data.sources.b.weight=2"], "160m-data.sources.b.weight=2,model.size=a"),
         (["run.steps=9", "run.seed=1", "parallel.tp=2", "batch.micro_batch=4"], "160m"),
-        (["init_from=models/a", "data.validation=b", "data.sources.a.path=c/d"], "160m"),
+        (
+            [
+                "init_from=models/a",
+                "data.validation=b",
+                "data.verify=true",
+                "data.sources.a.path=c/d",
+            ],
+            "160m",
+        ),
         (["data.sources={a={path='c'}}", "data.validation={x='y'}", "parallel={tp=2}"], "160m"),
     ],
 )

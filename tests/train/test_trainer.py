@@ -14,7 +14,7 @@ from commands import save_chat_model
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
-from train_processes import counts_positions, in_processes, run
+from train_processes import counts_positions, in_processes, refuses_damaged_data, run
 from train_runs import losses, recipe, spoil_loss, weights
 
 from xlstm7b.data.loader import Batch
@@ -256,6 +256,28 @@ def test_data_of_another_tokenizer_is_refused(whole, data, others, tmp_path):
             late.resume()
 
 
+def test_damaged_data_is_named(data, tmp_path):
+    """An id above the vocabulary always, everything else if the run asks for it."""
+    damaged = shutil.copytree(data, tmp_path / "data")
+    tokens = np.memmap(damaged / "00000.ds", np.uint16, "r+")
+    tokens[tokens == 103] = 104
+    chosen = recipe(damaged, "run.validate_every=0")
+    run(0, chosen, tmp_path / "trusted")
+    asked = recipe(damaged, "run.validate_every=0", "data.verify=true")
+    in_processes(2, refuses_damaged_data, asked, tmp_path / "run")
+    tokens[50] = 320
+    with (
+        process_group("cpu"),
+        pytest.raises(
+            ValueError, match=r"00000.ds is damaged: token 50 is the id 320, but the ids"
+        ),
+    ):
+        Trainer(chosen, tmp_path / "run", "cpu").train()
+    # The same run may be continued with the option or without it.
+    run(0, recipe(data, "data.verify=true", "run.steps=9"), tmp_path / "trusted")
+    assert len(losses(tmp_path / "trusted")) == 9
+
+
 def test_a_later_stage_continues_with_an_order_of_its_own(whole, data, tmp_path):
     stage = [f"init_from={whole}", "start_step=6", "run.steps=11"]
     chosen = recipe(data, *stage)
@@ -301,7 +323,7 @@ def test_padding_is_told_from_text(draws):
     length, pad = draws.draw(st.integers(2, 12)), draws.draw(st.integers(0, 3))
     rows, unpadded = [], 0
     for _ in range(draws.draw(st.integers(1, 3))):
-        sample = Sample.padding(length)
+        sample = Sample.empty(length)
         sample.tokens[:], sample.targets[:] = pad, pad
         filled = draws.draw(st.integers(1, length))
         at = 0

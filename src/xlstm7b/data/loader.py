@@ -142,8 +142,7 @@ class Loader:
 
     def _read(self, first: int, rows: int) -> Batch:
         sources, indices = self._mixture.locate(np.arange(first, first + rows))
-        padding = self._datasets[0].padding_token
-        batch = Sample.padding(rows, self._context_length, token=padding)
+        batch = Sample.empty(rows, self._context_length)
         for row, (source, index) in enumerate(zip(sources.tolist(), indices.tolist(), strict=True)):
             self._datasets[source].fill(index, Sample(*(part[row] for part in batch)))
         return _as_tensors(batch, self._pin_memory)
@@ -188,12 +187,14 @@ def validation_batches(
 def _read_in_order(dataset: PackedDataset, windows: Sequence[int], tokens: int) -> Batch:
     """Windows of the first epoch, with mask 0 after its end."""
     length = dataset.context_length
-    batch = Sample.padding(len(windows), length, token=dataset.padding_token)
+    batch = Sample.empty(len(windows), length)
     for row, window in enumerate(windows):
         left = tokens - window * length
         if left > 0:
             dataset.fill(window, Sample(*(part[row] for part in batch)))
             batch.mask[row, left:] = False
+        else:
+            batch.tokens[row] = batch.targets[row] = dataset.padding_token
     return _as_tensors(batch, pin_memory=False)
 
 

@@ -37,11 +37,11 @@ class Sample(NamedTuple):
     mask: NDArray[np.bool_]  # True where the target counts in the loss
 
     @classmethod
-    def padding(cls, *shape: int, token: int = 1) -> "Sample":
-        """Windows of padding, to be filled."""
+    def empty(cls, *shape: int) -> "Sample":
+        """Windows to be filled. Their tokens and targets are arbitrary."""
         return cls(
-            np.full(shape, token, np.int64),
-            np.full(shape, token, np.int64),
+            np.empty(shape, np.int64),
+            np.empty(shape, np.int64),
             np.zeros(shape, np.bool_),
             np.zeros(shape, np.bool_),
         )
@@ -95,6 +95,7 @@ class PackedDataset:
         self._masks = [None if s.mask is None else np.asarray(s.mask) for s in folder.shards]
         self._ends = [np.asarray(shard.ends) for shard in folder.shards]
         self._firsts = np.cumsum([0, *map(len, self._ends[:-1])])  # each shard's first document
+        self._folder, self._vocab_size = folder, folder.vocab_size or 1 << 32
         self.context_length, self.padding_token = context_length, padding_token
         self._has_first = first_token is not None
         self._first_input = folder.eos_token_id if first_token is None else first_token
@@ -112,24 +113,21 @@ class PackedDataset:
 
     def sample(self, index: int) -> Sample:
         """Sample `index` ≥ 0."""
-        sample = Sample.padding(self.context_length, token=self.padding_token)
+        sample = Sample.empty(self.context_length)
         self.fill(index, sample)
         return sample
 
     def fill(self, index: int, into: Sample) -> None:
-        """Writes sample `index` over a window of padding."""
+        """Writes sample `index`. An id above the vocabulary is a `ValueError`.
+
+        Nothing but `resets` and `mask`, which are False, needs to be in `into`.
+        """
         documents, starts, stops = self._layout.pieces(index)
-        shards = np.searchsorted(self._firsts, documents, side="right") - 1
-        # Offset of each piece in its shard.
-        offsets = starts + [
-            self._ends[shard][document - 1] if document else 0
-            for shard, document in zip(
-                shards.tolist(), (documents - self._firsts[shards]).tolist(), strict=True
-            )
-        ]
+        shards, offsets = self._locate(documents, starts)
         # First position and end of each piece in the window.
-        ends = np.cumsum(stops - starts)
-        firsts = ends - (stops - starts)
+        lengths = stops - starts
+        ends = np.cumsum(lengths)
+        firsts = ends - lengths
         filled = int(ends[-1])
         into.mask[:filled] = True
         for shard, offset, first, end in zip(
@@ -139,7 +137,10 @@ class PackedDataset:
             into.targets[first:end] = self._tokens[shard][span]
             if (mask := self._masks[shard]) is not None:
                 into.mask[first:end] = mask[span]
+        if into.targets[into.targets[:filled].argmax()] >= self._vocab_size:  # max takes longer
+            raise self._damaged(index)
         into.tokens[1:filled] = into.targets[: filled - 1]
+        into.tokens[filled:] = into.targets[filled:] = self.padding_token
         into.tokens[firsts] = self._first_input
         into.resets[filled : filled + 1] = True
         if not self._has_first:
@@ -147,11 +148,41 @@ class PackedDataset:
         if self._is_alone:
             return
         for cut in np.flatnonzero(starts):
-            into.tokens[firsts[cut]] = self._tokens[shards[cut]][offsets[cut] - 1]
+            before = self._tokens[shards[cut]][offsets[cut] - 1]
+            if before >= self._vocab_size:
+                raise self._damaged(index)
+            into.tokens[firsts[cut]] = before
         into.resets[firsts] = (starts == 0) | (firsts > 0)
         if not self._has_first:
-            before = firsts[starts == 0]  # the positions before documents
-            into.resets[before[before + 1 < self.context_length] + 1] = True
+            outside = firsts[starts == 0]  # the positions before documents
+            into.resets[outside[outside + 1 < self.context_length] + 1] = True
+
+    def _damaged(self, index: int) -> ValueError:
+        """The error for sample `index`, which holds an id above the vocabulary."""
+        documents, starts, stops = self._layout.pieces(index)
+        shards, offsets = self._locate(documents, starts)
+        for shard, offset, start, stop in zip(shards, offsets, starts, stops, strict=True):
+            first = offset - (start > 0)  # the token before a piece is read too
+            piece = self._tokens[shard][first : offset + stop - start]
+            if (largest := piece.max()) >= self._vocab_size:
+                break
+        folder = self._folder.path
+        return ValueError(
+            f"{self._folder.shards[shard].path} is damaged: token {first + piece.argmax()} is the "
+            f"id {largest}, but the ids of {folder} end at {self._vocab_size - 1}; "
+            f"check it with `xlstm7b prepare --verify {folder}`"
+        )
+
+    def _locate(self, documents: Numbers, starts: Lengths) -> tuple[NDArray[np.int64], Lengths]:
+        """The shard of each piece, and its offset there."""
+        shards = np.searchsorted(self._firsts, documents, side="right") - 1
+        offsets = starts + [
+            self._ends[shard][document - 1] if document else 0
+            for shard, document in zip(
+                shards.tolist(), (documents - self._firsts[shards]).tolist(), strict=True
+            )
+        ]
+        return shards, offsets
 
 
 class _Layout(Protocol):

@@ -84,13 +84,15 @@ def open_folder(
     *,
     tokenizer_fingerprint: str | None = None,
     verify: bool = False,
+    part: slice = slice(None),
     token_bytes: int | None = None,
     eos_token_id: int = 0,
     progress: Progress | None = None,
 ) -> ShardFolder:
     """Maps the shards of a folder. A damaged or incomplete folder is a `ValueError` that says why.
 
-    Sizes and indices are always checked; with `verify` also the sha256 of every file.
+    Sizes and indices are always checked; with `verify` also the sha256 of every file, or of those
+    of a `part` of the shards.
     `token_bytes`, 2 or 4, opens a folder of datatrove's that has not been adopted, if all its
     documents end with `eos_token_id`.
     """
@@ -127,11 +129,12 @@ def open_folder(
                     f"{shard.path} is damaged: it holds {counted(found, what)}, "
                     f"but {MANIFEST} lists {listed}"
                 )
-        for name, digest in entry.sha256.items() if verify else ():
+        shards.append(shard)
+    for entry in manifest.shards[part] if verify else ():
+        for name, digest in entry.sha256.items():
             check_sha256(path / name, digest, MANIFEST)
             if progress:
                 progress(name, (path / name).stat().st_size)
-        shards.append(shard)
     return _folder(
         path,
         shards,

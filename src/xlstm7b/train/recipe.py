@@ -118,6 +118,9 @@ class Data:
     """How documents become sequences. `windows` joins all documents and cuts them at the context
     length. `best-fit` keeps documents whole where they fit, and pads. `documents` gives each
     document a sequence of its own, and pads; longer ones are cut, and each part is a document."""
+    verify: StrictBool = False
+    """Compare all data with its checksums at each start, which reads every file. Processes share
+    the work."""
 
     def __post_init__(self) -> None:
         if not self.sources:

@@ -11,7 +11,7 @@ from xlstm7b.train.recipe import Recipe, parse_overrides
 _LONGEST_NAME = 100  # of the settings in a folder's name
 # Settings, or tables of them, that may differ each time that a run is continued.
 _MAY_DIFFER = re.compile(
-    r"(run|parallel|data\.validation|data\.validation_sequences|batch\.micro_batch|init_from"
+    r"(run|parallel|data\.(validation|validation_sequences|verify)|batch\.micro_batch|init_from"
     r"|data\.sources\..+\.path)(\..*)?"
 )
 # Settings that may not change at all. The loader checks those that decide the order of the data.

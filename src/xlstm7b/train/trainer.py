@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -33,7 +34,13 @@ from xlstm7b.train.hooks import Hook, HookError, Hooks, LossBatch
 from xlstm7b.train.metrics_log import MetricsLog
 from xlstm7b.train.monitor import gate_statistics, validation_loss
 from xlstm7b.train.optimizer import build_optimizer, clipped_step, gradient_norm, set_learning_rate
-from xlstm7b.train.processes import all_reduce, in_first_process, process_group, run_folder
+from xlstm7b.train.processes import (
+    all_reduce,
+    fail_together,
+    in_first_process,
+    process_group,
+    run_folder,
+)
 from xlstm7b.train.recipe import Recipe, model_of
 from xlstm7b.train.run_checkpoints import (
     CheckpointManager,
@@ -107,13 +114,19 @@ class Trainer:
         recipe = self.recipe
         self.layout = recipe.layout(dist.get_world_size())
         # 1. The data. All folders must have one tokenizer.
-        sources = {
-            name: (open_folder(source.path), source.weight)
-            for name, source in recipe.data.sources.items()
-        }
-        self._validation = {
-            name: open_folder(path) for name, path in recipe.data.validation_sets().items()
-        }
+        if recipe.data.verify:
+            _note("checking the data against its checksums")
+        with fail_together(ValueError("the data cannot be used; another process says why")):
+            # Every process checks the files of some of the shards.
+            part = slice(dist.get_rank(), None, dist.get_world_size())
+            opened = partial(open_folder, verify=recipe.data.verify, part=part)
+            sources = {
+                name: (opened(source.path), source.weight)
+                for name, source in recipe.data.sources.items()
+            }
+            self._validation = {
+                name: opened(path) for name, path in recipe.data.validation_sets().items()
+            }
         folders = {name: folder for name, (folder, _) in sources.items()}
         for name, held_out in self._validation.items():
             folders[f"data.validation.{name}" if name else "data.validation"] = held_out
