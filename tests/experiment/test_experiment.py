@@ -28,7 +28,7 @@ from xlstm7b.experiment import (
     run_experiment,
 )
 from xlstm7b.experiment.figures import over_previous
-from xlstm7b.experiment.results import measured, ratios, results_table
+from xlstm7b.experiment.results import check_same, comparable, measured, ratios, results_table
 from xlstm7b.experiment.tasks import TASKS
 from xlstm7b.model import XLSTM
 from xlstm7b.train import make_plan
@@ -635,3 +635,16 @@ def test_accuracy_is_drawn_with_that_of_guessing(tmp_path: Path) -> None:
     drawn = svg_text(experiment, found, tmp_path)
     assert drawn.count("guessing: 0.25") == 1
     assert ">2K<" in drawn
+
+
+@pytest.mark.parametrize("name", experiment_names())
+def test_published_results_can_be_continued(name: str) -> None:
+    """A setting that a later version adds, and that changes no run, does not make them others."""
+    file = Path(__file__).parents[2] / "docs/benchmarks/experiments" / name / "results.json"
+    if not file.exists():
+        pytest.skip("not published")
+    experiment = load_experiment(name)
+    for run, record in json.loads(file.read_text())["runs"].items():
+        recipe = experiment.recipe_of(run, data=Path("data"), output=Path("out"))
+        now = {"recipe": comparable(recipe.to_dict())}
+        check_same(run, {"recipe": record["recipe"]}, now)

@@ -150,7 +150,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tup
 
 def comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """A recipe without what may differ when a run is continued: folders, and when it saves."""
-    data = {k: v for k, v in recipe["data"].items() if k not in ("sources", "validation")}
+    data = {k: v for k, v in recipe["data"].items() if k not in ("sources", "validation", "verify")}
     run = {k: v for k, v in recipe["run"].items() if k not in _FREE}
     left_out = ("init_from",) if recipe["start_step"] else ()
     return {k: v for k, v in recipe.items() if k not in left_out} | {"data": data, "run": run}
