@@ -56,7 +56,7 @@ def test_serve_mistakes(
     keys = tmp_path / "keys"
     keys.write_text("\n\n# nobody yet\r\n")
     assert error("--api-key-file", keys) == f"{keys} contains no API key"
-    keys.write_text("# ours\nfirst\nsecond # Alice's\n")
+    keys.write_text("# ours\nfirst\nsecond key # Alice's\n")
     assert error("--api-key-file", keys) == f"{keys}:3: {must}"
     keys.write_bytes(b"\xff")
     assert error("--api-key-file", keys) == f"{keys} is not UTF-8 text"
@@ -96,5 +96,9 @@ def test_more_slots_than_memory(cli: Cli, speller: Path, monkeypatch: pytest.Mon
 def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
     """With a byte order mark, CRLF line ends, comments and spaces."""
     file = tmp_path / "keys"
-    file.write_bytes(b"\xef\xbb\xbffirst\r\n\r\n# since May\r\n  second \r\n#third\r\n")
-    assert read_keys(["given"], file) == ["given", "first", "second"]
+    file.write_bytes(b"\xef\xbb\xbffirst\r\n\r\n# since May\r\n  second#2  # Ada L. \r\n#third\r\n")
+    want = {"given": "--api-key 1", "first": "keys:1", "second#2": "Ada L."}
+    assert read_keys(["given"], file) == want
+    file.write_text("my key # Ada")
+    with pytest.raises(ValueError, match="keys:1: an API key must be printable ASCII without"):
+        read_keys(None, file)

@@ -60,6 +60,7 @@ class LiveServer:
     def metric(self, name: str) -> float:
         """One number of /metrics, by its name and its labels without the model's name."""
         text = self.client.get("/metrics").text.replace(',model_name="tiny"', "")
+        text = text.replace('model_name="tiny",', "")
         for line in text.replace('{model_name="tiny"}', "").splitlines():
             if line.rpartition(" ")[0] == f"xlstm7b:{name}":
                 return float(line.rpartition(" ")[2])
@@ -145,7 +146,8 @@ def serving(
         saved,
         adapters or {},
     )
-    app = create_app(service, keys=ApiKeys(keys), cors=cors, muted=muted, is_local=True)
+    names = {key: f"key {number}" for number, key in enumerate(keys, 1)}
+    app = create_app(service, keys=ApiKeys(names), cors=cors, muted=muted, is_local=True)
     bound = bind("127.0.0.1", 0)
     if send_buffer is not None:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

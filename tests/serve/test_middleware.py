@@ -146,11 +146,14 @@ def test_messages_are_limited(generator: Generator) -> None:
 
 
 def test_keys_can_be_replaced(generator: Generator) -> None:
-    keys = ApiKeys(["old", "kept"])
-    assert [keys.allow(key) for key in (b"old", b"kept", b"new", b"")] == [1, 1, 0, 0]
-    keys.replace(["kept", "new"])
-    assert [keys.allow(key) for key in (b"old", b"kept", b"new", b"")] == [0, 1, 1, 0]
-    assert ApiKeys().allow(b"")
+    def names() -> list[str | None]:
+        return [keys.find_name(key) for key in (b"old", b"kept", b"new", b"")]
+
+    keys = ApiKeys({"old": "A", "kept": "B"})
+    assert names() == ["A", "B", None, None]
+    keys.replace({"kept": "B", "new": "C"})
+    assert names() == [None, "B", "C", None]
+    assert ApiKeys().find_name(b"") == ""
 
 
 def test_the_log_gives_the_reason_and_field_of_refusals(
@@ -186,10 +189,16 @@ def test_the_log_gives_the_reason_and_field_of_refusals(
             assert level == "WARNING"
             assert fields["error"].startswith(error)
             assert fields.get("param") == param
+            assert (fields["client"], fields["key_name"]) == ("127.0.0.1", "key 1")
+            assert KEYS[0] not in str(fields)
+        second = {"authorization": f"Bearer {KEYS[1]}"}
+        httpx.get(f"{live.url}/v1/models", headers=second)
+        assert last_line()[1]["key_name"] == "key 2"
         httpx.get(f"{live.url}/v1/models", headers={"authorization": "Bearer a-secret"})
         _, fields = last_line()
         assert (fields["status"], fields["error"]) == (401, "this API key is wrong")
         assert "secret" not in str(fields)
+        assert "key_name" not in fields
         # A muted path has lines for refused requests only.
         caplog.clear()
         for path in muted:

@@ -37,8 +37,8 @@ def test_the_metrics_have_the_engines_numbers(generator: Generator) -> None:
             'request_success_total{finished_reason="length",model_name="tiny"}': 2,
             'request_success_total{finished_reason="stop",model_name="tiny"}': 1,
             "request_aborts_total": 0,
-            'http_requests_total{model_name="tiny",status="200"}': 3,
-            'http_requests_total{model_name="tiny",status="400"}': 1,
+            'http_requests_total{model_name="tiny",route="/v1/completions",status="200"}': 3,
+            'http_requests_total{model_name="tiny",route="/v1/completions",status="400"}': 1,
         }
         label = '{model_name="tiny"}'
         want = {name if "{" in name else name + label: value for name, value in want.items()}
@@ -50,6 +50,26 @@ def test_the_metrics_have_the_engines_numbers(generator: Generator) -> None:
         assert 0 < seconds[0] < seconds[1]
         own = [name for name in got if name.startswith("xlstm7b:")]
         assert all('model_name="tiny"' in name for name in own)
+
+
+def test_requests_are_counted_by_route(generator: Generator) -> None:
+    with serving(generator, keys=("secret",)) as live:
+        for path in ("/v1/states/state-1", "/v1/states/state-2", "/v1/nothing", "/a", "/app.js"):
+            live.client.get(path)
+        live.client.delete("/v1/states/state-1")
+        live.client.put("/v1/completions")
+        live.client.get("/v1/models/tiny", headers={"authorization": "Bearer wrong"})
+        live.client.get("/", headers={"authorization": "Bearer wrong"})
+        for route, status, count in (
+            ("/v1/states/{state_id}", 404, 3),
+            ("none", 404, 2),
+            ("/app.js", 200, 1),
+            ("/v1/completions", 405, 1),
+            ("/v1/models/{name:path}", 401, 1),
+            ("/", 401, 1),
+        ):
+            name = f'http_requests_total{{route="{route}",status="{status}"}}'
+            wait_for(lambda name=name, count=count: live.metric(name) == count)
 
 
 def test_the_process_has_metrics(generator: Generator) -> None:

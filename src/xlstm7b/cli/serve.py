@@ -44,8 +44,8 @@ def serve(
     api_key_file: Annotated[
         Path | None,
         _server(
-            "File with API keys, one per line. Lines starting with # are comments. SIGHUP makes "
-            "the server read it again.",
+            "File with API keys, one per line. What follows # is the key's name in the log, or a "
+            "comment on a line of its own. SIGHUP makes the server read it again.",
             default="none",
         ),
     ] = None,
@@ -297,11 +297,14 @@ def serve(
     run(app, service, bound, drain_seconds, summary)
 
 
-def read_keys(given: list[str] | None, file: Path | None) -> list[str]:
-    """API keys from options, a file and the environment. A bad one raises a `ValueError`."""
+def read_keys(given: list[str] | None, file: Path | None) -> dict[str, str]:
+    """API keys from options, a file and the environment, each with its name for the log.
+
+    A bad one raises a `ValueError`.
+    """
     from xlstm7b.serve.middleware import check_key
 
-    found = [("--api-key", key) for key in given or ()]
+    found = [(f"--api-key {n}", "--api-key", key) for n, key in enumerate(given or (), 1)]
     if file is not None:
         try:
             text = file.read_text(encoding="utf-8-sig")  # some editors add a byte order mark
@@ -309,14 +312,17 @@ def read_keys(given: list[str] | None, file: Path | None) -> list[str]:
             raise ValueError(f"{file} is not UTF-8 text") from None
         except OSError as error:
             raise ValueError(f"--api-key-file: cannot read {file}: {error.strerror}") from error
-        lines = [(f"{file}:{n}", line.strip()) for n, line in enumerate(text.splitlines(), 1)]
-        keys = [(source, line) for source, line in lines if line and not line.startswith("#")]
+        keys = []
+        for number, line in enumerate(text.splitlines(), 1):
+            key, _, name = (part.strip() for part in f" {line}".partition(" #"))
+            if key:
+                keys.append((name or f"{file.name}:{number}", f"{file}:{number}", key))
         if not keys:
             raise ValueError(f"{file} contains no API key")
         found += keys
     if _KEY_VARIABLE in os.environ:
-        found.append((_KEY_VARIABLE, os.environ[_KEY_VARIABLE]))
-    return [check_key(key, source) for source, key in found]
+        found.append((_KEY_VARIABLE, _KEY_VARIABLE, os.environ[_KEY_VARIABLE]))
+    return {check_key(key, source): name for name, source, key in found}
 
 
 def read_adapters(

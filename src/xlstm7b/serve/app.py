@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Match
+from starlette.routing import Match, Route
 
 from xlstm7b import __version__
 from xlstm7b.chat_format import PlainFormat
@@ -67,7 +67,9 @@ def create_app(
         local_only=is_local and not keys,
     )
     # The page asks for Markdown several times a second.
-    app.add_middleware(RequestLog, metrics=service.metrics, muted={MARKDOWN_PATH, *muted})
+    routes = list[Route]()
+    muted = {MARKDOWN_PATH, *muted}
+    app.add_middleware(RequestLog, metrics=service.metrics, routes=routes, muted=muted)
     if cors:
         app.add_middleware(
             CORSMiddleware, allow_origins=cors, allow_methods=["*"], allow_headers=["*"]
@@ -76,12 +78,13 @@ def create_app(
     app.state.service = service
     app.state.responses = StoredResponses(service.limits.stored_bytes)
     app.state.markdown = markdown
-    app.include_router(router)
-    app.include_router(responses_router)
-    app.include_router(page_router)
-    app.include_router(state_router)
+    routers = (router, responses_router, page_router, state_router)
+    for part in routers:
+        app.include_router(part)
     _add_status_routes(app, service)
     app.routes.extend(page_files())
+    for part in (*routers, app):
+        routes += [route for route in part.routes if isinstance(route, Route)]
     return app
 
 

@@ -14,12 +14,13 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xlstm7b.serve.prometheus import Metrics
@@ -34,11 +35,13 @@ class RequestLog:
     """Gives every request an id and writes a log line when it ends. An exception is a 500.
 
     A response of 400 and above is a warning, with the reason. `muted`: paths without log lines,
-    except for such warnings.
+    except for such warnings. `routes` are those of the metrics.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, muted: Collection[str] = ()) -> None:
-        self._app, self._metrics, self._muted = app, metrics, muted
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, routes: Sequence[Route], muted: Collection[str] = ()
+    ) -> None:
+        self._app, self._metrics, self._routes, self._muted = app, metrics, routes, muted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -49,6 +52,8 @@ class RequestLog:
             own_id = secrets.token_hex(12)
         path = scope["path"][:200]
         fields = {"request_id": own_id, "method": scope["method"], "path": path}
+        if scope.get("client"):
+            fields["client"] = scope["client"][0]
         scope["xlstm7b.log"] = fields
         status, began = 0, time.monotonic()
 
@@ -67,7 +72,7 @@ class RequestLog:
                 response = refuse(scope, ApiError(500, "internal server error"))
                 await response(scope, receive, send_with_id)
         finally:
-            self._metrics.count_response(status)
+            self._metrics.count_response(self._route(scope["path"]), status)
             seconds = round(time.monotonic() - began, 4)
             fields |= {"status": status, "seconds": seconds}
             # A stream can fail after its status was sent. 499: the client has disconnected.
@@ -75,6 +80,11 @@ class RequestLog:
             if is_refused or path not in self._muted:
                 level = logging.WARNING if is_refused else logging.INFO
                 _LOG.log(level, "answered", extra={"fields": fields})
+
+    def _route(self, path: str) -> str:
+        """The path with names in place of ids. Clients cannot make up more of them."""
+        found = (route.path for route in self._routes if route.path_regex.match(path))
+        return next(found, "none")
 
 
 def request_id(http: HTTPConnection) -> str:
@@ -95,22 +105,30 @@ def refuse(scope: Scope, error: ApiError) -> JSONResponse:
 
 
 class ApiKeys:
-    """The keys that clients may send. Without any, everyone who can connect may use the server."""
+    """The keys that clients may send, with their names for the log.
 
-    def __init__(self, keys: Sequence[str] = ()) -> None:
-        self.replace(keys)
+    Without any, everyone who can connect may use the server.
+    """
 
-    def replace(self, keys: Sequence[str]) -> None:
+    def __init__(self, names: Mapping[str, str] | None = None) -> None:
+        """`names` of the keys, by key."""
+        self.replace(names or {})
+
+    def replace(self, names: Mapping[str, str]) -> None:
         """Takes effect with the next request. Requests that run already are not ended."""
-        self._keys = [key.encode() for key in keys]
+        self._keys = [(key.encode(), name) for key, name in names.items()]
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    def allow(self, given: bytes) -> bool:
-        # Every key is compared, each in constant time, so that timing reveals nothing.
+    def find_name(self, given: bytes) -> str | None:
+        """The name of this key; None if there is no such key, "" if there are no keys at all."""
         keys = self._keys
-        return not keys or sum(hmac.compare_digest(given, key) for key in keys) > 0
+        if not keys:
+            return ""
+        # Every key is compared, each in constant time, so that timing reveals nothing.
+        found = [name for key, name in keys if hmac.compare_digest(given, key)]
+        return found[0] if found else None
 
 
 class Gate:
@@ -152,7 +170,7 @@ class Gate:
             if scope["path"] == _OPEN_PATH:
                 await self._app(scope, receive, send)
                 return
-            key = self._check_key(headers)
+            key = self._check_key(scope, headers)
             client = scope["xlstm7b.client"] = key or _network(scope)
             # A request counts when its body is there: many slow ones do not keep others out.
             if (scope["method"], scope["path"]) != ("PUT", UPLOAD_PATH):
@@ -176,8 +194,8 @@ class Gate:
             )
             raise ApiError(403, message)
 
-    def _check_key(self, headers: Headers) -> str:
-        """The key of the request; empty if there are no keys.
+    def _check_key(self, scope: Scope, headers: Headers) -> str:
+        """The key of the request; empty if there are no keys. Its name goes to the log.
 
         A key is a bearer token, or the password of HTTP Basic, for which browsers ask.
 
@@ -188,13 +206,17 @@ class Gate:
             given = _basic_password(given)
         elif scheme.lower() != b"bearer":
             given = b""
-        if not self._keys.allow(given.strip()):
+        name = self._keys.find_name(given.strip())
+        if name is None:
             message = "this API key is wrong" if given else "this server needs an API key"
             error = ApiError(401, message, code="invalid_api_key")
             wanted = "Bearer" if scheme.lower() == b"bearer" and given else "Basic"
             error.headers["www-authenticate"] = f'{wanted} realm="xlstm7b"'
             raise error
-        return given.strip().decode("latin-1") if self._keys else ""
+        if not name:
+            return ""
+        scope["xlstm7b.log"]["key_name"] = name
+        return given.strip().decode("latin-1")
 
     async def _read_body(
         self, method: str, headers: Headers, receive: Receive, client: str

@@ -40,13 +40,14 @@ class Metrics:
         self._finished = self._counter(
             "request_success", "Finished generations, by reason", "finished_reason"
         )
-        self._responses = self._counter("http_requests", "HTTP responses, by status", "status")
+        text = "HTTP responses, by route and status"
+        self._responses = self._counter("http_requests", text, "route", "status")
 
     def count_finished(self, reason: str) -> None:
         self._finished.labels(self._model_name, reason).inc()
 
-    def count_response(self, status: int) -> None:
-        self._responses.labels(self._model_name, status).inc()
+    def count_response(self, route: str, status: int) -> None:
+        self._responses.labels(self._model_name, route, status).inc()
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, Literal
 
@@ -85,7 +85,7 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
-def reload_on_hangup(keys: ApiKeys, read: Callable[[], Sequence[str]]) -> None:
+def reload_on_hangup(keys: ApiKeys, read: Callable[[], Mapping[str, str]]) -> None:
     """Reads the keys again on SIGHUP. If that fails, the log says why and the old keys stay."""
 
     def reload() -> None:
