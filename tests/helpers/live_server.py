@@ -80,7 +80,7 @@ def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         if line == "data: [DONE]":
             return
-        if line:
+        if line and not line.startswith(":"):
             assert line.startswith("data: ")
             yield json.loads(line.removeprefix("data: "))
     raise AssertionError("the stream has no end")

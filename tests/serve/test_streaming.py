@@ -6,10 +6,12 @@ import logging
 import random
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from live_server import GREEDY, LiveServer, error_of, serving, wait_for
 
@@ -172,6 +174,53 @@ def test_an_exception_in_a_handler_is_a_500_without_details(
     assert answer.status_code == 500
     assert error_of(answer)["message"] == "internal server error"
     assert "x-request-id" in answer.headers
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_comments_keep_a_quiet_stream_alive(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """While a long prompt is read, and between tokens. Proxies close connections without data."""
+    body: dict[str, Any] = {"max_tokens": 3, "prompt": "a" * 50, "ignore_eos": True}
+    if "chat" in path:
+        body = {"max_tokens": 3, "messages": [{"role": "user", "content": "a"}]}
+    elif "responses" in path:
+        body = {"max_output_tokens": 3, "input": "a"}
+
+    def lines() -> list[str]:
+        with live.client.stream("POST", path, json={**body, **GREEDY, "stream": True}) as answer:
+            return list(answer.iter_lines())
+
+    def events(lines: list[str]) -> list[str]:
+        return [line.partition(":")[0] for line in lines if line and not line.startswith(":")]
+
+    plain, step = lines(), Engine.step
+    assert not any(line.startswith(":") for line in plain)
+
+    def slow_step(self: Engine) -> Sequence[RequestOutput]:
+        time.sleep(0.3)
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", slow_step)
+    monkeypatch.setattr(streaming, "QUIET_SECONDS", 0.05)
+    got = lines()
+    comments = [n for n, line in enumerate(got) if line.startswith(":")]
+    assert {got[n] for n in comments} == {": keep-alive"}
+    assert all(got[n + 1] == "" for n in comments)
+    assert 4 <= len(comments) <= 60
+    assert len(events(got)) >= 2
+    assert got[-2:] == plain[-2:] or path == "/v1/responses"
+    if path == "/v1/completions":
+        assert comments[0] == 0  # before the first token
+    # Clients skip the comments.
+    client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+    if "responses" in path:
+        stream = client.responses.create(model="tiny", input="a", max_output_tokens=3, stream=True)
+        assert [event.type for event in stream][-1] == "response.incomplete"
+    elif "chat" in path:
+        options = {"model": "tiny", "max_tokens": 3, "stream": True}
+        stream = client.chat.completions.create(messages=body["messages"], **options)
+        assert [chunk.choices[0].finish_reason for chunk in stream][-1] is not None
 
 
 def test_the_log_says_how_a_stream_ended(

@@ -23,6 +23,7 @@ from xlstm7b.serve.prometheus import Metrics
 from xlstm7b.serve.protocol import ApiError, Json
 
 MAX_QUEUED = 4096  # outputs that wait for their client, not counting what the sockets hold
+QUIET_SECONDS = 10.0  # without an event, until a comment says that the connection lives
 
 _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _Result = TypeVar("_Result")
@@ -157,6 +158,9 @@ class EventStream(StreamingResponse):
     are_named: each event has a "type", which is its name. Their own last event ends the stream: it
         also reports errors.
 
+    While there is no event, as during a long prompt, comments keep the connection alive: clients
+    skip them.
+
     `cleanup` is closed however the stream ends. `outcome` says how it ended, for the log.
     FastAPI's EventSourceResponse has no error events, more work per event, and cleans up only when
     its generator is garbage collected.
@@ -177,25 +181,39 @@ class EventStream(StreamingResponse):
     async def stream_response(self, send: Send) -> None:
         head = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **head})
+        now = asyncio.get_running_loop().time
+        latest = now()
 
-        async def send_event(data: str, name: str = "") -> None:
-            body = f"{name}data: {data}\n\n".encode()
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+        async def send_text(text: str) -> None:
+            nonlocal latest
+            latest = now()
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+
+        async def keep_alive() -> None:
+            while True:
+                quiet = now() - latest
+                if quiet >= QUIET_SECONDS:
+                    await send_text(": keep-alive\n\n")
+                else:
+                    await asyncio.sleep(QUIET_SECONDS - quiet)
 
         failure: Exception | None = None
+        keeping_alive = asyncio.ensure_future(keep_alive())
         try:
             async for event in self._events:
                 name = f"event: {event['type']}\n" if self._are_named else ""
-                await send_event(_to_json(event), name)
+                await send_text(f"{name}data: {_to_json(event)}\n\n")
             if not self._are_named:
-                await send_event("[DONE]")
+                await send_text("data: [DONE]\n\n")
             self.outcome = {"ended": "whole"}
         except Exception as error:
             failure = error
             known = error if isinstance(error, ApiError) else ApiError(500, "internal server error")
             self.outcome = {"ended": "error", "error": known.message}
             if not self._are_named:
-                await send_event(_to_json(known.content))
+                await send_text(f"data: {_to_json(known.content)}\n\n")
+        finally:
+            keeping_alive.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         if failure is not None and not isinstance(failure, ApiError):
             raise failure  # for the request log
