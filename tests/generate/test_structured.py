@@ -7,7 +7,9 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +28,14 @@ from xlstm7b.generate import Generator, Request, SamplingParams, best_of_n, stru
 from xlstm7b.generate.chat import Chat
 from xlstm7b.generate.sampler import Needs, Sampler
 from xlstm7b.generate.search import Tree
-from xlstm7b.generate.structured import Matcher, StructuredOutputError, compile_grammar, next_masks
+from xlstm7b.generate.structured import (
+    GrammarsBusyError,
+    Matcher,
+    StructuredOutputError,
+    compile_grammar,
+    compiling_for,
+    next_masks,
+)
 from xlstm7b.tokenizer import ByteTokenizer, FileTokenizer
 
 MODEL = random_model()
@@ -639,15 +648,75 @@ print("alive")
     assert done.stdout == "alive\n", done.stderr
 
 
-def test_a_grammar_that_takes_too_long(monkeypatch):
-    monkeypatch.setattr(structured, "_SECONDS", 0.05)
-    released = threading.Event()
-    monkeypatch.setattr(structured, "_compile", lambda *_: released.wait())
-    message = "structured_outputs.regex is too complex: it takes too long to compile"
-    for _ in range(6):  # also when all threads that compile are busy
-        with pytest.raises(StructuredOutputError, match=message):
-            grammar({"regex": "unique-to-this-test"})
+@pytest.fixture
+def compiling(monkeypatch):
+    """Compiles no grammar whose form says "slow" until it is set."""
+    released, compile_form = threading.Event(), structured._compile
+
+    def slow(vocabulary, form, value):
+        if "slow" in str(value):
+            assert released.wait(20)
+        return compile_form(vocabulary, form, value)
+
+    monkeypatch.setattr(structured, "_compile", slow)
+    yield released
     released.set()
+    wait_until(lambda: not structured._Place._of_client)
+    assert not structured._Place._taken
+
+
+def wait_until(is_true):
+    ends = time.monotonic() + 20
+    while not is_true():
+        assert time.monotonic() < ends
+        time.sleep(0.005)
+
+
+def test_a_grammar_that_takes_too_long(monkeypatch, compiling):
+    """Its place is free when nobody waits for it any more, though it cannot be stopped."""
+    monkeypatch.setattr(structured, "_SECONDS", 0.05)
+    message = "structured_outputs.regex is too complex: it takes too long to compile"
+    for number in range(6):
+        with pytest.raises(StructuredOutputError, match=message):
+            grammar({"regex": f"slow{number}"})
+    monkeypatch.setattr(structured, "_SECONDS", 20)
+    assert accepts({"regex": "unique-to-this-test"}, "unique-to-this-test")
+
+
+def test_a_grammar_without_a_place_in_time(monkeypatch, compiling):
+    with ThreadPoolExecutor(5) as threads:
+        running = [threads.submit(grammar, {"regex": f"(slow){{{n}}}"}) for n in range(4)]
+        wait_until(lambda: structured._Place._taken == 4)
+        waiting = threads.submit(grammar, {"regex": "another-that-waits"})
+        wait_until(lambda: structured._Place._changed._waiters)
+        monkeypatch.setattr(structured, "_PLACE_SECONDS", 0.05)
+        with pytest.raises(GrammarsBusyError, match=r"^too many other grammars are being compiled"):
+            grammar({"regex": "a-valid-one"})
+        assert not waiting.done()
+        compiling.set()
+        assert all(future.result() for future in [*running, waiting])
+
+
+def test_one_client_does_not_take_all_places(monkeypatch, compiling):
+    def of(client, regex):
+        with compiling_for(client):
+            return grammar({"regex": regex})
+
+    with ThreadPoolExecutor(8) as threads:
+        for name in ("_SECONDS", "_PLACE_SECONDS"):
+            monkeypatch.setattr(structured, name, 0.5)
+        hostile = [threads.submit(of, "hostile", f"slow{{{n}}}") for n in range(6)]
+        assert of("other", "one-of-another-client")
+        errors = [type(future.exception()) for future in hostile]
+        assert errors.count(StructuredOutputError) == errors.count(GrammarsBusyError) == 3
+        assert not structured._Place._taken
+        with pytest.raises(GrammarsBusyError):  # its three have not ended yet
+            of("hostile", "its-next-one")
+        assert of("other", "the-next-one-of-another-client")
+    compiling.set()
+    wait_until(lambda: not structured._Place._of_client)
+    monkeypatch.setattr(structured, "_SECONDS", 20)
+    assert of("hostile", "its-next-one")
 
 
 def test_without_llguidance(monkeypatch):

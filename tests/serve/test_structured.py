@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -15,7 +16,7 @@ import pytest
 from live_server import LiveServer, error_of, wait_for
 from pydantic import BaseModel, Field
 
-from xlstm7b.generate import Request, SamplingParams
+from xlstm7b.generate import Request, SamplingParams, structured
 from xlstm7b.generate.structured import Grammar, Matcher
 from xlstm7b.serve.handlers import GrammarsInUse
 from xlstm7b.serve.protocol import ApiError
@@ -236,6 +237,36 @@ def test_hostile_grammars_do_not_hold_up_others(live: LiveServer) -> None:
         assert live.post("/v1/completions", prompt="a", max_tokens=2)["choices"]
         assert live.client.get("/health").status_code == 200
         assert all("regex" in future.result() for future in refused)
+
+
+def test_no_place_to_compile_a_grammar_in_time(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four grammars take long. A valid one of the same client waits, and may come again later."""
+    released, compile_form = threading.Event(), structured._compile
+
+    def slow(vocabulary: Any, form: str, value: Any) -> Grammar:
+        assert "slow" not in str(value) or released.wait(20)
+        return compile_form(vocabulary, form, value)
+
+    monkeypatch.setattr(structured, "_compile", slow)
+    body = {"prompt": "a", "max_tokens": 2}
+    with ThreadPoolExecutor(4) as threads:
+        hostile = [
+            threads.submit(live.post, "/v1/completions", **body, guided_regex=f"(slow){{{n}}}")
+            for n in range(4)
+        ]
+        wait_for(lambda: structured._Place._taken == 3)
+        wait_for(lambda: structured._Place._changed._waiters)
+        monkeypatch.setattr(structured, "_PLACE_SECONDS", 0.1)
+        refused = live.client.post("/v1/completions", json={**body, "guided_regex": "ab"})
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "5"
+        assert "too many other grammars are being compiled" in error_of(refused)["message"]
+        released.set()
+        assert all(future.result()["choices"] for future in hostile)
+    monkeypatch.setattr(structured, "_PLACE_SECONDS", 10.0)
+    assert live.post("/v1/completions", **body, guided_regex="ab")["choices"]
 
 
 def test_large_grammars_are_limited_in_all(

@@ -10,8 +10,11 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, lru_cache, partial
 from typing import Any, TypeVar
 
@@ -23,7 +26,10 @@ from torch import Tensor
 from xlstm7b.config import ModelConfig
 from xlstm7b.tokenizer import Tokenizer
 
+_PLACE_SECONDS = 10.0  # to wait until a grammar may be compiled
 _SECONDS = 10.0  # to wait for a grammar to be compiled
+# So that many hostile grammars leave some cores alone, and one client's leave a place for others.
+_PLACES, _CLIENT_PLACES = 4, 3
 # CPU time that compiling may take. Large schemas take 40 ms. Memory grows with the time, by up to
 # 300 MB per second, and so does the time of each mask: (a{400}){400} takes 0.4 s, then 0.1 s for
 # every token.
@@ -40,6 +46,23 @@ _Result = TypeVar("_Result")
 
 class StructuredOutputError(ValueError):
     """A grammar that cannot be compiled or followed."""
+
+
+class GrammarsBusyError(Exception):
+    """No place to compile a grammar became free in time. Try again later."""
+
+
+_client: ContextVar[str | None] = ContextVar("client", default=None)
+
+
+@contextmanager
+def compiling_for(client: str) -> Iterator[None]:
+    """Grammars that this thread compiles are this client's, who cannot take all places."""
+    token = _client.set(client)
+    try:
+        yield
+    finally:
+        _client.reset(token)
 
 
 class Vocabulary:
@@ -87,7 +110,8 @@ def compile_grammar(
     """The grammar for `SamplingParams.structured_outputs`, or a `StructuredOutputError`.
 
     `tokenizer` is a `Tokenizer`. It takes milliseconds, in a thread of its own. The last 16
-    grammars are kept.
+    grammars are kept. While other threads compile as many grammars as may be compiled at a time,
+    this waits, and raises a `GrammarsBusyError` in the end.
     """
     ((form, value),) = structured_outputs.items()
     try:
@@ -140,7 +164,9 @@ class Matcher:
         self._has_restarted = self.grammar.is_full = True
         given = self.grammar
         try:
-            self.grammar = _compile_in_thread(given.vocabulary, given.form, given.value)
+            self.grammar = _compile_in_thread(
+                given.vocabulary, given.form, given.value, takes_place=False
+            )
         except StructuredOutputError:  # this time it took too long
             return False
         self.state = self.grammar.start.deep_copy()
@@ -225,9 +251,13 @@ def _vocabulary(tokenizer: Any, vocab_size: int, eos_token_id: int) -> Vocabular
     return Vocabulary(tokenizer, vocab_size, eos_token_id)
 
 
-def _compile_in_thread(vocabulary: Vocabulary, form: str, value: Any) -> Grammar:
+def _compile_in_thread(
+    vocabulary: Vocabulary, form: str, value: Any, *, takes_place: bool = True
+) -> Grammar:
+    """The engine's thread, which must not wait for others, takes no place."""
+    place = _Place(_client.get()) if takes_place else None
     try:
-        return _in_thread(partial(_compile, vocabulary, form, value))
+        return _in_thread(partial(_compile, vocabulary, form, value), place)
     except TimeoutError as error:
         raise _too_complex(form) from error
 
@@ -294,11 +324,46 @@ def _first_line(problem: str) -> str:
     return problem.partition("\n")[0][:200]
 
 
-_compiling = threading.BoundedSemaphore(4)  # so that many hostile grammars leave some cores alone
+class _Place:
+    """One of `_PLACES` in which a grammar is compiled. `GrammarsBusyError` if none becomes free.
+
+    It is free again when the grammar is compiled, or nobody waits for it any more. A compilation
+    cannot be stopped, so it counts as its client's until it ends.
+    """
+
+    _changed = threading.Condition()
+    _taken, _of_client = 0, Counter[str | None]()
+
+    def __init__(self, client: str | None) -> None:
+        self._client, self._is_taken = client, True
+        with self._changed:
+            if not self._changed.wait_for(self._is_free, _PLACE_SECONDS):
+                raise GrammarsBusyError(
+                    "too many other grammars are being compiled: try again later"
+                )
+            _Place._taken += 1
+            self._of_client[client] += 1
+
+    def _is_free(self) -> bool:
+        is_over = self._client is not None and self._of_client[self._client] >= _CLIENT_PLACES
+        return self._taken < _PLACES and not is_over
+
+    def leave(self, *, has_ended: bool) -> None:
+        """Frees the place, unless it is free already. `has_ended`: the compilation too."""
+        with self._changed:
+            _Place._taken -= self._is_taken
+            self._is_taken = False
+            if has_ended:
+                self._of_client[self._client] -= 1
+                if not self._of_client[self._client]:
+                    del self._of_client[self._client]
+            self._changed.notify_all()
+
+
 _starting = threading.Lock()
 
 
-def _in_thread(work: Callable[[], _Result]) -> _Result:
+def _in_thread(work: Callable[[], _Result], place: _Place | None) -> _Result:
     """The result of `work` in a thread with a large stack. `TimeoutError` if it takes too long."""
     future = Future[_Result]()
 
@@ -308,14 +373,22 @@ def _in_thread(work: Callable[[], _Result]) -> _Result:
         except BaseException as error:
             future.set_exception(error)
         finally:
-            _compiling.release()
+            if place is not None:
+                place.leave(has_ended=True)
 
-    if not _compiling.acquire(timeout=_SECONDS):
-        raise TimeoutError
     with _starting:
         before = threading.stack_size(_STACK_BYTES)
         try:
             threading.Thread(target=run, name="grammar", daemon=True).start()
+        except BaseException:
+            if place is not None:
+                place.leave(has_ended=True)
+            raise
         finally:
             threading.stack_size(before)
-    return future.result(_SECONDS)
+    try:
+        return future.result(_SECONDS)
+    except TimeoutError:
+        if place is not None:
+            place.leave(has_ended=False)
+        raise

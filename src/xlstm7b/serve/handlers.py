@@ -26,7 +26,13 @@ from xlstm7b.config import ModelConfig
 from xlstm7b.generate import Completion, Request, RequestOutput, SamplingParams, SavedState
 from xlstm7b.generate.request import end_ids
 from xlstm7b.generate.state import state_bytes
-from xlstm7b.generate.structured import Grammar, StructuredOutputError, compile_grammar
+from xlstm7b.generate.structured import (
+    Grammar,
+    GrammarsBusyError,
+    StructuredOutputError,
+    compile_grammar,
+    compiling_for,
+)
 from xlstm7b.model.adapter import Adapter
 from xlstm7b.serve import protocol
 from xlstm7b.serve.engine_thread import EngineThread
@@ -46,8 +52,9 @@ from xlstm7b.tokenizer import CachingEncoder, Tokenizer, check_tokens, with_firs
 
 router = APIRouter()
 _SHORT = 4096  # tokens or characters
-# Grammars that take long to compile do not hold up other work in threads.
-_GRAMMARS = ThreadPoolExecutor(4, thread_name_prefix="prepare")
+# Grammars that take long to compile do not hold up other work in threads. Only a few are compiled
+# at a time (`structured.py`); the other threads wait, one for each request.
+_GRAMMARS = ThreadPoolExecutor(512, thread_name_prefix="prepare")
 _Result = TypeVar("_Result")
 
 
@@ -213,7 +220,7 @@ async def generate(
         model = service.find_model(body.model)
         built = _build_requests(body, prompts, params, state, model.adapter)
         cleanup.enter_context(service.choices.count(len(built), http.scope["xlstm7b.client"]))
-        requests = await _prepare(service, built, body)
+        requests = await _prepare(service, built, body, http.scope["xlstm7b.client"])
         cleanup.enter_context(service.grammars.count(requests))
         # 2. They are submitted.
         answer = _Answer(service, body, http, prompts, requests)
@@ -471,7 +478,7 @@ def _build_requests(
 
 
 async def _prepare(
-    service: Service, requests: list[Request], body: SamplingBody | TextBody
+    service: Service, requests: list[Request], body: SamplingBody | TextBody, client: str = ""
 ) -> list[Request]:
     """Checks requests, hashes their prompts and compiles their grammars."""
 
@@ -480,17 +487,17 @@ async def _prepare(
 
     try:
         if any(one.params.structured_outputs is not None for one in requests):
-            return await asyncio.get_running_loop().run_in_executor(_GRAMMARS, prepare)
+            return await _with_grammars(prepare, client)
         sizes = (len(one.prompt) + sum(map(len, one.params.stop_strings)) for one in requests)
         return await _off_loop(prepare, size=sum(sizes))
     except ValueError as error:
         is_grammar = str(error).startswith("structured_outputs.grammar ")
         if is_grammar and isinstance(body, ChatBody) and body.offered_tools:
-            await _check_schemas(service, body)
+            await _check_schemas(service, body, client)
         raise protocol.request_error(error, body) from error
 
 
-async def _check_schemas(service: Service, body: ChatBody) -> None:
+async def _check_schemas(service: Service, body: ChatBody, client: str) -> None:
     """Raises an `ApiError` that names the first function whose schema alone is refused."""
 
     def check() -> None:
@@ -501,7 +508,20 @@ async def _check_schemas(service: Service, body: ChatBody) -> None:
                 message = str(error).replace("structured_outputs.json", name)
                 raise ApiError(400, message, param=name) from error
 
-    await asyncio.get_running_loop().run_in_executor(_GRAMMARS, check)
+    await _with_grammars(check, client)
+
+
+async def _with_grammars(work: Callable[[], _Result], client: str) -> _Result:
+    """The result of `work`, which compiles grammars of this client."""
+
+    def run() -> _Result:
+        with compiling_for(client):
+            return work()
+
+    try:
+        return await asyncio.get_running_loop().run_in_executor(_GRAMMARS, run)
+    except GrammarsBusyError as error:
+        raise ApiError(503, str(error), param="structured_outputs", retry_after=5) from error
 
 
 async def _off_loop(work: Callable[[], _Result], size: int) -> _Result:
