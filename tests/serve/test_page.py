@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -420,6 +421,199 @@ def test_nothing_is_lost_on_reload_or_in_another_tab(page: Page, live: LiveServe
     driver.refresh()
     wait_for(lambda: page.conversations() == ["A story", "Elsewhere"])
     assert page.texts()[2] == ("user", "A draft")
+
+
+@contextmanager
+def other_tab(page: Page, live: LiveServer) -> Iterator[None]:
+    """A second tab of the same browser, which shows the conversation that changed last."""
+    driver = page.driver
+    first = driver.current_window_handle
+    driver.switch_to.new_window("tab")
+    try:
+        open_page(page, live)
+        yield
+    finally:
+        driver.close()
+        driver.switch_to.window(first)
+
+
+def test_two_tabs_on_one_conversation_lose_nothing(page: Page, live: LiveServer) -> None:
+    page.recite("one two three")
+    page.run("window.isHeld = true")
+    page.say("First")
+    wait_for(lambda: page.texts()[-1] == ("assistant", "one two thre"))
+    with other_tab(page, live):
+        first, second = page.driver.window_handles
+        wait_for(lambda: page.texts() == [("user", "First"), ("assistant", "one two thre")])
+        assert page.text(".notice") == "Another tab is writing this answer."
+        page.press("Edit", 0)
+        page.element(".edit textarea").send_keys(" more")
+        page.driver.switch_to.window(first)
+        page.recite("one two three", size=3)
+        page.run("window.isHeld = false")
+        page.wait()
+        page.driver.switch_to.window(second)
+        # The answer is whole here as well, and the edit goes on.
+        wait_for(lambda: not page.is_shown(".notice"))
+        assert page.run("return document.activeElement.value") == "First more"
+        page.driver.switch_to.active_element.send_keys(Keys.ESCAPE)
+        assert page.texts() == [("user", "First"), ("assistant", "one two three")]
+
+        # The first tab writes another answer while this one goes on.
+        page.driver.switch_to.window(first)
+        page.recite("four five six")
+        page.run("window.isHeld = true")
+        page.say("Second")
+        wait_for(lambda: page.texts()[-1] == ("assistant", "four five si"))
+        page.driver.switch_to.window(second)
+        wait_for(lambda: page.texts()[-1] == ("assistant", "four five si"))
+        page.recite("seven")
+        page.say("Third")
+        page.wait()
+        page.choose("First", "Rename")
+        page.answer_question("Numbers")
+        page.driver.switch_to.window(first)
+        wait_for(lambda: len(page.texts()) == 6)
+        page.run("window.isHeld = false")
+        page.wait()
+        texts = [
+            *(("user", "First"), ("assistant", "one two three")),
+            *(("user", "Second"), ("assistant", "four five six")),
+            *(("user", "Third"), ("assistant", "seven")),
+        ]
+        for window in (first, second):
+            page.driver.switch_to.window(window)
+            wait_for(lambda: page.texts() == texts)
+            assert page.conversations() == ["Numbers"]
+        # A branch that one tab makes does not take the view of the other.
+        page.recite("eight")
+        page.press("Regenerate", -1)
+        page.wait()
+        page.driver.switch_to.window(first)
+        wait_for(lambda: branch(page) == "‹1/2›")
+        assert page.texts() == texts
+        page.driver.switch_to.window(second)
+    page.driver.refresh()
+    wait_for(lambda: [text for _, text in page.texts()][:5] == [text for _, text in texts][:5])
+    assert branch(page) in ("‹1/2›", "‹2/2›")
+
+
+def test_what_another_tab_deletes_stays_deleted(page: Page, live: LiveServer) -> None:
+    stored = "return Object.keys(localStorage).filter(key => key.startsWith('xlstm7b/'))"
+    page.recite("one two three")
+    page.say("Kept")
+    page.wait()
+    page.run("window.isHeld = true")
+    page.say("Again")
+    page.press("New conversation")
+    page.say("Gone")
+    wait_for(lambda: page.texts()[-1] == ("assistant", "one two thre"))
+    page.element("#input").send_keys("A draft")
+    with other_tab(page, live):
+        first, second = page.driver.window_handles
+        wait_for(lambda: page.text("#conversations .dot") == "answering")
+        page.choose("Gone", "Delete")
+        page.answer_question()
+        assert page.texts()[2:] == [("user", "Again"), ("assistant", "one two thre")]
+        page.driver.switch_to.window(first)
+        wait_for(lambda: page.error() == "This conversation was deleted in another tab.")
+        assert page.texts() == []
+        assert page.element("#input").get_property("value") == "A draft"
+        page.open("Keptanswering")
+        # A message is deleted while its answer grows.
+        page.driver.switch_to.window(second)
+        page.press("Delete", 2, within="#messages")
+        page.answer_question()
+        page.driver.switch_to.window(first)
+        wait_for(lambda: not page.is_answering())
+        page.run("window.isHeld = false")
+        texts = [("user", "Kept"), ("assistant", "one two three")]
+        assert page.texts() == texts
+        page.driver.switch_to.window(second)
+    page.driver.refresh()
+    wait_for(lambda: page.texts() == texts)
+    assert page.conversations() == ["Kept", "New conversation"]
+    assert len(page.run(stored)) == 4  # two heads, a question and its answer
+
+
+def test_conversations_of_earlier_versions_are_kept(page: Page, live: LiveServer) -> None:
+    def message(number: int, parent: int | None, shown: int | None) -> dict[str, object]:
+        name = f"m{number}"
+        role = "user" if parent is None else "assistant"
+        ends = {"parent": parent and f"m{parent}", "shown": shown and f"m{shown}"}
+        return {"id": name, "role": role, "content": name, "finish": "stop", "tokens": 3, **ends}
+
+    messages = [message(1, None, 3), message(2, 1, None), message(3, 1, None), message(4, 1, None)]
+    old = {
+        **{"id": "mabc-def", "title": "Old", "updated": 5, "draft": "", "state": None},
+        **{"shown": "m1", "messages": {one["id"]: one for one in messages}},
+    }
+    page.run("localStorage.setItem('xlstm7b/mabc-def', arguments[0])", json.dumps(old))
+    page.driver.refresh()
+    for _ in range(2):
+        wait_for(lambda: page.texts() == [("user", "m1"), ("assistant", "m3")])
+        assert branch(page) == "‹2/3›"
+        assert page.conversations() == ["Old"]
+        page.driver.refresh()
+    assert page.run("return Object.keys(localStorage).filter(k => k.includes('/')).length") == 5
+
+
+def test_any_order_of_changes_in_two_tabs_gives_one_tree(page: Page) -> None:
+    """Two copies of the store are two tabs. Nothing that was not deleted is lost."""
+    problem = page.driver.execute_async_script(
+        """
+        const done = arguments[0];
+        Promise.all(['/tree.js', '/store.js?1', '/store.js?2', '/store.js?3'].map((f) => import(f)))
+        .then(([tree, ...stores]) => {
+          let seed = 7;
+          const random = (n) => (seed = seed * 48271 % 2147483647) % n;
+          for (let round = 0; round < 40; round++) {
+            const c = tree.createConversation();
+            tree.add(c, null, 'user', 'start');
+            stores[0].saveConversation(c);
+            const tabs = [c, stores[1].readConversation(c.id)], wanted = new Map();
+            for (let step = 0; step < 60; step++) {
+              const tab = random(2), mine = tabs[tab], all = Object.values(mine.messages);
+              const one = all[random(all.length)], kind = random(10);
+              if (kind < 5) {
+                const added = tree.add(mine, one?.id ?? null, 'user', `${round} ${step}`);
+                wanted.set(added.id, added.content);
+              } else if (kind === 5 && one) {
+                one.content += ' and more';
+                if (wanted.has(one.id)) wanted.set(one.id, one.content);
+              } else if (kind === 6 && one?.parent && all.length > 20) {
+                tree.remove(mine, one);
+              } else if (kind === 7) {
+                mine.title = `title ${step}`;
+              } else {
+                stores[tab].saveConversation(mine);
+              }
+              // What one tab changes is known to the other before it changes the same.
+              if (kind >= 5) for (const one of [0, 1, 0]) stores[one].saveConversation(tabs[one]);
+            }
+            for (const one of [0, 1, 0]) stores[one].saveConversation(tabs[one]);
+            const texts = (x) => JSON.stringify(Object.values(x.messages)
+              .map((m) => [m.id, m.parent, m.content]).sort());
+            if (texts(tabs[0]) !== texts(tabs[1])) return done(`messages in round ${round}`);
+            if (tabs[0].title !== tabs[1].title) return done('title');
+            for (const { id, content } of Object.values(tabs[0].messages)) {
+              if (wanted.has(id) && wanted.get(id) !== content) return done('content');
+            }
+            const read = stores[2].readConversation(c.id);
+            if (texts(read) !== texts(tabs[0])) return done(`storage in round ${round}`);
+            const path = (x) => JSON.stringify(tree.path(x).map((m) => m.id));
+            if (path(read) !== path(tabs[0])) return done(`view in round ${round}`);
+            stores[1].removeConversation(tabs[1]);
+            tree.add(tabs[0], null, 'user', 'late');
+            stores[0].saveConversation(tabs[0]);
+            stores[0].saveConversation(tabs[0]);
+            if (Object.keys(localStorage).some((k) => k.includes(c.id))) return done('deleted');
+          }
+          done('');
+        }).catch((error) => done(error.stack));
+        """
+    )
+    assert problem == ""
 
 
 def test_answers_are_markdown_and_their_html_is_text(page: Page) -> None:

@@ -3,19 +3,16 @@
 
 import { announce, counted, find, toSize } from "./dom.js";
 import { render } from "./markdown.js";
-import { GrowingMessage } from "./messages.js";
+import { grow } from "./messages.js";
 import { stream } from "./server.js";
 import { sampling, systemMessage } from "./settings.js";
+import { saveConversation } from "./store.js";
 import { add, lineage, remove, show } from "./tree.js";
 
 const running = new Map(); // conversation's id: {controller, message, status}
 
 export function answerUnderWay(conversation) {
   return running.get(conversation.id) ?? null;
-}
-
-export function conversationsUnderWay() {
-  return new Set(running.keys());
 }
 
 export function stop(conversation) {
@@ -54,13 +51,17 @@ export async function continueAnswer(conversation, message, model, changed) {
 // true, and whenever the status has changed.
 async function run(conversation, message, request, model, changed) {
   const controller = new AbortController();
-  const growing = new GrowingMessage(message);
   const own = { controller, message, status: "Reading …" };
   const earlier = message.tokens, meter = startMeter(model.state_bytes);
   let failure = null;
   running.set(conversation.id, own);
+  message.running = Date.now();
   changed(true);
-  growing.update();
+  grow(message);
+  const saving = setInterval(() => { // other tabs see the answer grow
+    message.running = Date.now();
+    saveConversation(conversation);
+  }, 1000);
   const body = {
     model: conversation.state?.model ?? model.id, ...request, ...sampling(),
     stream_options: { include_usage: true },
@@ -73,7 +74,7 @@ async function run(conversation, message, request, model, changed) {
       const { tokens, status } = meter(event);
       message.tokens = earlier + tokens;
       own.status = status;
-      growing.update();
+      grow(message);
       changed(false);
     });
   } catch (error) {
@@ -81,7 +82,8 @@ async function run(conversation, message, request, model, changed) {
     failure = error.name === "AbortError" ? null : error;
   }
   await render(message.content); // so that the last text appears as HTML at once
-  growing.finish();
+  clearInterval(saving);
+  message.running = 0;
   running.delete(conversation.id);
   conversation.updated = Date.now();
   if (message.content) announce(`The model answered: ${message.content}`);

@@ -3,19 +3,22 @@
 
 import "./theme.js";
 import {
-  answer, answerUnderWay, continueAnswer, conversationsUnderWay, showStatus, stop, toRequest,
+  answer, answerUnderWay, continueAnswer, showStatus, stop, toRequest,
 } from "./answers.js";
 import { ask } from "./dialog.js";
 import { announce, counted, download, element, find, toFileName, toSize } from "./dom.js";
 import { onStart, openMemories, saveMemory } from "./memories.js";
-import { edit, onAction, scrollToEnd, showMessages } from "./messages.js";
+import { edit, grow, onAction, scrollToEnd, showMessages } from "./messages.js";
 import { callServer, getJson, useKey } from "./server.js";
 import { closeDrawer, nameOf, onSidebar, showConversations } from "./sidebar.js";
 import {
-  exportConversations, importConversations, onFull, onOtherTab, readConversations, readForTab,
-  readSetting, removeConversation, saveConversation, saveForTab, saveSetting,
+  exportConversations, importConversations, onFull, onNews, onOtherTab, readConversation,
+  readConversations, readForTab, readSetting, removeConversation, saveConversation, saveForTab,
+  saveSetting, takeOver,
 } from "./store.js";
-import { add, countFrom, createConversation, fork, path, remove, toTitle } from "./tree.js";
+import {
+  add, adopt, countFrom, createConversation, fork, isRunning, path, remove, toTitle,
+} from "./tree.js";
 
 const input = find("input");
 const HINT = "Enter sends, Shift+Enter starts a new line, Esc stops.";
@@ -34,7 +37,7 @@ function load() {
   const found = readConversations();
   for (const one of found) { // the page was closed before the answer's first word
     const last = path(one).at(-1);
-    if (last?.role === "assistant" && !last.content) remove(one, last);
+    if (last?.role === "assistant" && !last.content && !isRunning(last)) remove(one, last);
   }
   return found;
 }
@@ -64,7 +67,7 @@ function open(conversation) {
 }
 
 function showSidebar() {
-  showConversations(conversations, current, conversationsUnderWay());
+  showConversations(conversations, current);
 }
 
 // Shows everything that depends on the current conversation.
@@ -113,7 +116,7 @@ async function generate(conversation, work) {
       showStatus(statuses.get(conversation));
     }
   });
-  if (conversations.includes(conversation)) saveConversation(conversation); // else it was deleted
+  saveConversation(conversation);
   if (conversation === current) show();
   else showSidebar();
   if (error) showFailure(error);
@@ -131,9 +134,9 @@ function reply(conversation, question) {
 function send() {
   const text = input.value.trim();
   if (!text || answerUnderWay(current)) return;
-  // A message without an answer is replaced by the new one, as a branch: many chat templates refuse
-  // two messages of the user in a row.
-  const last = path(current).at(-1);
+  // A message without an answer, or without a word of it, is replaced by the new one, as a branch:
+  // many chat templates refuse two messages of the user in a row.
+  const last = path(current).findLast((one) => one.content);
   const parent = last?.role === "user" ? last.parent : last?.id ?? null;
   const question = add(current, parent, "user", text);
   input.value = current.draft = "";
@@ -142,6 +145,7 @@ function send() {
 }
 
 onAction({
+  Show: show,
   Branch() {
     save();
     show();
@@ -211,9 +215,13 @@ find("import-file").addEventListener("change", async (event) => {
   const [file] = event.target.files;
   if (!file) return;
   try {
-    const imported = importConversations(await file.text());
-    conversations.push(...imported);
-    imported.forEach(saveConversation);
+    const imported = importConversations(await file.text()).map((one) => {
+      const mine = conversations.find(({ id }) => id === one.id);
+      if (mine) adopt(mine, Object.values(one.messages));
+      else conversations.push(one);
+      saveConversation(mine ?? one);
+      return mine ?? one;
+    });
     open(imported[0]);
     announce(`${counted(imported.length, "conversation")} imported.`);
   } catch (error) {
@@ -351,17 +359,33 @@ for (const id of ["new", "new-short"]) {
 }
 addEventListener("pagehide", () => { // the draft, and unfinished answers
   save();
-  conversations.filter(answerUnderWay).forEach(saveConversation);
+  for (const one of conversations.filter(answerUnderWay)) {
+    answerUnderWay(one).message.running = 0;
+    saveConversation(one);
+  }
 });
 onFull(showError);
-onOtherTab(() => {
-  const own = conversations.filter((one) => one === current || answerUnderWay(one));
-  const others = load().filter((one) => !own.some((mine) => mine.id === one.id));
-  conversations = [...own, ...others];
-  const stored = readConversations().find((one) => one.id === current.id);
-  const hasChanged = stored && JSON.stringify(stored.messages) !== JSON.stringify(current.messages);
-  if (hasChanged && !answerUnderWay(current)) {
-    Object.assign(current, stored, { draft: current.draft });
+onOtherTab((id) => {
+  const mine = conversations.find((one) => one.id === id);
+  if (mine) return takeOver(mine);
+  const found = readConversation(id);
+  if (found) conversations.push(found);
+  showSidebar();
+});
+onNews((conversation, news) => {
+  const own = answerUnderWay(conversation)?.message, isCurrent = conversation === current;
+  if (own && !conversation.messages[own.id]) stop(conversation);
+  if (news === "deleted") {
+    stop(conversation);
+    conversations = conversations.filter((one) => one !== conversation);
+    if (!isCurrent) return showSidebar();
+    current = createConversation();
+    current.draft = input.value; // what was typed here stays
+    open(current);
+    showError("This conversation was deleted in another tab.");
+  } else if (news === "grown") {
+    if (isCurrent) path(current).filter((one) => isRunning(one) && one !== own).forEach(grow);
+  } else if (isCurrent) {
     show();
   } else {
     showSidebar();

@@ -2,13 +2,15 @@
 
 import { button, copyButton, counted, element, find } from "./dom.js";
 import { openEnd, render, renderAll, rendered, showBlocks } from "./markdown.js";
-import { branches, path, show as showBranch } from "./tree.js";
+import { branches, isRunning, path, show as showBranch } from "./tree.js";
 
 const RENDER_EVERY = 250; // ms between two renderings of a growing answer, at least
 const NEAR_END = 40; // pixels
 
 const list = find("messages");
 const articles = new WeakMap(); // by message
+const editors = new WeakMap(); // by message: the form in its place
+const growing = new WeakMap(); // by message, while it grows
 let actions = {}; // what the buttons of a message do
 let isFollowing = true; // the end is in view
 
@@ -16,14 +18,16 @@ export function onAction(callbacks) {
   actions = callbacks;
 }
 
-export function showMessages(conversation, growing = null) {
-  const focus = focusedButton();
+// `own`: the answer that this tab writes.
+export function showMessages(conversation, own = null) {
+  const focused = document.activeElement, place = focusedButton();
   const messages = path(conversation);
   list.replaceChildren(...messages.map((one, index) =>
-    toArticle(conversation, one, index === messages.length - 1, one === growing)));
-  restore(focus);
+    toArticle(conversation, one, index === messages.length - 1, one === own)));
+  if (list.contains(focused)) focused.focus({ preventScroll: true }); // an edit goes on
+  else restore(place);
   showRendered(messages.filter((one) =>
-    one.role === "assistant" && one !== growing && rendered(one.content) === null));
+    one.role === "assistant" && !isRunning(one) && rendered(one.content) === null));
 }
 
 export function scrollToEnd() {
@@ -52,9 +56,16 @@ function showAsHtml(body, blocks, kept) {
   showBlocks(body, blocks, kept);
 }
 
-function toArticle(conversation, message, isLast, isGrowing) {
-  const isAnswer = message.role === "assistant";
+function toArticle(conversation, message, isLast, isOwn) {
+  const isAnswer = message.role === "assistant", isGrowing = isRunning(message);
   const name = isAnswer ? "Model" : "You";
+  const article = element("article", "", { className: message.role }, element("h2", name));
+  articles.set(message, article);
+  if (!isGrowing) stopGrowing(message);
+  if (editors.has(message)) {
+    article.append(editors.get(message));
+    return article;
+  }
   const body = element("div", message.content, { className: "body plain" });
   const blocks = isAnswer && !isGrowing ? rendered(message.content) : null;
   if (blocks !== null) showAsHtml(body, blocks);
@@ -66,10 +77,9 @@ function toArticle(conversation, message, isLast, isGrowing) {
   if (isAnswer) row.append(toButton("Regenerate", message), toButton("Fork", message));
   else if (isLast) row.append(toButton("Try again", message));
   row.append(toButton("Delete", message));
-  const article = element("article", "", { className: message.role }, element("h2", name), body);
-  articles.set(message, article);
-  if (isGrowing) article.classList.add("growing");
-  else if (isAnswer && message.finish !== "stop") article.append(toNotice(message, isLast));
+  article.append(body);
+  article.classList.toggle("growing", isGrowing);
+  if (isAnswer && !isOwn && message.finish !== "stop") article.append(toNotice(message, isLast));
   article.append(row);
   return article;
 }
@@ -79,6 +89,9 @@ function toButton(name, message) {
 }
 
 function toNotice(message, isLast) {
+  if (isRunning(message)) {
+    return element("p", "Another tab is writing this answer.", { className: "notice" });
+  }
   const cut = `Cut at ${counted(message.tokens, "token")}`;
   const reasons = { length: cut, abort: "Stopped", error: "Cut off by an error" };
   const notice = element("p", reasons[message.finish] ?? "Incomplete", { className: "notice" });
@@ -116,18 +129,19 @@ function restore(focus) {
   (same ?? other)?.focus({ preventScroll: true });
 }
 
-// Replaces a message by a field. `done` is called with the new text.
+// Replaces a message by a field until it is closed. `done` is called with the new text.
 export function edit(message, action, done) {
-  const article = articles.get(message);
   const field = element("textarea", "", { value: message.content, ariaLabel: "Edit the message" });
   const close = () => {
-    form.replaceWith(...hidden);
-    article.querySelector("[data-action=Edit]").focus();
+    editors.delete(message);
+    actions.Show();
+    articles.get(message).querySelector("[data-action=Edit]").focus();
   };
   const form = element("form", "", {
     className: "edit",
     onsubmit: (event) => {
       event.preventDefault();
+      if (list.ariaBusy === "true") return;
       const text = field.value.trim();
       close();
       if (text && text !== message.content) done(text);
@@ -140,16 +154,26 @@ export function edit(message, action, done) {
     },
   }, field, element("div", "", { className: "row" },
     element("button", action, { className: "primary" }), button("Cancel", close)));
-  const hidden = [...article.children].slice(1);
-  hidden[0].replaceWith(form);
-  for (const one of hidden.slice(1)) one.remove();
+  editors.set(message, form);
+  actions.Show();
   field.style.height = `${Math.min(field.scrollHeight + 2, innerHeight / 2)}px`;
   field.focus();
 }
 
+// Shows more of an answer that is being written, here or in another tab.
+export function grow(message) {
+  if (!growing.has(message)) growing.set(message, new GrowingMessage(message));
+  growing.get(message).update();
+}
+
+function stopGrowing(message) {
+  growing.get(message)?.finish();
+  growing.delete(message);
+}
+
 // Shows a growing answer: new text in the next frame, as HTML a few times a second. Only its last
 // two blocks are rendered again: new text does not change earlier ones.
-export class GrowingMessage {
+class GrowingMessage {
   constructor(message) {
     this.message = message;
     this.frame = 0;

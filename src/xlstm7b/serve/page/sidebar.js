@@ -1,19 +1,19 @@
 // The list of conversations: search, and a menu for each. On a phone it is a drawer.
 
 import { button, element, find } from "./dom.js";
-import { matches } from "./tree.js";
+import { isRunning, matches } from "./tree.js";
 
 const list = find("conversations"), search = find("search"), menu = find("menu");
 const drawer = find("sidebar"), narrow = matchMedia("(max-width: 50rem)");
 let handlers = {}; // open, and what the menu's items do
-let shown = { conversations: [], current: null, running: new Set() };
+let shown = { conversations: [], current: null };
 
 export function onSidebar(callbacks) {
   handlers = callbacks;
 }
 
-export function showConversations(conversations, current, running) {
-  shown = { conversations, current, running };
+export function showConversations(conversations, current) {
+  shown = { conversations, current };
   const words = search.value.trim();
   const found = conversations.filter((one) => !words || matches(one, words))
     .sort((a, b) => b.updated - a.updated);
@@ -33,7 +33,7 @@ function toItem(conversation) {
   }, { className: "open", title: name });
   if (conversation === shown.current) open.setAttribute("aria-current", "page");
   const item = element("li", "", { data: { id: conversation.id } }, open);
-  if (shown.running.has(conversation.id)) {
+  if (Object.values(conversation.messages).some(isRunning)) {
     open.append(element("span", "answering", { className: "dot" }));
   }
   item.append(button("⋯", (event) => openMenu(event.currentTarget, conversation), {
@@ -95,6 +95,6 @@ document.addEventListener("keydown", (event) => {
   }
 });
 search.addEventListener("input", () => {
-  showConversations(shown.conversations, shown.current, shown.running);
+  showConversations(shown.conversations, shown.current);
 });
 closeDrawer();

@@ -3,15 +3,25 @@
 // branch.
 //
 //   conversation: {id, title, updated, draft, state, shown, messages: {id: message}}
-//   message: {id, parent, role, content, finish, tokens, shown}
+//   message: {id, parent, role, content, finish, tokens, created, running, shown}
 //
 // `state` is the memory that the conversation starts from, or null. `finish` of an answer is
 // "stop", or why it is incomplete: "length", "abort" (stopped by the reader) or "error". `tokens`
-// is its length.
+// is its length. `created` is a time, later than that of all messages before. `running` is when the
+// tab that writes an answer last said so, or 0.
 
-export function createConversation(state = null) {
-  const id = `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 8)}`;
+const ID = /^[0-9a-z]+-[0-9a-z]+$/;
+const SILENT = 90_000; // ms: browsers let a tab in the background say something once a minute
+
+const newId = () => `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 10)}`;
+
+export function createConversation(state = null, id = newId()) {
   return { id, title: "", updated: Date.now(), draft: "", state, shown: null, messages: {} };
+}
+
+// Whether a tab is writing an answer.
+export function isRunning(message) {
+  return Date.now() - message.running < SILENT;
 }
 
 // The messages that are shown, in order.
@@ -32,7 +42,12 @@ export function lineage(conversation, message) {
 
 // The branches at a message: all messages with its parent, itself included, oldest first.
 export function branches(conversation, message) {
-  return Object.values(conversation.messages).filter((one) => one.parent === message.parent);
+  return Object.values(conversation.messages).filter((one) => one.parent === message.parent)
+    .sort(byAge);
+}
+
+function byAge(one, other) {
+  return one.created - other.created || (one.id < other.id ? -1 : 1);
 }
 
 function holder(conversation, parent) {
@@ -41,14 +56,30 @@ function holder(conversation, parent) {
 
 // Adds a message after `parent`, an id or null, and shows it.
 export function add(conversation, parent, role, content, finish = "stop") {
-  const numbers = Object.keys(conversation.messages).map((id) => Number(id.slice(1)));
-  const id = `m${Math.max(0, ...numbers) + 1}`;
-  const message = { id, parent, role, content, finish, tokens: 0, shown: null };
-  conversation.messages[id] = message;
+  const times = Object.values(conversation.messages).map((one) => one.created + 1);
+  const created = Math.max(Date.now(), ...times);
+  const rest = { finish, tokens: 0, created, running: 0, shown: null };
+  const message = { id: newId(), parent, role, content, ...rest };
+  insert(conversation, message);
   conversation.updated = Date.now();
-  if (!conversation.title && role === "user") conversation.title = toTitle(content);
   show(conversation, message);
   return message;
+}
+
+// Another branch that is shown stays.
+function insert(conversation, message) {
+  conversation.messages[message.id] = message;
+  holder(conversation, message.parent).shown ??= message.id;
+  if (!conversation.title && message.role === "user") conversation.title = toTitle(message.content);
+}
+
+// Adds messages from elsewhere that are not there but whose parents are. Returns those.
+export function adopt(conversation, messages) {
+  return messages.toSorted(byAge).filter((one) => {
+    const isNew = !conversation.messages[one.id] && holder(conversation, one.parent);
+    if (isNew) insert(conversation, { ...one, shown: null });
+    return isNew;
+  });
 }
 
 export function toTitle(text) {
@@ -56,13 +87,21 @@ export function toTitle(text) {
   return line.length > 60 ? `${line.slice(0, 59)}…` : line;
 }
 
-export function show(conversation, message) {
-  holder(conversation, message.parent).shown = message.id;
+export function show(conversation, { id }) {
+  const message = conversation.messages[id]; // another tab may have deleted it
+  if (message) holder(conversation, message.parent).shown = id;
+}
+
+// The ids of those that are shown, in every branch.
+export function shownMessages(conversation) {
+  return Object.values(conversation.messages)
+    .filter((one) => holder(conversation, one.parent).shown === one.id).map((one) => one.id);
 }
 
 // Removes a message and all that follow it, in every branch. Another branch is shown if there is
 // one.
 export function remove(conversation, message) {
+  if (!conversation.messages[message?.id]) return; // another tab was first
   for (const one of Object.values(conversation.messages)) {
     if (one.parent === message.id) remove(conversation, one);
   }
@@ -83,7 +122,8 @@ export function countFrom(conversation, message) {
 export function fork(conversation, message) {
   const copy = createConversation(conversation.state);
   for (const one of path(conversation)) {
-    addParsed(copy, path(copy).at(-1)?.id ?? null, one);
+    const parent = path(copy).at(-1)?.id ?? null;
+    add(copy, parent, one.role, one.content, one.finish).tokens = one.tokens;
     if (one === message) break;
   }
   copy.title = `${conversation.title} (fork)`;
@@ -96,47 +136,65 @@ export function matches(conversation, words) {
 }
 
 // A conversation from JSON of a file or of the browser's storage: this form, or OpenAI's list of
-// messages. Anything else is an Error. The id is new unless `keepId`.
-export function parse(value, keepId = false) {
-  const result = createConversation(parseState(value?.state));
-  if (keepId && typeof value?.id === "string") result.id = value.id;
-  if (typeof value?.draft === "string") result.draft = value.draft;
+// messages. Anything else is an Error. What has no id gets one that is made of its content: the
+// same file gives the same ids.
+export function parse(value) {
   const given = Array.isArray(value) ? value : value?.messages;
+  if (given === null || typeof given !== "object") throw new Error("it holds no conversation");
+  const id = ID.test(value.id) ? value.id : toId(JSON.stringify(given));
+  const result = createConversation(parseState(value.state), id);
+  if (typeof value.draft === "string") result.draft = value.draft;
   if (Array.isArray(given)) {
     for (const one of given) {
       if (one?.role === "system") continue;
       addParsed(result, path(result).at(-1)?.id ?? null, one);
     }
-  } else if (given && typeof given === "object") {
-    parseTree(given, value.shown, result);
   } else {
-    throw new Error("it holds no conversation");
+    parseTree(given, value.shown, result);
   }
-  if (typeof value?.title === "string" && value.title) result.title = value.title;
-  if (typeof value?.updated === "number") result.updated = value.updated;
+  if (typeof value.title === "string" && value.title) result.title = value.title;
+  if (typeof value.updated === "number") result.updated = value.updated;
   return result;
 }
 
-function addParsed(result, parent, one) {
+// A message from JSON, without its id.
+export function parseMessage(one) {
   const roles = ["user", "assistant"];
   if (!roles.includes(one?.role) || typeof one.content !== "string") {
     throw new Error("a message must have the role user or assistant, and a text");
   }
-  const message = add(result, parent, one.role, one.content, one.finish ?? "stop");
-  message.tokens = Number(one.tokens ?? 0);
-  return message;
+  const { parent = null, role, content, finish = "stop" } = one;
+  const [tokens, created, running] = [one.tokens, one.created, one.running].map((n) => +n || 0);
+  return { parent, role, content, finish, tokens, created, running };
+}
+
+function addParsed(result, parent, one, id) {
+  const message = { ...parseMessage(one), id, parent, running: 0, shown: null };
+  if (!ID.test(id)) message.id = toId(JSON.stringify([parent, message.role, message.content]));
+  message.created ||= Object.keys(result.messages).length;
+  if (!result.messages[message.id]) insert(result, message);
+  return message.id;
 }
 
 function parseTree(given, shown, result) {
-  const ids = new Map([[null, null]]); // ids in the file to new ones
+  const ids = new Map([[null, null]]); // ids in the file to those here
   for (const [id, one] of Object.entries(given)) {
     if (!ids.has(one?.parent)) throw new Error(`the message ${id} comes before its parent`);
-    ids.set(id, addParsed(result, ids.get(one.parent), one).id);
+    ids.set(id, addParsed(result, ids.get(one.parent), one, id));
   }
   for (const [id, one] of [[null, { shown }], ...Object.entries(given)]) {
     const child = result.messages[ids.get(one.shown ?? null)];
     if (child?.parent === ids.get(id)) show(result, child);
   }
+}
+
+function toId(text) {
+  let one = 0x3c6ef372, other = 0x1f83d9ab;
+  for (let index = 0; index < text.length; index++) {
+    one = Math.imul(one ^ text.charCodeAt(index), 0x9e3779b1);
+    other = Math.imul(other + text.charCodeAt(index), 0x85ebca77) ^ (other >>> 15);
+  }
+  return `0-${(one >>> 0).toString(36)}${(other >>> 0).toString(36)}`;
 }
 
 function parseState(state) {
