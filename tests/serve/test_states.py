@@ -401,6 +401,18 @@ def test_a_state_is_extended_without_generating(live: LiveServer, kind: str) -> 
     assert message == "exactly one of prompt and messages is needed"
 
 
+def test_an_empty_text_is_not_saved(live: LiveServer) -> None:
+    before = live.client.get(STATES).json()["data"]
+    for prompt in ("", []):
+        for stream in (False, True):
+            message = live.refused(STATES, 400, prompt=prompt, stream=stream)
+            assert message == "prompt is empty: there is no text to save a state of"
+    for content in (b"", "\ufeff".encode()):
+        answer = live.client.put(STATES, content=content, headers={"content-type": "text/plain"})
+        assert (answer.status_code, error_of(answer)["param"]) == (400, "prompt")
+    assert live.client.get(STATES).json()["data"] == before
+
+
 @pytest.mark.parametrize("template", [None, CHATML])
 def test_a_conversation_is_extended_without_generating(
     generator: Generator, tmp_path: Path, template: str | None

@@ -37,8 +37,8 @@ _CPU_SECONDS = 0.2
 # llguidance recurses along chains of rules. With the usual 8 MB, a chain of 4000 ends the process.
 _STACK_BYTES = 256 << 20
 _MAX_LEXER_STATES = 50_000  # of up to 2 kB each; all outputs with a grammar share them
-# The model could write white space for ever. 40 characters are a deep indentation.
-WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+# Between two tokens of JSON. Small models would spend their tokens on more of it.
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]"
 
 _Words = NDArray[np.int32]
 _Result = TypeVar("_Result")

@@ -800,6 +800,9 @@ async def reading_request(
             prompt = _render(model, body.messages, add_generation_prompt=False)
         after = _start_of_next_turn(model.chat_format, prompt)
     ids = [] if prompt == [] else (await _encode(service, body, prompt, state))[0]
+    if not ids and state is None:
+        param = protocol.prompt_field(body)
+        raise ApiError(400, f"{param} is empty: there is no text to save a state of", param=param)
     request = Request(ids, state=state, keep_state=True, prefill_only=True, adapter=model.adapter)
     await _prepare(service, [request], body)
     return request, after
