@@ -1,6 +1,9 @@
 """Batches: the same samples for any number of ranks, after any resume, at any batch size."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -15,7 +18,13 @@ from torch import Tensor
 from xlstm7b.config import ModelConfig
 from xlstm7b.data.loader import Batch, Loader, source_seed, validation_batches
 from xlstm7b.data.pack import PackedDataset
-from xlstm7b.data.shards import ShardFolder, TokenShard
+from xlstm7b.data.shards import (
+    ShardFolder,
+    ShardWriter,
+    TokenShard,
+    open_folder,
+    write_manifest,
+)
 
 T = 16
 
@@ -145,6 +154,65 @@ def test_a_later_stage_reads_the_same_documents_in_another_order():
     assert windows[0] != windows[7]
     assert set(windows[0]) == set(windows[7])
     assert len(set(windows[0])) == 12
+
+
+MANY_SHARDS = """
+import resource, sys
+from pathlib import Path
+
+limits = int(sys.argv[1]), int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+import numpy as np
+from xlstm7b.data.pack import PackedDataset
+from xlstm7b.data.shards import open_folder
+
+def opened():
+    return len([*Path("/proc/self/fd").iterdir()])
+
+before = opened()
+folders = [open_folder(path) for path in sys.argv[4:]]
+assert all(folder.documents == 120 for folder in folders)
+datasets = [
+    PackedDataset(folder, context_length=16, seed=3, packing=packing)
+    for folder in folders
+    for packing in ("windows", "best-fit")
+]
+samples = [dataset.sample(index) for index in range(80) for dataset in datasets]
+np.savez(sys.argv[3], *(np.stack(part) for part in zip(*samples)))
+assert opened() - before <= (limits[1] // 2 if limits[1] < 1200 else 1200), opened()
+assert (opened() > 500) == (limits[1] > 1000)
+assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == limits[1]  # raised
+"""
+
+
+@pytest.mark.parametrize("limits", [(64, 4096), (64, 96), (64, 64)])
+def test_more_shards_than_files_may_be_open(limits, tmp_path):
+    """A map keeps a file open. The limit is raised; where that is too little, maps are closed."""
+    draw = np.random.default_rng(0)
+    for name in ("web", "code"):
+        entries = []
+        for number in range(120):
+            path = tmp_path / name / f"{number:05d}.ds"
+            path.parent.mkdir(exist_ok=True)
+            with ShardWriter(path, vocab_size=320, has_mask=name == "code") as writer:
+                ids = draw.integers(1, 320, draw.integers(1, 30))
+                writer.add(ids, ids % 2 if name == "code" else None)
+            entries.append(writer.entry)
+        write_manifest(path.parent, entries, vocab_size=320, tokenizer_fingerprint="bytes")
+    folders = [str(tmp_path / name) for name in ("web", "code")]
+    script, file = tmp_path / "script.py", tmp_path / "samples.npz"
+    script.write_text(MANY_SHARDS)
+    command = [sys.executable, script, *map(str, limits), file, *folders]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    datasets = [
+        PackedDataset(open_folder(folder), context_length=T, seed=3, packing=packing)
+        for folder in folders
+        for packing in ("windows", "best-fit")
+    ]
+    samples = [dataset.sample(index) for index in range(80) for dataset in datasets]
+    with np.load(file) as found:
+        for part, name in zip(zip(*samples, strict=True), found.files, strict=True):
+            np.testing.assert_array_equal(np.stack(part), found[name])
 
 
 def test_seeds_and_names_give_orders_of_their_own():

@@ -90,21 +90,19 @@ class PackedDataset:
             raise ValueError(
                 f'packing must be "windows", "best-fit" or "documents", not {packing!r}'
             )
-        # Plain views of the memory maps: slicing an np.memmap takes a microsecond longer.
-        self._tokens = [np.asarray(shard.tokens) for shard in folder.shards]
-        self._masks = [None if s.mask is None else np.asarray(s.mask) for s in folder.shards]
-        self._ends = [np.asarray(shard.ends) for shard in folder.shards]
-        self._firsts = np.cumsum([0, *map(len, self._ends[:-1])])  # each shard's first document
-        self._folder, self._vocab_size = folder, folder.vocab_size or 1 << 32
+        counts = [len(shard.ends) for shard in folder.shards]
+        self._firsts = np.cumsum([0, *counts[:-1]])  # each shard's first document
+        self._shards, self._folder = folder.shards, folder.path
+        self._vocab_size = folder.vocab_size or 1 << 32
         self.context_length, self.padding_token = context_length, padding_token
         self._has_first = first_token is not None
         self._first_input = folder.eos_token_id if first_token is None else first_token
         self._is_alone = packing == "documents"
         self._layout: _Layout
         if packing == "windows":
-            self._layout = _Windows(self._ends, context_length, seed)
+            self._layout = _Windows(folder, context_length, seed)
         else:
-            self._layout = _Pieces(self._ends, context_length, seed, join=not self._is_alone)
+            self._layout = _Pieces(folder, context_length, seed, join=not self._is_alone)
 
     @property
     def windows(self) -> int:
@@ -130,13 +128,14 @@ class PackedDataset:
         firsts = ends - lengths
         filled = int(ends[-1])
         into.mask[:filled] = True
-        for shard, offset, first, end in zip(
+        opened = self._shards
+        for number, offset, first, end in zip(
             shards.tolist(), offsets.tolist(), firsts.tolist(), ends.tolist(), strict=True
         ):
-            span = slice(offset, offset + end - first)
-            into.targets[first:end] = self._tokens[shard][span]
-            if (mask := self._masks[shard]) is not None:
-                into.mask[first:end] = mask[span]
+            shard, span = opened[number], slice(offset, offset + end - first)
+            into.targets[first:end] = shard.tokens[span]
+            if shard.mask is not None:
+                into.mask[first:end] = shard.mask[span]
         if into.targets[into.targets[:filled].argmax()] >= self._vocab_size:  # max takes longer
             raise self._damaged(index)
         into.tokens[1:filled] = into.targets[: filled - 1]
@@ -148,7 +147,7 @@ class PackedDataset:
         if self._is_alone:
             return
         for cut in np.flatnonzero(starts):
-            before = self._tokens[shards[cut]][offsets[cut] - 1]
+            before = self._shards[int(shards[cut])].tokens[offsets[cut] - 1]
             if before >= self._vocab_size:
                 raise self._damaged(index)
             into.tokens[firsts[cut]] = before
@@ -161,23 +160,24 @@ class PackedDataset:
         """The error for sample `index`, which holds an id above the vocabulary."""
         documents, starts, stops = self._layout.pieces(index)
         shards, offsets = self._locate(documents, starts)
-        for shard, offset, start, stop in zip(shards, offsets, starts, stops, strict=True):
+        for number, offset, start, stop in zip(shards, offsets, starts, stops, strict=True):
             first = offset - (start > 0)  # the token before a piece is read too
-            piece = self._tokens[shard][first : offset + stop - start]
+            shard = self._shards[int(number)]
+            piece = shard.tokens[first : offset + stop - start]
             if (largest := piece.max()) >= self._vocab_size:
                 break
-        folder = self._folder.path
         return ValueError(
-            f"{self._folder.shards[shard].path} is damaged: token {first + piece.argmax()} is the "
-            f"id {largest}, but the ids of {folder} end at {self._vocab_size - 1}; "
-            f"check it with `xlstm7b prepare --verify {folder}`"
+            f"{shard.path} is damaged: token {first + piece.argmax()} is the id {largest}, but the "
+            f"ids of {self._folder} end at {self._vocab_size - 1}; "
+            f"check it with `xlstm7b prepare --verify {self._folder}`"
         )
 
     def _locate(self, documents: Numbers, starts: Lengths) -> tuple[NDArray[np.int64], Lengths]:
         """The shard of each piece, and its offset there."""
         shards = np.searchsorted(self._firsts, documents, side="right") - 1
+        opened = self._shards
         offsets = starts + [
-            self._ends[shard][document - 1] if document else 0
+            opened[shard].ends.item(document - 1) if document else 0
             for shard, document in zip(
                 shards.tolist(), (documents - self._firsts[shards]).tolist(), strict=True
             )
@@ -200,9 +200,9 @@ class _Epoch(NamedTuple):
 class _Windows:
     """Documents concatenated in each epoch's order."""
 
-    def __init__(self, shard_ends: list[Lengths], context_length: int, seed: int | None) -> None:
-        self._shard_ends, self._context_length, self._seed = shard_ends, context_length, seed
-        self._epoch_length = sum(int(ends[-1]) for ends in shard_ends)
+    def __init__(self, folder: ShardFolder, context_length: int, seed: int | None) -> None:
+        self._folder, self._context_length, self._seed = folder, context_length, seed
+        self._epoch_length = folder.tokens
         self.windows = -(-self._epoch_length // context_length)
         self._epochs: dict[int, _Epoch] = {}
         self._page_size = max(1, min(_PAGE_WINDOWS, self._epoch_length // context_length))
@@ -240,7 +240,7 @@ class _Windows:
         if number not in self._epochs:
             # A window may reach into the next epoch, and shuffled windows go back and forth there.
             self._epochs = {n: epoch for n, epoch in self._epochs.items() if abs(n - number) == 1}
-            lengths = _lengths(self._shard_ends)
+            lengths = _lengths(self._folder)
             documents = permutation(len(lengths), self._seed, number)
             self._epochs[number] = _Epoch(documents, np.cumsum(lengths[documents]))
         return self._epochs[number]
@@ -250,10 +250,10 @@ class _Pieces:
     """Whole documents, where they fit. With `join`, several in one window."""
 
     def __init__(
-        self, shard_ends: list[Lengths], context_length: int, seed: int | None, *, join: bool
+        self, folder: ShardFolder, context_length: int, seed: int | None, *, join: bool
     ) -> None:
         self._seed = seed
-        lengths = _lengths(shard_ends)
+        lengths = _lengths(folder)
         counts = -(-lengths // context_length)
         documents = np.repeat(np.arange(len(lengths)), counts)
         number = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -326,5 +326,5 @@ def permutation(count: int, seed: int | None, epoch: int) -> Numbers:
     return numbers.astype(np.uint32 if count < 2**32 else np.int64)
 
 
-def _lengths(shard_ends: list[Lengths]) -> Lengths:
-    return np.concatenate([np.diff(ends, prepend=0) for ends in shard_ends])
+def _lengths(folder: ShardFolder) -> Lengths:
+    return np.concatenate([np.diff(shard.ends, prepend=0) for shard in folder.shards])

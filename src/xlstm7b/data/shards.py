@@ -12,14 +12,20 @@ is being written it holds `unfinished.json`.
 """
 
 import hashlib
+import mmap
 import os
+import resource
+import threading
 from array import array
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Annotated, Any, Literal, NamedTuple, Self
+from typing import IO, Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +37,7 @@ from xlstm7b.report import counted
 
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished.json"
+MAX_MAPS = 48_000  # a process may have 65,530 (Linux's default vm.max_map_count)
 
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 Ids = Sequence[int] | npt.NDArray[Any]
@@ -53,7 +60,7 @@ class ShardFolder:
     """
 
     path: Path
-    shards: list[TokenShard]
+    shards: Sequence[TokenShard]
     vocab_size: int | None = None
     tokenizer_fingerprint: str | None = None
     has_mask: bool = False
@@ -61,11 +68,11 @@ class ShardFolder:
     bos_token_id: int | None = 0  # the tokenizer's first token, which is not on disk
     chat_template: str | None = None  # the template of its chats; None if it holds none
 
-    @property
+    @cached_property
     def documents(self) -> int:
         return sum(len(shard.ends) for shard in self.shards)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Number of tokens, including the end of text after each document."""
         return sum(len(shard.tokens) for shard in self.shards)
@@ -117,7 +124,7 @@ def open_folder(
         # datatrove leaves an empty file for a task that had no input.
         if file.stat().st_size and file.name not in names:
             raise ValueError(f"{file} is not listed in {MANIFEST}")
-    shards = []
+    shards = _shards(sum(map(_maps, manifest.shards)))
     for entry in manifest.shards:
         shard = _open_shard(path / entry.name, size, entry.has_mask)
         for what, found, listed in (
@@ -129,7 +136,8 @@ def open_folder(
                     f"{shard.path} is damaged: it holds {counted(found, what)}, "
                     f"but {MANIFEST} lists {listed}"
                 )
-        shards.append(shard)
+        if entry.documents:
+            shards.append(shard)
     for entry in manifest.shards[part] if verify else ():
         for name, digest in entry.sha256.items():
             check_sha256(path / name, digest, MANIFEST)
@@ -138,6 +146,7 @@ def open_folder(
     return _folder(
         path,
         shards,
+        has_mask=any(entry.has_mask and entry.documents for entry in manifest.shards),
         vocab_size=manifest.vocab_size,
         tokenizer_fingerprint=manifest.tokenizer,
         eos_token_id=manifest.eos_token_id,
@@ -172,8 +181,9 @@ def _open_without_manifest(
             f"{path} has no {MANIFEST}, so its tokenizer is unknown: "
             "adopt it with `xlstm7b prepare --adopt`"
         )
-    shards = []
-    for file in sorted(path.glob("*.ds")):
+    files = sorted(path.glob("*.ds"))
+    has_mask, shards = False, _shards(3 * len(files))
+    for file in files:
         shard = _open_shard(file, token_bytes, file.with_name(f"{file.name}.loss").exists())
         has_end = shard.tokens[shard.ends - 1] == eos_token_id
         if not has_end.all():
@@ -181,22 +191,23 @@ def _open_without_manifest(
                 f"{file}: document {has_end.argmin()} does not end with id {eos_token_id}, the end "
                 "of text (set eos_token in datatrove's DocumentTokenizer)"
             )
-        shards.append(shard)
-    return _folder(path, shards, eos_token_id=eos_token_id)
+        if len(shard.ends):
+            has_mask |= shard.mask is not None
+            shards.append(shard)
+    return _folder(path, shards, has_mask=has_mask, eos_token_id=eos_token_id)
 
 
-def _folder(path: Path, shards: list[TokenShard], **about: Any) -> ShardFolder:
-    filled = [shard for shard in shards if len(shard.ends)]
-    if not filled:
+def _folder(path: Path, shards: "list[TokenShard] | _MappedOnDemand", **about: Any) -> ShardFolder:
+    if not shards:
         raise ValueError(f"{path} holds no documents")
-    has_mask = any(shard.mask is not None for shard in filled)
-    return ShardFolder(path, filled, has_mask=has_mask, **about)
+    return ShardFolder(path, shards, **about)
 
 
 def _open_shard(path: Path, size: int, has_mask: bool) -> TokenShard:
+    """Maps a shard and checks its sizes and its index."""
+    shard = _map_shard(path, size, has_mask)
+    _, tokens, ends, mask = shard
     index_path = path.with_name(f"{path.name}.index")
-    tokens, ends = _map(path, f"<u{size}"), _map(index_path, "<i8")
-    mask = _map(path.with_name(f"{path.name}.loss"), "u1") if has_mask else None
     rising = np.diff(ends, prepend=0) > 0
     if not rising.all():
         raise ValueError(
@@ -212,7 +223,87 @@ def _open_shard(path: Path, size: int, has_mask: bool) -> TokenShard:
             f"{path}.loss is damaged: {counted(len(mask), 'byte')} for "
             f"{counted(len(tokens), 'token')}"
         )
-    return TokenShard(path, tokens, ends, mask)
+    return shard
+
+
+# Mapping files. A map keeps its file open, so that many shards reach the limit of open files.
+
+_live: WeakSet[mmap.mmap] = WeakSet()  # all maps of shards in this process
+
+
+def _maps(entry: "ShardEntry") -> int:
+    return 3 if entry.has_mask else 2
+
+
+def _most_maps(wanted: int) -> int:
+    """How many maps there may be. Raises the limit of open files if `wanted` need it."""
+
+    def allowed(files: int) -> int:
+        most = MAX_MAPS if files == resource.RLIM_INFINITY else max(files // 2, files - 1024)
+        return min(most, MAX_MAPS)
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed(soft) < wanted:
+        with suppress(OSError, ValueError):  # macOS has another limit below an infinite one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    return allowed(soft)
+
+
+def _shards(maps: int) -> "list[TokenShard] | _MappedOnDemand":
+    """A list for shards with this number of maps. If those are too many, it closes some of them."""
+    wanted = len(_live) + maps
+    return [] if wanted <= _most_maps(wanted) else _MappedOnDemand()
+
+
+class _MappedOnDemand(Sequence[TokenShard]):
+    """Shards of which as many are mapped as there may be. The one not used for longest is closed.
+
+    All folders of the process share the limit: the one with the most maps closes one.
+    """
+
+    _folders: ClassVar[WeakSet["_MappedOnDemand"]] = WeakSet()
+    _lock: ClassVar = threading.Lock()
+
+    def __init__(self) -> None:
+        self._files: list[tuple[Path, int, bool]] = []  # the arguments of `_map_shard`
+        self._mapped: OrderedDict[int, TokenShard] = OrderedDict()  # the last one used comes last
+        with self._lock:
+            self._folders.add(self)
+
+    def append(self, shard: TokenShard) -> None:
+        self._files.append((shard.path, shard.tokens.itemsize, shard.mask is not None))
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, number: Any) -> Any:
+        with self._lock:
+            if number in self._mapped:
+                self._mapped.move_to_end(number)
+            else:
+                file = self._files[number]
+                self._make_room()
+                self._mapped[number] = _map_shard(*file)
+            return self._mapped[number]
+
+    def _make_room(self) -> None:
+        wanted = len(_live) + 3
+        most = _most_maps(wanted)
+        while len(_live) + 3 > most:
+            largest = max(self._folders, key=lambda folder: len(folder._mapped))
+            if not largest._mapped:
+                return
+            largest._mapped.popitem(last=False)
+
+
+def _map_shard(path: Path, size: int, has_mask: bool) -> TokenShard:
+    return TokenShard(
+        path,
+        _map(path, f"<u{size}"),
+        _map(path.with_name(f"{path.name}.index"), "<i8"),
+        _map(path.with_name(f"{path.name}.loss"), "u1") if has_mask else None,
+    )
 
 
 def _map(path: Path, dtype: str) -> npt.NDArray[Any]:
@@ -221,8 +312,12 @@ def _map(path: Path, dtype: str) -> npt.NDArray[Any]:
     size, item = path.stat().st_size, np.dtype(dtype).itemsize
     if size % item:
         raise ValueError(f"{path} is damaged: its size, {size}, is not a multiple of {item}")
-    # An empty file cannot be mapped.
-    return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
+    if not size:  # it cannot be mapped
+        return np.empty(0, dtype)
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    _live.add(mapped)
+    return np.frombuffer(mapped, dtype)  # unlike an np.memmap, it is fast to slice
 
 
 # The manifest
@@ -268,9 +363,9 @@ def _read_manifest(folder: Path) -> _Manifest:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ValueError(f"{path} is damaged: {where}: {first['msg']}") from error
-    names = [entry.name for entry in manifest.shards]
+    times = Counter(entry.name for entry in manifest.shards)
     for entry in manifest.shards:
-        if names.count(entry.name) > 1:
+        if times[entry.name] > 1:
             raise ValueError(f"{path} is damaged: it lists {entry.name} twice")
         if list(entry.sha256) != _file_names(entry.name, entry.has_mask):
             raise ValueError(f"{path} is damaged: the sha256 sums of {entry.name} are incomplete")
