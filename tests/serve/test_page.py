@@ -871,8 +871,65 @@ def test_reading_a_document_can_be_cancelled(page: Page, live: LiveServer, tmp_p
     wait_for(lambda: not page.is_shown("#reading"))
     wait_for(live.is_idle)
     assert live.client.get("/v1/states").json()["data"] == []
-    assert page.element("#memory-error").text == ""
+    assert page.text("#memory-error") == "long.txt was not read: you cancelled it."
     page.element("#memories .close").click()
+    assert not page.is_shown("#document")
+
+
+# Reads documents as far as half, and the rest when `window.release()` is called.
+SLOW_READING = """
+const encode = (event) => new TextEncoder().encode(`data: ${JSON.stringify(event)}\\n\\n`);
+const f = window.fetch;
+window.fetch = async (url, options) => {
+  if (options?.method !== 'POST' || !url.pathname.endsWith('/v1/states')) return f(url, options);
+  return new Response(new ReadableStream({ start(controller) {
+    controller.enqueue(encode({ object: 'state.progress', tokens_read: 5, tokens_total: 10 }));
+    window.release = (event) => { controller.enqueue(encode(event)); };
+    options.signal.onabort = () => controller.error(new DOMException('', 'AbortError'));
+  } }));
+};
+"""
+
+
+def test_a_document_is_read_in_the_background(page: Page, tmp_path: Path) -> None:
+    """Esc and × close the dialog. The reading is in view, and its end does not take the view."""
+    document = tmp_path / "sea.txt"
+    document.write_text("The sea was calm.")
+    page.run(SLOW_READING)
+    ends = {
+        "release({object: 'state', id: 'state-1', name: 'sea.txt', tokens: 10, model: 'tiny'})": (
+            "sea.txt was read. Start a conversation from it"
+        ),
+        "release({error: {type: 'server_error', message: 'it failed'}})": (
+            "sea.txt was not read: "
+        ),
+    }
+    for end, note in ends.items():
+        page.press("Memories")
+        page.element("#document-file").send_keys(str(document))
+        wait_for(lambda: page.text("#reading-text") == "Reading sea.txt: 5 of 10 tokens")
+        page.element("#document-file").send_keys(str(document))
+        wait_for(lambda: page.text("#memory-error").startswith("Only one document is read at a"))
+        for close in (Keys.ESCAPE, Keys.ENTER):
+            assert not page.is_shown("#document")
+            page.element("#memories .close").send_keys(close)
+            wait_for(lambda: not page.is_shown("#memories"))
+            wait_for(lambda: page.is_shown("#document"))
+            assert page.text("#document") == "Reading sea.txt: 5 of 10 tokens"
+            page.element("#document").click()
+            assert page.is_shown("#reading-bar")
+        page.element("#memories .close").click()
+        page.element("#input").send_keys("I write")
+        page.run(end)
+        wait_for(lambda n=note: page.text("#document").startswith(n))
+        assert page.text("#title") == "New conversation"
+        assert page.run("return document.activeElement.id") == "input"
+        page.element("#input").clear()
+        page.element("#document").click()
+        assert not page.is_shown("#document")
+        if end.startswith("release({object"):
+            assert page.text("#title") == "sea.txt"
+            page.press("New conversation")
 
 
 def test_a_document_for_a_template_without_system_messages(page: Page, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ export function ask({ title, text = "", action, value = null, secret = false, is
 // A click beside a dialog closes it, as Esc does.
 for (const one of document.querySelectorAll("dialog")) {
   one.addEventListener("click", (event) => {
-    if (event.target === one && !one.dataset.busy) one.close();
+    if (event.target === one) one.close();
   });
   one.querySelector(".close")?.addEventListener("click", () => one.close());
 }

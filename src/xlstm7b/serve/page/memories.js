@@ -7,6 +7,7 @@ import { callServer, getJson, stream } from "./server.js";
 import { systemMessage } from "./settings.js";
 
 const dialog = find("memories"), list = find("memory-list"), fault = find("memory-error");
+const note = find("document"); // about a document that is read while the dialog is closed
 let model = null; // its id
 let start = () => {}; // begins a conversation from a memory
 let reading = null; // an AbortController while a document is read
@@ -19,7 +20,7 @@ export function onStart(callback) {
 export async function openMemories(id) {
   model = id;
   list.replaceChildren();
-  find("no-memories").hidden = true;
+  find("no-memories").hidden = note.hidden = true;
   dialog.showModal();
   await attempt(showList);
 }
@@ -29,7 +30,7 @@ async function attempt(work) {
   try {
     return await work();
   } catch (error) {
-    if (error.name !== "AbortError") fault.textContent = error.message;
+    fault.textContent = error.message;
     return null;
   }
 }
@@ -100,13 +101,18 @@ export async function saveMemory(request, model, name) {
   return getJson("v1/states", { body: { ...request, model, name } });
 }
 
-// Reads a text file into a memory and starts a conversation from it.
+// Reads a text file into a memory and starts a conversation from it. If the dialog is closed
+// meanwhile, a note tells how far the reading is, and the view stays.
 async function readDocument(file) {
-  if (!file || reading) return;
+  if (!file) return;
+  if (reading) throw new Error("Only one document is read at a time: wait for it, or cancel it.");
   const text = decode(file, await file.arrayBuffer());
   reading = new AbortController();
-  dialog.dataset.busy = "true";
   find("reading").hidden = false;
+  note.onclick = () => {
+    note.hidden = true;
+    dialog.showModal();
+  };
   showProgress(file.name, 0, 0);
   let saved = null;
   try {
@@ -122,15 +128,27 @@ async function readDocument(file) {
       if (error.param !== "messages") throw error;
       return read("user"); // this chat template has no system message
     });
+  } catch (error) {
+    const reason = error.name === "AbortError" ? "you cancelled it." : error.message;
+    note.textContent = `${file.name} was not read: ${reason}`;
+    note.onclick = () => { note.hidden = true; };
+    throw new Error(note.textContent);
   } finally {
     reading = null;
-    delete dialog.dataset.busy;
     find("reading").hidden = true;
   }
   announce(`${file.name} was read: ${counted(saved.tokens, "token")}.`);
-  dialog.close();
-  start(toStart(saved));
+  const begin = () => {
+    note.hidden = true;
+    dialog.close();
+    start(toStart(saved));
+  };
+  if (dialog.open) return begin();
+  note.textContent = `${file.name} was read. Start a conversation from it`;
+  note.onclick = begin;
 }
+
+dialog.addEventListener("close", () => { note.hidden = reading === null; });
 
 function decode(file, content) {
   try {
@@ -145,7 +163,7 @@ function showProgress(name, read, total) {
   const bar = find("reading-bar");
   if (total) Object.assign(bar, { max: total, value: read });
   else bar.removeAttribute("value"); // it moves to and fro
-  find("reading-text").textContent = total
+  find("reading-text").textContent = note.textContent = total
     ? `Reading ${name}: ${read.toLocaleString()} of ${counted(total, "token")}`
     : `Sending ${name} …`;
 }
@@ -162,15 +180,11 @@ function onFile(id, work) {
   const field = find(id);
   field.addEventListener("change", () => {
     const [file] = field.files;
-    attempt(() => work(file)).finally(() => { field.value = ""; });
+    attempt(() => work(file));
+    field.value = "";
   });
 }
 
 onFile("document-file", readDocument);
 onFile("memory-file", upload);
 find("reading-stop").addEventListener("click", () => reading?.abort());
-dialog.addEventListener("cancel", (event) => { // Esc
-  if (!reading) return;
-  event.preventDefault();
-  reading.abort();
-});
