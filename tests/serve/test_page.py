@@ -256,18 +256,226 @@ def test_conversations(page: Page, downloads: Path, tmp_path: Path) -> None:
     wait_for(lambda: (downloads / "Hello-fork.json").exists())
     saved = json.loads((downloads / "Hello-fork.json").read_text())
     assert [one["title"] for one in saved["conversations"]] == ["Hello (fork)"]
+    # What is here already is not imported again, and what was written since stays.
+    page.say("Later")
+    page.wait()
+    page.element("#import-file").send_keys(str(downloads / "xlstm7b-conversations.json"))
+    wait_for(lambda: page.text("#status") == "Imported: 0 new messages")
+    assert sorted(page.conversations()) == ["<b>Greetings</b>", "Hello (fork)"]
+    page.open("Hello (fork)")
+    assert page.texts()[:-2] == fork
+    assert page.texts()[-2] == ("user", "Later")
+    # A message that was deleted comes back.
+    page.press("Delete", -1, within="#messages")
+    page.answer_question()
+    page.press("Delete", 2, within="#messages")
+    page.answer_question()
+    assert page.texts() == fork[:2]
+    page.element("#import-file").send_keys(str(downloads / "xlstm7b-conversations.json"))
+    wait_for(lambda: page.text("#status") == "Imported: 2 new messages")
+    page.open("Hello (fork)")
+    assert page.texts() == fork
     # OpenAI's list of messages is a conversation as well; anything else is refused.
     plain = tmp_path / "plain.json"
-    plain.write_text(json.dumps([{"role": "user", "content": "Hi"}]))
-    page.element("#import-file").send_keys(str(plain))
-    wait_for(lambda: page.texts() == [("user", "Hi")])
-    for content in ("{", "{}", '[{"role": "user"}]', '{"messages": {"a": {"parent": "b"}}}'):
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}, {"type": "image_url"}]
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "Ho"},
+    ]
+    plain.write_text(json.dumps(messages))
+    texts = [("user", "Hi[image_url]"), ("assistant", "Ho")]
+    for count in ("2 new messages", "0 new messages"):
+        page.element("#import-file").send_keys(str(plain))
+        wait_for(lambda c=count: page.text("#status") == f"Imported: {c}")
+        assert page.texts() == texts
+        assert len(page.conversations()) == 3
+    faults = {
+        "{": "it is not a JSON file.",
+        "{}": "it holds no conversation.",
+        "7": "it holds no conversation.",
+        '[{"role": "user"}]': "it has a message without a text, or of neither a user nor an "
+        "assistant.",
+        '{"messages": {"a": {"parent": "b"}}}': "its messages are not in order.",
+    }
+    for content, fault in faults.items():
         plain.write_text(content)
         page.element("#import-file").send_keys(str(plain))
-        wait_for(lambda: page.error().startswith("“plain.json” was not imported"))
+        wait_for(lambda f=fault: page.error() == f"“plain.json” was not imported: {f}")
         page.element("#error-close").click()
     page.driver.refresh()
-    wait_for(lambda: page.texts() == [("user", "Hi")])
+    wait_for(lambda: page.texts() == texts)
+
+
+def test_titles_use_their_room_and_forks_have_names(page: Page) -> None:
+    page.recite("Hi")
+    title = "What the sea was like when it was calm"
+    page.say(title)
+    page.wait()
+    page.run("document.activeElement.blur()")
+    edges = (
+        "const li = document.querySelector('#conversations li'), more = li.querySelector('.more');"
+        "const right = (e) => e.getBoundingClientRect().right, isHidden = +getComputedStyle(more)"
+        ".opacity === 0; return [...[...li.querySelectorAll('.open span')].map(right),"
+        " right(li) - (isHidden ? 0 : more.offsetWidth)]"
+    )
+    name, _, room = page.run(edges)
+    assert room - 12 < name < room
+    for _ in range(3):
+        page.press("Fork", 0)
+    assert page.conversations()[0] == f"{title} (fork 3)"
+    assert set(page.conversations()[1:]) == {title, f"{title} (fork)", f"{title} (fork 2)"}
+    for phone in (False, True):
+        page.emulate(phone=phone)
+        ends = "return [...document.querySelectorAll('#conversations .open span:nth-child(2)')]"
+        ends += ".map(e => [e.textContent, e.scrollWidth <= e.parentElement.clientWidth])"
+        assert page.run(ends)[0] == [" (fork 3)", True]
+        heading = (
+            "const [name, end] = document.querySelector('#title').children, box = (e) =>"
+            " e.getBoundingClientRect(); return [end.textContent,"
+            " box(end).right <= box(end.parentElement).right, name.clientWidth > 100]"
+        )
+        assert page.run(heading) == [" (fork 3)", True, True]
+    page.emulate()
+    name, end, room = page.run(edges)
+    assert name < end < room
+    page.picture("forks")
+
+
+def test_a_stop_before_the_first_word_is_no_error(page: Page) -> None:
+    hint = "Enter sends, Shift+Enter starts a new line, Esc stops."
+    page.recite("Hi")
+    page.say("Hello")
+    page.wait()
+    assert page.text("#status").startswith("1 token · ")
+    page.run("window.isHeld = true")
+    page.say("Again")
+    wait_for(page.is_answering)
+    page.element("body").send_keys(Keys.ESCAPE)
+    page.wait()
+    assert page.error() == ""
+    assert page.texts()[-1] == ("user", "Again")
+    assert page.text("#status") == hint  # no figures of the answer before
+    page.run("window.isHeld = false")
+    page.press("Try again")
+    page.wait()
+    assert page.text("#status").startswith("1 token · ")
+    page.run(CHATS_ONLY, "data: [DONE]\n\n")
+    page.press("Regenerate", -1)
+    wait_for(lambda: page.error() == "The answer was empty.")
+    assert page.text("#status") == hint
+    page.run("window.fetch = window.kept")
+
+
+def test_errors_are_sentences_for_the_reader(page: Page, live: LiveServer, tmp_path: Path) -> None:
+    """Neither the server's words for programs, nor those of JavaScript."""
+    page.say("Hello")
+    page.wait()
+    page.set("max_tokens", 1 << 20)
+    page.press("Regenerate")
+    expected = "The server does not allow this “Max tokens”: change it in Settings."
+    wait_for(lambda: page.error() == expected)
+    page.set("max_tokens", 5)
+    page.element("#save-memory").click()
+    page.answer_question("Gone")
+    wait_for(lambda: page.text("#status").startswith("Memory saved: "))
+    page.press("Memories")
+    wait_for(lambda: page.is_shown("#memory-list li"))
+    page.press("Start")
+    (state,) = live.client.get("/v1/states").json()["data"]
+    live.client.delete(f"/v1/states/{state['id']}")
+    page.say("Hello?")
+    wait_for(lambda: page.error() == "This memory is no longer on the server.")
+    page.press("Memories")
+    document = tmp_path / "long.txt"
+    document.write_text("The sea was calm. " * 300_000)
+    page.element("#document-file").send_keys(str(document))
+    expected = "This is too long for the server: it takes at most 4.2 MB."
+    wait_for(lambda: page.text("#memory-error") == f"long.txt was not read: {expected}")
+    page.element("#memories .close").click()
+    page.press("New conversation")
+    errors = [
+        (400, {"message": "too many", "code": "context_length_exceeded"}, "This is too long for"),
+        (400, {"message": "no", "param": "messages"}, "The model's chat template does not allow"),
+        (400, {"message": "no"}, "The server does not allow this (error 400)."),
+        (404, {"message": "no", "code": "model_not_found"}, "This model is no longer on the serv"),
+        (408, {"message": "no"}, "Sending took too long. Try again."),
+        (409, {"message": "no"}, "This memory is damaged, or belongs to another model."),
+        (409, {"message": "no", "code": "states_full"}, "The server has no room for another mem"),
+        (413, None, "This is too long for the server."),
+        (500, {"message": "no"}, "The server has failed (error 500)."),
+        (503, {"message": "no"}, "The server is starting or stopping."),
+        (507, {"message": "no"}, "The server could not save the memory. Its disk may be full."),
+    ]
+    page.run(
+        "window.kept = window.fetch; window.fetch = async () =>"
+        " new Response(JSON.stringify({ error: window.failure[1] }), { status: failure[0] })"
+    )
+    for number, (status, error, sentence) in enumerate(errors):
+        page.run("window.failure = arguments[0]", [status, error])
+        if number:
+            page.press("Try again")
+        else:
+            page.say("Hello")
+        wait_for(lambda s=sentence: page.error().startswith(s))
+    page.run("window.fetch = async () => new Response('<h1>')")
+    page.press("Memories")
+    wait_for(lambda: page.text("#memory-error") == "The server's answer cannot be read.")
+    page.element("#memories .close").click()
+    page.run("window.fetch = window.kept")
+    page.errors_logged()
+
+
+def test_right_to_left_texts(page: Page) -> None:
+    answer = "مرحبا **بك**\n\n- واحد\n- two\n\n> اقتباس\n\nEnglish\n\n```\ncode\n```\n"
+    page.recite(answer)
+    field = page.element("#input")
+    direction = "return getComputedStyle(document.querySelector(arguments[0])).direction"
+    field.send_keys("السلام عليكم")
+    assert page.run(direction, "#input") == "rtl"
+    field.send_keys(Keys.ENTER)
+    page.wait()
+    body = "article.assistant .body"
+    wanted = {
+        **{"article.user .body": "rtl", "#title .name": "rtl", ".open .name": "rtl"},
+        **{f"{body} > p": "rtl", f"{body} li": "rtl", f"{body} blockquote": "rtl"},
+        **{f"{body} > p:nth-of-type(2)": "ltr", f"{body} pre": "ltr", f"{body} .code-head": "ltr"},
+    }
+    assert {selector: page.run(direction, selector) for selector in wanted} == wanted
+    page.press("Edit", 0)
+    assert page.run(direction, ".edit textarea") == "rtl"
+    page.press("Cancel", within=".edit")
+    page.picture("right-to-left")
+
+
+def test_enter_does_the_same_in_both_editors(page: Page) -> None:
+    page.recite("Hi")
+    page.element("#input").send_keys("a", Keys.SHIFT, Keys.ENTER, Keys.NULL, "b", Keys.ENTER)
+    page.wait()
+    assert page.texts()[0] == ("user", "a\nb")
+    page.press("Edit", 0)
+    page.element(".edit textarea").send_keys(Keys.SHIFT, Keys.ENTER, Keys.NULL, "c", Keys.ENTER)
+    page.wait()
+    assert page.texts() == [("user", "a\nb\nc"), ("assistant", "Hi")]
+    page.press("Edit", 1)
+    page.element(".edit textarea").send_keys("!", Keys.ENTER)
+    assert page.texts()[1] == ("assistant", "Hi!")
+    # A key that ends the input of a Japanese word, say, sends nothing.
+    for selector in ("#input", ".edit textarea"):
+        if selector.startswith(".edit"):
+            page.press("Edit", 0)
+        page.run(
+            "const field = document.querySelector(arguments[0]); field.value = 'あ';"
+            "field.dispatchEvent(new KeyboardEvent('keydown',"
+            " {key: 'Enter', isComposing: true, bubbles: true}))",
+            selector,
+        )
+        assert page.run("return document.querySelector(arguments[0]).value", selector) == "あ"
+    page.emulate(phone=True)
+    field = page.element(".edit textarea")
+    field.send_keys(Keys.ENTER)
+    assert "\n" in page.run("return document.querySelector('.edit textarea').value")
+    page.press("Cancel", within=".edit")
 
 
 # Chats are answered with a text. Other requests fail.
@@ -337,10 +545,13 @@ def test_an_error_of_an_answer_stays_when_the_connection_is_back(page: Page) -> 
 
 def test_failures_of_the_server_are_explained(page: Page) -> None:
     answers = {
-        "return new Response('<h1>', {status: 502})": "The server answered with error 502",
+        "return new Response('<h1>', {status: 502})": "The server does not answer.",
         "return new Response(JSON.stringify({error: {message: 'it is full'}}),"
-        "{status: 429, headers: {'retry-after': '7'}})": "it is full: try again in 7 s",
-        'return new Response(\'data: {"error": {"message": "it failed"}}\\n\\n\')': "it failed",
+        "{status: 429, headers: {'retry-after': '7'}})": "The server is busy. Try again in 7 s.",
+        'return new Response(\'data: {"error": {"message": "it failed"}}\\n\\n\')': (
+            "The server has failed (error 500)."
+        ),
+        "return new Response('data: <h1>\\n\\n')": "The server's answer cannot be read.",
     }
     page.say("Hello")
     page.wait()
@@ -373,7 +584,7 @@ def test_a_wrong_key_is_asked_for_again(page: Page, live: LiveServer) -> None:
     page.run("sessionStorage.setItem('xlstm7b-key', 'wrong')")
     page.driver.get(with_key(live))
     wait_for(lambda: page.is_shown("#question"))
-    assert page.error() == "this API key is wrong"
+    assert page.error() == "This API key is wrong."
     assert page.run("return document.activeElement.id") == "question-field"
     assert page.run("return document.activeElement.type") == "password"
     page.element("#question-field").send_keys("also wrong", Keys.ENTER)
@@ -856,7 +1067,7 @@ def test_memories(
     page.element("#document-file").send_keys(str(document))
     wait_for(lambda: "“sea.txt” is not a text file" in page.text("#memory-error"))
     page.element("#memory-file").send_keys(str(document))
-    wait_for(lambda: "no state of this server's model" in page.text("#memory-error"))
+    wait_for(lambda: page.text("#memory-error").startswith("This file is not a memory"))
     page.errors_logged()
     page.element("#memories .close").click()
 
@@ -878,13 +1089,14 @@ def test_reading_a_document_can_be_cancelled(page: Page, live: LiveServer, tmp_p
 
 # Reads documents as far as half, and the rest when `window.release()` is called.
 SLOW_READING = """
-const encode = (event) => new TextEncoder().encode(`data: ${JSON.stringify(event)}\\n\\n`);
+const encode = (event, end = '') =>
+  new TextEncoder().encode(`data: ${JSON.stringify(event)}\\n\\n${end}`);
 const f = window.fetch;
 window.fetch = async (url, options) => {
   if (options?.method !== 'POST' || !url.pathname.endsWith('/v1/states')) return f(url, options);
   return new Response(new ReadableStream({ start(controller) {
     controller.enqueue(encode({ object: 'state.progress', tokens_read: 5, tokens_total: 10 }));
-    window.release = (event) => { controller.enqueue(encode(event)); };
+    window.release = (event) => controller.enqueue(encode(event, 'data: [DONE]\\n\\n'));
     options.signal.onabort = () => controller.error(new DOMException('', 'AbortError'));
   } }));
 };

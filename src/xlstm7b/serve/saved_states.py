@@ -206,7 +206,7 @@ def _http_errors(state_id: str | None = None, param: str | None = None) -> Itera
         raise ApiError(404, message, param=param, code="state_not_found") from error
     except StoreFull as error:
         message = "there is no room for another saved state: delete one first"
-        raise ApiError(409, message) from error
+        raise ApiError(409, message, code="states_full") from error
     except (ValueError, OSError) as error:
         if state_id is None:
             _LOG.exception("a state could not be saved")

@@ -1,7 +1,7 @@
 // Answers: the request for one, its stream, and how fast it comes. Several conversations can have
 // an answer under way at the same time.
 
-import { announce, counted, find, toSize } from "./dom.js";
+import { announce, counted, Fault, find, toSize } from "./dom.js";
 import { render } from "./markdown.js";
 import { grow } from "./messages.js";
 import { stream } from "./server.js";
@@ -37,7 +37,7 @@ export async function answer(conversation, question, model, changed) {
     remove(conversation, message);
     if (before) show(conversation, before);
   }
-  return error ?? (message.content ? null : new Error("The answer was empty."));
+  return error;
 }
 
 // Lets the model write on at the end of an answer.
@@ -81,6 +81,8 @@ async function run(conversation, message, request, model, changed) {
     message.finish = error.name === "AbortError" ? "abort" : "error";
     failure = error.name === "AbortError" ? null : error;
   }
+  const isStopped = controller.signal.aborted;
+  if (!message.content && !isStopped) failure ??= new Fault("The answer was empty.");
   await render(message.content); // so that the last text appears as HTML at once
   clearInterval(saving);
   message.running = 0;

@@ -6,11 +6,13 @@ import {
   answer, answerUnderWay, continueAnswer, showStatus, stop, toRequest,
 } from "./answers.js";
 import { ask } from "./dialog.js";
-import { announce, counted, download, element, find, toFileName, toSize } from "./dom.js";
+import {
+  announce, counted, download, element, Fault, find, isSend, toFileName, toSentence, toSize, touch,
+} from "./dom.js";
 import { onStart, openMemories, saveMemory } from "./memories.js";
 import { edit, grow, onAction, scrollToEnd, showMessages } from "./messages.js";
 import { callServer, getJson, useKey } from "./server.js";
-import { closeDrawer, nameOf, onSidebar, showConversations } from "./sidebar.js";
+import { closeDrawer, nameOf, onSidebar, showConversations, toLine } from "./sidebar.js";
 import {
   exportConversations, importConversations, onFull, onNews, onOtherTab, readConversation,
   readConversations, readForTab, readSetting, removeConversation, saveConversation, saveForTab,
@@ -22,8 +24,6 @@ import {
 
 const input = find("input");
 const HINT = "Enter sends, Shift+Enter starts a new line, Esc stops.";
-// On a phone Enter breaks the line: its keyboard has no Shift+Enter.
-const touch = matchMedia("(pointer: coarse)");
 
 const statuses = new WeakMap(); // a conversation: the line about its last answer
 
@@ -77,7 +77,7 @@ function show() {
   showMessages(current, own?.message);
   const isEmpty = current.shown === null;
   const isBusy = own !== null;
-  find("title").textContent = nameOf(current);
+  find("title").replaceChildren(...toLine(nameOf(current)));
   document.title = current.title || model?.id || "xlstm7b";
   find("welcome").hidden = !isEmpty;
   find("welcome-documents").hidden = !model?.saves_states || current.state !== null;
@@ -106,6 +106,7 @@ async function generate(conversation, work) {
   if (!model) await showModel();
   if (!model || answerUnderWay(conversation)) return;
   hideError();
+  statuses.delete(conversation);
   const error = await work(model, (isStart) => {
     if (isStart) {
       saveConversation(conversation);
@@ -162,7 +163,7 @@ onAction({
   Regenerate: (message) => reply(current, current.messages[message.parent]),
   "Try again": (message) => reply(current, message),
   Continue: (message) => generate(current, (...rest) => continueAnswer(current, message, ...rest)),
-  Fork: (message) => open(fork(current, message)),
+  Fork: (message) => open(fork(current, message, conversations.map((one) => one.title))),
   async Delete(message) {
     const later = countFrom(current, message) - 1;
     const what = later > 1 ? "later messages go" : "later message goes";
@@ -215,17 +216,20 @@ find("import-file").addEventListener("change", async (event) => {
   const [file] = event.target.files;
   if (!file) return;
   try {
-    const imported = importConversations(await file.text()).map((one) => {
+    let added = 0;
+    const imported = importConversations(await file.text().catch(() => "")).map((one) => {
       const mine = conversations.find(({ id }) => id === one.id);
-      if (mine) adopt(mine, Object.values(one.messages));
-      else conversations.push(one);
+      if (mine) added += adopt(mine, Object.values(one.messages)).length;
+      else added += Object.keys(one.messages).length;
+      if (!mine) conversations.push(one);
       saveConversation(mine ?? one);
       return mine ?? one;
     });
-    open(imported[0]);
-    announce(`${counted(imported.length, "conversation")} imported.`);
+    if (imported.length) open(imported[0]);
+    showStatus(`Imported: ${counted(added, "new message")}`);
+    announce(find("status").textContent);
   } catch (error) {
-    showError(`“${file.name}” was not imported: ${error.message}`);
+    showError(`“${file.name}” was not imported: ${toSentence(error)}`);
   }
   closeDrawer();
   event.target.value = "";
@@ -270,7 +274,7 @@ function hideError() {
 }
 
 async function showFailure(error) {
-  showError(error.message, error.status);
+  showError(toSentence(error), error.status);
   if (error.status === 0) waitForServer();
   if (error.status !== 401) return;
   const key = await ask({
@@ -301,7 +305,8 @@ async function waitForServer() {
 
 async function showModel() {
   try {
-    models = (await getJson("v1/models")).data;
+    models = (await getJson("v1/models")).data ?? [];
+    if (!models.length) throw new Fault("The server has no model.");
     const chosen = readSetting("model");
     model = models.find((one) => one.id === chosen) ?? models[0];
     const picker = find("model");
@@ -335,7 +340,7 @@ input.addEventListener("input", () => {
   fitInput();
 });
 input.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !touch.matches) {
+  if (isSend(event)) {
     event.preventDefault();
     send();
   }

@@ -1,4 +1,4 @@
-// Small helpers for elements, sizes, files and the clipboard.
+// Small helpers for elements, keys, sizes, files, the clipboard and errors.
 
 export const find = (id) => document.getElementById(id);
 
@@ -16,6 +16,23 @@ export function element(name, text = "", properties = {}, ...children) {
 
 export function button(text, onclick, properties = {}) {
   return element("button", text, { type: "button", onclick, ...properties });
+}
+
+// On a phone Enter breaks the line: its keyboard has no Shift+Enter.
+export const touch = matchMedia("(pointer: coarse)");
+
+// Whether a key in a text field sends the text.
+export function isSend(event) {
+  return event.key === "Enter" && !event.shiftKey && !event.isComposing && !touch.matches;
+}
+
+// An error whose message is a sentence for the reader.
+export class Fault extends Error {}
+
+export function toSentence(error) {
+  if (error instanceof Fault) return error.message;
+  console.error(error);
+  return "Something went wrong in this page. Reload it and try again.";
 }
 
 // A number with its noun: "1 token", "2,000 tokens".

@@ -62,6 +62,7 @@ export function showBlocks(target, blocks, kept = 0) {
 
 // Code gets a line with its language and a copy button. Wide tables scroll.
 function decorate(block) {
+  block.dir = "auto";
   if (block.tagName === "PRE") return decorateCode(block);
   if (block.tagName === "TABLE") {
     const properties = { className: "table", tabIndex: 0, role: "region", ariaLabel: "Table" };
@@ -76,9 +77,10 @@ function decorate(block) {
 }
 
 function decorateCode(code) {
+  code.dir = "ltr";
   code.tabIndex = 0; // it scrolls, also with the keyboard
   code.ariaLabel = "Code";
-  const head = element("div", "", { className: "code-head" },
+  const head = element("div", "", { className: "code-head", dir: "ltr" },
     element("span", code.dataset.language || "text"),
     copyButton(() => code.textContent, { aria: { label: "Copy code" } }));
   return element("figure", "", { className: "code" }, head, code);

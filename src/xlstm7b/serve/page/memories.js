@@ -1,9 +1,11 @@
 // Memories: states that the server has saved. Each is what the model remembers of a text, in a file
 // whose size does not depend on the text's length. Any number of conversations can start from one.
 
-import { announce, button, counted, download, element, find, toFileName, toSize } from "./dom.js";
+import {
+  announce, button, counted, download, element, Fault, find, toFileName, toSentence, toSize,
+} from "./dom.js";
 import { ask } from "./dialog.js";
-import { callServer, getJson, stream } from "./server.js";
+import { callServer, getBlob, getJson, stream } from "./server.js";
 import { systemMessage } from "./settings.js";
 
 const dialog = find("memories"), list = find("memory-list"), fault = find("memory-error");
@@ -30,7 +32,7 @@ async function attempt(work) {
   try {
     return await work();
   } catch (error) {
-    fault.textContent = error.message;
+    fault.textContent = toSentence(error);
     return null;
   }
 }
@@ -84,8 +86,8 @@ async function rename(state) {
 }
 
 async function save(state) {
-  const response = await callServer(`v1/states/${state.id}/content`);
-  download(toFileName(nameOf(state), ".safetensors"), await response.blob());
+  const content = await getBlob(`v1/states/${state.id}/content`);
+  download(toFileName(nameOf(state), ".safetensors"), content);
 }
 
 async function remove(state) {
@@ -105,10 +107,11 @@ export async function saveMemory(request, model, name) {
 // meanwhile, a note tells how far the reading is, and the view stays.
 async function readDocument(file) {
   if (!file) return;
-  if (reading) throw new Error("Only one document is read at a time: wait for it, or cancel it.");
-  const text = decode(file, await file.arrayBuffer());
+  if (reading) throw new Fault("Only one document is read at a time: wait for it, or cancel it.");
+  const text = await decode(file);
   reading = new AbortController();
   find("reading").hidden = false;
+  note.className = "";
   note.onclick = () => {
     note.hidden = true;
     dialog.showModal();
@@ -128,11 +131,13 @@ async function readDocument(file) {
       if (error.param !== "messages") throw error;
       return read("user"); // this chat template has no system message
     });
+    if (!saved) throw new Fault("the server did not save it.");
   } catch (error) {
-    const reason = error.name === "AbortError" ? "you cancelled it." : error.message;
+    const reason = error.name === "AbortError" ? "you cancelled it." : toSentence(error);
     note.textContent = `${file.name} was not read: ${reason}`;
+    note.className = "fault";
     note.onclick = () => { note.hidden = true; };
-    throw new Error(note.textContent);
+    throw new Fault(note.textContent);
   } finally {
     reading = null;
     find("reading").hidden = true;
@@ -150,12 +155,13 @@ async function readDocument(file) {
 
 dialog.addEventListener("close", () => { note.hidden = reading === null; });
 
-function decode(file, content) {
+async function decode(file) {
   try {
+    const content = await file.arrayBuffer();
     const text = new TextDecoder("utf-8", { fatal: true }).decode(content);
     if (text.trim() && !text.includes("\0")) return text;
-  } catch { /* not UTF-8 */ }
-  throw new Error(`“${file.name}” is not a text file, or it is empty. `
+  } catch { /* it is gone, or not UTF-8 */ }
+  throw new Fault(`“${file.name}” is not a text file, or it is empty. `
     + "Convert PDF and Word files to text first.");
 }
 

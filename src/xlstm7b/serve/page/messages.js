@@ -1,6 +1,6 @@
 // The list of messages: their texts and buttons, an answer that grows, and scrolling.
 
-import { button, copyButton, counted, element, find } from "./dom.js";
+import { button, copyButton, counted, element, find, isSend } from "./dom.js";
 import { openEnd, render, renderAll, rendered, showBlocks } from "./markdown.js";
 import { branches, isRunning, path, show as showBranch } from "./tree.js";
 
@@ -66,7 +66,7 @@ function toArticle(conversation, message, isLast, isOwn) {
     article.append(editors.get(message));
     return article;
   }
-  const body = element("div", message.content, { className: "body plain" });
+  const body = element("div", message.content, { className: "body plain", dir: "auto" });
   const blocks = isAnswer && !isGrowing ? rendered(message.content) : null;
   if (blocks !== null) showAsHtml(body, blocks);
   const ariaLabel = `${name}: actions`;
@@ -131,7 +131,9 @@ function restore(focus) {
 
 // Replaces a message by a field until it is closed. `done` is called with the new text.
 export function edit(message, action, done) {
-  const field = element("textarea", "", { value: message.content, ariaLabel: "Edit the message" });
+  const field = element("textarea", "", {
+    value: message.content, ariaLabel: "Edit the message", dir: "auto",
+  });
   const close = () => {
     editors.delete(message);
     actions.Show();
@@ -147,10 +149,13 @@ export function edit(message, action, done) {
       if (text && text !== message.content) done(text);
     },
     onkeydown: (event) => {
-      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
-      if (event.key !== "Escape") return;
-      event.stopPropagation();
-      close();
+      if (event.target === field && isSend(event)) {
+        event.preventDefault();
+        form.requestSubmit();
+      } else if (event.key === "Escape") {
+        event.stopPropagation();
+        close();
+      }
     },
   }, field, element("div", "", { className: "row" },
     element("button", action, { className: "primary" }), button("Cancel", close)));

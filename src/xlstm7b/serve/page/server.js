@@ -1,5 +1,8 @@
-// Requests to the server. A failure is an Error with a readable message. Its `status` is the HTTP
-// status, 0 without an answer, and its `param` the field that the server refuses.
+// Requests to the server. A failure is a fault with a sentence for the reader. Its `status` is the
+// HTTP status, 0 without an answer, and its `param` the field that the server refuses.
+
+import { Fault, toSize } from "./dom.js";
+import { labelOf } from "./settings.js";
 
 let key = "";
 
@@ -7,7 +10,7 @@ export function useKey(value) {
   key = value;
 }
 
-class ServerError extends Error {
+class ServerFault extends Fault {
   constructor(message, status, param = null) {
     super(message);
     Object.assign(this, { status, param });
@@ -15,6 +18,42 @@ class ServerError extends Error {
 }
 
 const LOST = "The connection was lost.";
+const UNREADABLE = "The server's answer cannot be read.";
+const CODES = {
+  context_length_exceeded: "This is too long for the model. Delete messages, or begin a new "
+    + "conversation.",
+  model_not_found: "This model is no longer on the server.",
+  state_not_found: "This memory is no longer on the server.",
+  states_full: "The server has no room for another memory. Delete one first.",
+};
+const STATUSES = {
+  408: "Sending took too long. Try again.",
+  409: "This memory is damaged, or belongs to another model.",
+  413: "This is too long for the server.",
+  429: "The server is busy.",
+  502: "The server does not answer.",
+  503: "The server is starting or stopping.",
+  504: "The server does not answer.",
+  507: "The server could not save the memory. Its disk may be full.",
+};
+
+// What an error of the server means for the reader. The server's own words are for programs.
+function explain(status, error, isFile = false) {
+  const { message = "", param = null, code } = error ?? {}, label = labelOf(param);
+  console.warn(`error ${status}: ${message}`);
+  if (CODES[code]) return CODES[code];
+  if (status === 401) return key ? "This API key is wrong." : "This server needs an API key.";
+  if (status === 400) {
+    if (isFile) return "This file is not a memory of this server's model.";
+    if (label) return `The server does not allow this “${label}”: change it in Settings.`;
+    if (param === "messages") return "The model's chat template does not allow these messages.";
+  }
+  const bytes = status === 413 && message.match(/(\d+) bytes/)?.[1];
+  if (bytes) return `This is too long for the server: it takes at most ${toSize(Number(bytes))}.`;
+  if (STATUSES[status]) return STATUSES[status];
+  const what = status < 500 ? "The server does not allow this" : "The server has failed";
+  return `${what} (error ${status}).`;
+}
 
 // `body`, if any, is sent as JSON, and `file` as it is. Returns the response if its status is 2xx.
 export async function callServer(path, { body, file, method, signal } = {}) {
@@ -32,38 +71,54 @@ export async function callServer(path, { body, file, method, signal } = {}) {
   }).catch(unlessAborted("The server does not answer."));
   if (response.ok) return response;
   const content = await response.json().catch(() => null); // an answer of a proxy may not be JSON
-  const reason = content?.error?.message ?? `The server answered with error ${response.status}`;
+  const error = content?.error;
   const seconds = response.headers.get("retry-after");
-  const message = seconds ? `${reason}: try again in ${seconds} s` : reason;
-  throw new ServerError(message, response.status, content?.error?.param);
+  const sentence = explain(response.status, error, Boolean(file));
+  const message = seconds ? `${sentence} Try again in ${seconds} s.` : sentence;
+  throw new ServerFault(message, response.status, error?.param);
 }
 
 export async function getJson(path, options) {
-  return (await callServer(path, options)).json();
+  return (await callServer(path, options)).json().catch(unlessAborted(UNREADABLE));
 }
 
-// Calls `receive` with every event of a streamed answer.
+export async function getBlob(path) {
+  return (await callServer(path)).blob().catch(unlessAborted(LOST));
+}
+
+// Calls `receive` with every event of a streamed answer, until [DONE].
 export async function stream(path, body, signal, receive) {
   const response = await callServer(path, { body: { ...body, stream: true }, signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let buffer = "";
   for (;;) {
     const { value, done } = await reader.read().catch(unlessAborted(LOST));
-    if (done) throw new ServerError(LOST, 0);
+    if (done) throw new ServerFault(LOST, 0);
     const events = (buffer + value).split("\n\n");
     buffer = events.pop();
     for (const event of events) {
       const data = event.slice("data: ".length);
       if (data === "[DONE]") return;
-      const content = JSON.parse(data);
-      if (content.error) throw new ServerError(content.error.message, 500, content.error.param);
-      receive(content);
+      receive(parseEvent(data));
     }
   }
 }
 
+function parseEvent(data) {
+  let content = null;
+  try {
+    content = JSON.parse(data);
+  } catch {
+    throw new ServerFault(UNREADABLE, 500);
+  }
+  if (!content.error) return content;
+  const { type, param } = content.error;
+  const status = type === "rate_limit_error" ? 429 : param ? 400 : 500;
+  throw new ServerFault(explain(status, content.error), status, param);
+}
+
 function unlessAborted(message) {
   return (error) => {
-    throw error.name === "AbortError" ? error : new ServerError(message, 0);
+    throw error.name === "AbortError" ? error : new ServerFault(message, 0);
   };
 }

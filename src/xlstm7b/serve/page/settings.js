@@ -52,6 +52,10 @@ export function sampling() {
   return Object.fromEntries(Object.entries(numbers).filter(([, value]) => value !== ""));
 }
 
+export function labelOf(name) {
+  return FIELDS[name]?.label;
+}
+
 export function systemMessage() {
   return values.system.trim();
 }

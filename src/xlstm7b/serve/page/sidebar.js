@@ -1,7 +1,7 @@
 // The list of conversations: search, and a menu for each. On a phone it is a drawer.
 
 import { button, element, find } from "./dom.js";
-import { isRunning, matches } from "./tree.js";
+import { FORK, isRunning, matches } from "./tree.js";
 
 const list = find("conversations"), search = find("search"), menu = find("menu");
 const drawer = find("sidebar"), narrow = matchMedia("(max-width: 50rem)");
@@ -25,12 +25,20 @@ export function nameOf(conversation) {
   return conversation.title || (conversation.state ? conversation.state.name : "New conversation");
 }
 
+// A title as one line. If it is too long for its place, its end is cut, but not “(fork 2)”.
+export function toLine(name) {
+  const [end = ""] = name.match(FORK) ?? [];
+  const start = name.slice(0, name.length - end.length);
+  return [element("span", start, { className: "name", dir: "auto" }), element("span", end)];
+}
+
 function toItem(conversation) {
   const name = nameOf(conversation);
-  const open = button(name, () => {
+  const open = button("", () => {
     closeDrawer();
     handlers.open(conversation);
   }, { className: "open", title: name });
+  open.append(...toLine(name));
   if (conversation === shown.current) open.setAttribute("aria-current", "page");
   const item = element("li", "", { data: { id: conversation.id } }, open);
   if (Object.values(conversation.messages).some(isRunning)) {

@@ -4,6 +4,7 @@
 // Every message has its own key, and so has the rest of a conversation, its head. Several tabs can
 // change one conversation: each writes only what it has changed, and takes over the rest.
 
+import { Fault } from "./dom.js";
 import { adopt, parse, parseMessage, remove, show, shownMessages } from "./tree.js";
 
 const PREFIX = "xlstm7b/"; // then a conversation's id, and for a message "/" and its id
@@ -180,9 +181,10 @@ export function exportConversations(conversations) {
 }
 
 export function importConversations(text) {
-  const value = JSON.parse(text);
+  const value = attempt(() => JSON.parse(text));
+  if (value === undefined) throw new Fault("it is not a JSON file.");
   const given = value?.conversations ?? [value];
-  if (!Array.isArray(given)) throw new Error("it holds no conversations");
+  if (!Array.isArray(given)) throw new Fault("it holds no conversations.");
   const conversations = given.map((one) => parse(one));
   for (const { id } of conversations) deleted.delete(id);
   return conversations;

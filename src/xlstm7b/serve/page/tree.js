@@ -10,7 +10,10 @@
 // is its length. `created` is a time, later than that of all messages before. `running` is when the
 // tab that writes an answer last said so, or 0.
 
+import { Fault } from "./dom.js";
+
 const ID = /^[0-9a-z]+-[0-9a-z]+$/;
+export const FORK = /( \(fork( \d+)?\))+$/; // the end of a title
 const SILENT = 90_000; // ms: browsers let a tab in the background say something once a minute
 
 const newId = () => `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 10)}`;
@@ -118,15 +121,19 @@ export function countFrom(conversation, message) {
   return children.reduce((count, one) => count + countFrom(conversation, one), 1);
 }
 
-// A new conversation with the shown messages up to this one.
-export function fork(conversation, message) {
+// A new conversation with the shown messages up to this one, and a title that is not among these.
+export function fork(conversation, message, titles) {
   const copy = createConversation(conversation.state);
   for (const one of path(conversation)) {
     const parent = path(copy).at(-1)?.id ?? null;
     add(copy, parent, one.role, one.content, one.finish).tokens = one.tokens;
     if (one === message) break;
   }
-  copy.title = `${conversation.title} (fork)`;
+  const original = conversation.title.replace(FORK, "");
+  copy.title = `${original} (fork)`;
+  for (let number = 2; titles.includes(copy.title); number++) {
+    copy.title = `${original} (fork ${number})`;
+  }
   return copy;
 }
 
@@ -140,13 +147,13 @@ export function matches(conversation, words) {
 // same file gives the same ids.
 export function parse(value) {
   const given = Array.isArray(value) ? value : value?.messages;
-  if (given === null || typeof given !== "object") throw new Error("it holds no conversation");
+  if (given === null || typeof given !== "object") throw new Fault("it holds no conversation.");
   const id = ID.test(value.id) ? value.id : toId(JSON.stringify(given));
   const result = createConversation(parseState(value.state), id);
   if (typeof value.draft === "string") result.draft = value.draft;
   if (Array.isArray(given)) {
     for (const one of given) {
-      if (one?.role === "system") continue;
+      if (["system", "developer"].includes(one?.role)) continue;
       addParsed(result, path(result).at(-1)?.id ?? null, one);
     }
   } else {
@@ -159,13 +166,18 @@ export function parse(value) {
 
 // A message from JSON, without its id.
 export function parseMessage(one) {
-  const roles = ["user", "assistant"];
-  if (!roles.includes(one?.role) || typeof one.content !== "string") {
-    throw new Error("a message must have the role user or assistant, and a text");
+  const { parent = null, role, finish = "stop" } = one ?? {}, content = toPlain(one?.content);
+  if (!["user", "assistant"].includes(role) || content === null) {
+    throw new Fault("it has a message without a text, or of neither a user nor an assistant.");
   }
-  const { parent = null, role, content, finish = "stop" } = one;
   const [tokens, created, running] = [one.tokens, one.created, one.running].map((n) => +n || 0);
   return { parent, role, content, finish, tokens, created, running };
+}
+
+// OpenAI's content may be a list of parts. One that is no text becomes its type: [image_url].
+function toPlain(content) {
+  if (!Array.isArray(content)) return typeof content === "string" ? content : null;
+  return content.map((part) => part?.text ?? `[${part?.type}]`).join("");
 }
 
 function addParsed(result, parent, one, id) {
@@ -179,7 +191,7 @@ function addParsed(result, parent, one, id) {
 function parseTree(given, shown, result) {
   const ids = new Map([[null, null]]); // ids in the file to those here
   for (const [id, one] of Object.entries(given)) {
-    if (!ids.has(one?.parent)) throw new Error(`the message ${id} comes before its parent`);
+    if (!ids.has(one?.parent)) throw new Fault("its messages are not in order.");
     ids.set(id, addParsed(result, ids.get(one.parent), one, id));
   }
   for (const [id, one] of [[null, { shown }], ...Object.entries(given)]) {
