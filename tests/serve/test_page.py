@@ -580,6 +580,54 @@ def test_failures_of_the_server_are_explained(page: Page) -> None:
     page.errors_logged()  # the browser looks for the icon at the proxy's path
 
 
+@pytest.mark.parametrize("size", [1, 2, 7, 1 << 20])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_every_form_of_server_sent_events(page: Page, end: str, size: int) -> None:
+    """Comments, other fields, data in several lines or without a space, and pieces of any size."""
+    lines = [
+        ": keep-alive",
+        "",
+        ":",
+        "id: 1",
+        "retry: 10",
+        'data: {"choices": [{"delta": {"content": "o: né "}}]}',
+        "",
+        "",
+        'data:{"choices":',
+        "data",
+        "event: message",
+        "a\u2028b: c",
+        'data: [{"delta": {"content": "two"}}]}',
+        "",
+        "event: ping",
+        "data: {}",
+        "",
+        ": comment",
+        'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}',
+        "",
+        "data:[DONE]",
+        "",
+        "",
+    ]
+    page.run(
+        "const [text, size] = arguments, bytes = new TextEncoder().encode('\\ufeff' + text);"
+        "window.kept = window.fetch; window.fetch = async (url, options) => {"
+        " if (!url.pathname.endsWith('/v1/chat/completions')) return kept(url, options);"
+        " return new Response(new ReadableStream({ start(controller) {"
+        "  for (let at = 0; at < bytes.length; at += size)"
+        "   controller.enqueue(bytes.slice(at, at + size));"
+        "  controller.close(); } })) }",
+        end.join(lines),
+        size,
+    )
+    page.say("Hello")
+    wait_for(lambda: len(page.texts()) == 2)
+    page.wait()
+    assert page.error() == ""
+    assert page.texts()[1] == ("assistant", "o: né two")
+    assert not page.is_shown(".notice")
+
+
 def test_a_wrong_key_is_asked_for_again(page: Page, live: LiveServer) -> None:
     page.run("sessionStorage.setItem('xlstm7b-key', 'wrong')")
     page.driver.get(with_key(live))

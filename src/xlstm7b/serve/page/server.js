@@ -90,16 +90,25 @@ export async function getBlob(path) {
 export async function stream(path, body, signal, receive) {
   const response = await callServer(path, { body: { ...body, stream: true }, signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let buffer = "";
+  let rest = "", data = [], name = "", isAfterReturn = false;
   for (;;) {
     const { value, done } = await reader.read().catch(unlessAborted(LOST));
     if (done) throw new ServerFault(LOST, 0);
-    const events = (buffer + value).split("\n\n");
-    buffer = events.pop();
-    for (const event of events) {
-      const data = event.slice("data: ".length);
-      if (data === "[DONE]") return;
-      receive(parseEvent(data));
+    // A line ends with CR LF, LF or CR. After a CR at the end of a piece, the LF may still come.
+    const piece = isAfterReturn && value.startsWith("\n") ? value.slice(1) : value;
+    const lines = (rest + piece).split(/\r\n|\r|\n/);
+    if (value) isAfterReturn = value.endsWith("\r");
+    rest = lines.pop();
+    for (const line of lines) {
+      const [, field, content] = line.match(/^([^:]*):? ?(.*)$/s); // a comment has no field
+      if (field === "data") data.push(content);
+      if (field === "event") name = content;
+      if (line) continue;
+      const text = data.join("\n");
+      if (text === "[DONE]") return;
+      if (text && ["", "message", "error"].includes(name)) receive(parseEvent(text));
+      data = [];
+      name = "";
     }
   }
 }
