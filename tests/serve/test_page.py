@@ -1240,6 +1240,16 @@ def test_settings_are_checked_explained_and_reset(page: Page) -> None:
     values += ".map(name => document.querySelector(`[name=${name}]`).value)"
     assert page.run(values) == ["0.8", "0.95", "1024", ""]
     page.element("#settings .close").click()
+    # Answers are cut after `max_tokens` of the page, whatever the server's default is.
+    page.recite("Hi", finish="length")
+    page.say("Hello")
+    page.wait()
+    for action in ("Continue", "Regenerate"):
+        assert page.run("return window.lastBody.max_tokens") == 1024
+        page.run("window.lastBody = null")
+        page.press(action, -1)
+        page.wait()
+    assert page.run("return window.lastBody.max_tokens") == 1024
 
 
 def test_the_model_and_its_chat_template_are_named(page: Page, live: LiveServer) -> None:
