@@ -223,6 +223,59 @@ def test_logits_and_hidden_states_are_those_of_transformers(ours):
         assert ours.backbone(ids).last_hidden_state.shape == (2, 100, 128)
 
 
+@pytest.mark.parametrize("layers", [[0], (1,), {0, 1}, [], [2], True])
+@pytest.mark.parametrize("in_config", [False, True])
+def test_single_hidden_states_are_those_of_transformers(layers, in_config):
+    ids, theirs, ours = random_ids(2, 30), stock(), optimize(stock())
+    options = {} if in_config else {"output_hidden_states": layers}
+    for model in (theirs, ours) if in_config else ():
+        model.config.output_hidden_states = layers
+    with torch.no_grad():
+        for wanted, got in (
+            (theirs(ids, **options), ours(ids, **options)),
+            (theirs.backbone(ids, **options), ours.backbone(ids, **options)),
+        ):
+            if not layers:
+                assert got.hidden_states is wanted.hidden_states is None
+                continue
+            for one, other in zip(got.hidden_states, wanted.hidden_states, strict=True):
+                assert (one is None) == (other is None)
+                assert one is None or error(one, other) < ROUNDING
+
+
+def test_hidden_states_that_the_config_asks_for_are_returned_for_single_tokens(graphs):
+    model, ids = optimize(stock()), random_ids(1, 8)
+    model.config.output_hidden_states = True
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        assert len(model(ids[:, :1], past_key_values=cache).hidden_states) == 3
+
+
+def test_outputs_and_caches_are_accepted_as_those_of_transformers(ours):
+    ids, theirs = random_ids(2, 30), stock()
+    with torch.no_grad():
+        for one, other in ((ours, theirs), (ours.backbone, theirs.backbone)):
+            got, want = one(ids, use_cache=True), other(ids, use_cache=True)
+            assert got.keys() == want.keys()
+            assert [*map(type, one(ids, use_cache=True, return_dict=False))] == [
+                XLSTMCache if part is want.cache_params else type(part) for part in want.to_tuple()
+            ]
+            mine, cache = got.cache_params, want.cache_params
+            assert mine is got.past_key_values
+            assert isinstance(mine, type(cache))
+            assert mine.dtype == torch.float32
+            assert torch.equal(mine.seqlen_offset, cache.seqlen_offset)
+            assert mine.rnn_state.keys() == cache.rnn_state.keys()
+            for layer, parts in cache.rnn_state.items():
+                for part, expected in zip(mine.rnn_state[layer], parts, strict=True):
+                    assert part.shape == expected.shape
+                # The scale exp(m) of the parts may differ.
+                C, n, m = mine.rnn_state[layer]
+                assert error(C * m[..., None].exp(), parts[0] * parts[2][..., None].exp()) < 1e-4
+                assert error(n * m.exp(), parts[1] * parts[2].exp()) < 1e-4
+    assert XLSTMCache().rnn_state == {}
+
+
 def test_gradients_are_those_of_transformers(ours):
     ids, theirs = random_ids(2, 64), stock().train()
     theirs(ids, labels=ids, use_cache=False).loss.backward()

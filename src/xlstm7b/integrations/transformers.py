@@ -13,7 +13,7 @@ The import alone lets `transformers` load folders with int4 weights.
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -39,7 +39,7 @@ _theirs: Any = modeling_xlstm
 # With the authors' package installed, transformers uses its layers. They have the same names.
 _is_external = getattr(_theirs, "external_xlstm", False)
 _NAMES = ["xLSTMBlock", "xLSTMConfig", "xLSTMForCausalLM", "xLSTMModel", "xLSTMPreTrainedModel"]
-_NAMES += ["xLSTMRMSNorm", *([] if _is_external else ["xLSTMMultiHeadLayerNorm"])]
+_NAMES += ["xLSTMCache", "xLSTMRMSNorm", *([] if _is_external else ["xLSTMMultiHeadLayerNorm"])]
 if _missing := [name for name in _NAMES if not hasattr(_theirs, name)]:
     raise ImportError(
         f"the xLSTM of transformers {transformers.__version__} has no {' and no '.join(_missing)}, "
@@ -175,7 +175,7 @@ def _register_lora_targets() -> None:
     targets.setdefault("xlstm", [*LORA_TARGETS])
 
 
-class XLSTMCache:
+class XLSTMCache(_theirs.xLSTMCache):  # for `isinstance`; `transformers` reads what follows
     """The states of all layers after the tokens read so far, for `past_key_values`.
 
     C, n and m of each layer are float32, whatever the dtype of the model. With
@@ -185,6 +185,7 @@ class XLSTMCache:
 
     # Read by `generate`. With True, it would compile the model and crop without a recording.
     is_compileable = is_croppable = False
+    dtype = torch.float32
 
     def __init__(self) -> None:
         self.states: list[MLSTMState] | None = None  # None before the first token
@@ -193,6 +194,18 @@ class XLSTMCache:
         # k, v, i, f and resets of each call and layer.
         self._recording: list[list[tuple[Tensor, ...]]] | None = None
         self._recorded_from: list[MLSTMState] | None = None
+
+    @property
+    def rnn_state(self) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
+        """C, n and m of each layer, shaped as in the cache of `transformers`."""
+        return {
+            layer: (state.C, state.n, state.m[..., None])
+            for layer, state in enumerate(self.states or [])
+        }
+
+    @property
+    def seqlen_offset(self) -> Tensor:
+        return torch.tensor([self._tokens])
 
     @property
     def is_recording(self) -> bool:
@@ -275,31 +288,34 @@ class XLSTMCache:
             self._recording, self._recorded_from = [], self.states
 
 
+# The fields are those of `transformers`; `past_key_values` is the usual name of a cache.
+
+
 @dataclass
 class XLSTMOutput(ModelOutput):
-    """`last_hidden_state` of the model without its head; the cache is `cache_params` too."""
+    """`last_hidden_state` of the model without its head."""
 
     last_hidden_state: Tensor | None = None
-    past_key_values: XLSTMCache | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
+    cache_params: XLSTMCache | None = None
+    hidden_states: tuple[Tensor | None, ...] | None = None
 
     @property
-    def cache_params(self) -> XLSTMCache | None:
-        return self.past_key_values
+    def past_key_values(self) -> XLSTMCache | None:
+        return self.cache_params
 
 
 @dataclass
 class XLSTMCausalLMOutput(ModelOutput):
-    """float32 `logits`, and the `loss` if labels were given; the cache is `cache_params` too."""
+    """float32 `logits`, and the `loss` if labels were given."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
-    past_key_values: XLSTMCache | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
+    cache_params: XLSTMCache | None = None
+    hidden_states: tuple[Tensor | None, ...] | None = None
 
     @property
-    def cache_params(self) -> XLSTMCache | None:
-        return self.past_key_values
+    def past_key_values(self) -> XLSTMCache | None:
+        return self.cache_params
 
 
 # The modules. Each is the class of the same name with this package's `forward`.
@@ -320,7 +336,7 @@ class xLSTMForCausalLM(_theirs.xLSTMForCausalLM):  # noqa: N801
         position_ids: Tensor | None = None,
         past_key_values: XLSTMCache | None = None,
         logits_to_keep: int | Tensor = 0,
-        output_hidden_states: bool | None = None,
+        output_hidden_states: bool | Collection[int] | None = None,
         **kwargs: Any,
     ) -> XLSTMCausalLMOutput:
         """As every causal language model of `transformers`.
@@ -331,7 +347,11 @@ class xLSTMForCausalLM(_theirs.xLSTMForCausalLM):  # noqa: N801
             position_ids: [B, T] or [1, T]. A 0 after the first column starts a new document.
             past_key_values: The cache, which is updated. `cache_params` is the same.
             logits_to_keep: Number of last positions, or indices, to compute logits for; 0: all.
+            output_hidden_states: True: the embedding and every layer's output. Numbers of layers:
+                the outputs of these layers, None for the others.
         """
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         cache = _checked_cache(past_key_values if past_key_values is not None else cache_params)
         if cache is not None and labels is None and not output_hidden_states:
             graph = find_graph(self, cache, input_ids)
@@ -340,7 +360,7 @@ class xLSTMForCausalLM(_theirs.xLSTMForCausalLM):  # noqa: N801
                 padded = _padded(attention_mask, len(input_ids), 1)
                 live = None if padded is None else ~padded[:, 0]
                 logits = graph.step(cache, input_ids[:, 0], live)
-                return XLSTMCausalLMOutput(logits=logits[:, None], past_key_values=cache)
+                return XLSTMCausalLMOutput(logits=logits[:, None], cache_params=cache)
         output = self.backbone(
             input_ids,
             inputs_embeds=inputs_embeds,
@@ -358,7 +378,7 @@ class xLSTMForCausalLM(_theirs.xLSTMForCausalLM):  # noqa: N801
         if labels is not None:
             size = self.config.vocab_size
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=size, **kwargs)
-        return XLSTMCausalLMOutput(loss, logits, output.past_key_values, output.hidden_states)
+        return XLSTMCausalLMOutput(loss, logits, output.cache_params, output.hidden_states)
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -386,7 +406,7 @@ class xLSTMModel(_theirs.xLSTMModel):  # noqa: N801
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: XLSTMCache | None = None,
-        output_hidden_states: bool | None = None,
+        output_hidden_states: bool | Collection[int] | None = None,
         **kwargs: Any,
     ) -> XLSTMOutput:
         """The arguments are those of `xLSTMForCausalLM.forward`."""
@@ -424,7 +444,11 @@ class xLSTMModel(_theirs.xLSTMModel):  # noqa: N801
         part_length = length
         if not (torch.is_grad_enabled() or output_hidden_states or records):
             part_length = min(length, self.config.max_inference_chunksize)
-        outputs, inputs, seen = [], [], [x]
+        outputs, inputs = [], []
+        seen: list[Tensor | None] = [x]
+        chosen: Collection[int] = range(len(states))
+        if isinstance(output_hidden_states, (list, tuple, set)):
+            seen, chosen = [], output_hidden_states  # the embedding is left out
         for start in range(0, length, part_length):
             part = slice(start, start + part_length)
             y = x[:, part]
@@ -437,12 +461,15 @@ class xLSTMModel(_theirs.xLSTMModel):  # noqa: N801
                     records=records,
                 )
                 inputs.append(recorded)
-                seen += [y] if output_hidden_states else []
+                if output_hidden_states:
+                    seen.append(y if index in chosen else None)
             outputs.append(y)
         y = self.out_norm(outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1))
         if cache is not None:
             cache.update(states, length, inputs if records else None)  # type: ignore[arg-type]
-        hidden = (*seen[:-1], y) if output_hidden_states else None
+        hidden = None
+        if output_hidden_states:
+            hidden = (*seen[:-1], None if seen[-1] is None else y)
         return XLSTMOutput(y, cache if use_cache else None, hidden)
 
 
