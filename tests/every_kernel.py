@@ -2,6 +2,7 @@
 
     python tests/every_kernel.py              # on a GPU: run them, as make sanitize does
     python tests/every_kernel.py --compile    # without a GPU: compile them for an H100 or H200
+    python tests/every_kernel.py --compile --blackwell    # for a B200, with the check of `chained`
 
 It checks that no kernel was left out, not the results: tests do that.
 """
@@ -9,9 +10,11 @@ It checks that no kernel was left out, not the results: tests do that.
 import importlib
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -63,7 +66,9 @@ COMPILED = {
 }
 LENGTH = 259  # more than one chunk, and not a multiple of any tile
 LAUNCHED = set[str]()
+CHAINED = set[str]()
 ONLY_COMPILE = "--compile" in sys.argv
+BLACKWELL = "--blackwell" in sys.argv
 DEVICE = torch.device("cpu" if ONLY_COMPILE else "cuda")
 
 
@@ -72,6 +77,7 @@ def main() -> None:
     mock.patch("xlstm7b.generate.fused.FusedModel._compare_logits").start()
     if ONLY_COMPILE:
         triton.runtime.driver.set_active(NoGPU())
+        triton.knobs.compilation.listener = look_for_chains
         mock.patch("xlstm7b.mlstm._pick", return_value="triton").start()
         mock.patch("xlstm7b.model.head.has_kernels", return_value=True).start()
         for module in (
@@ -102,6 +108,8 @@ def main() -> None:
     missing = kernels() - LAUNCHED
     if missing:
         raise SystemExit(f"these kernels were not launched: {', '.join(sorted(missing))}")
+    if BLACKWELL and CHAINED:
+        raise SystemExit(f"sums are not apart (see sums_apart): {', '.join(sorted(CHAINED))}")
     print(f"{'compiled' if ONLY_COMPILE else 'launched'} all {len(kernels())} kernels")
 
 
@@ -127,7 +135,7 @@ class NoGPU:
         self.utils = self
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", 100 if BLACKWELL else 90, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -144,6 +152,26 @@ class NoGPU:
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         return lambda *_, **__: None
+
+
+def look_for_chains(*, metadata: dict[str, Any], metadata_group: dict[str, str], **_: Any) -> None:
+    """Notes kernels with chained products. Triton calls it for each kernel that it compiles."""
+    name = metadata["name"]
+    if chained(Path(metadata_group[f"{name}.ttir"]).read_text()):
+        CHAINED.add(name)
+
+
+def chained(ttir: str) -> bool:
+    """Whether a product adds to the result of another one directly: see `sums_apart`."""
+    products = set[str]()  # the names that are results of products; a name is used in several loops
+    for line in ttir.splitlines():
+        product = re.search(r"(%\S+) = tt\.dot %\S+, %\S+, (%[^\s,]+)", line)
+        if product and product[2] in products:
+            return True
+        products -= set(re.findall(r"(%[^\s:,()]+)(?::\d+)? = ", line))
+        if product:
+            products.add(product[1])
+    return False
 
 
 def kernels() -> set[str]:

@@ -9,12 +9,13 @@ import pytest
 
 
 @pytest.mark.long
-def test_every_kernel_compiles_for_a_gpu(tmp_path):
+@pytest.mark.parametrize("options", [["--compile"], ["--compile", "--blackwell"]])
+def test_every_kernel_compiles_for_a_gpu(options, tmp_path):
     program = Path(__file__).with_name("every_kernel.py")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, program, "--compile"],
+        [sys.executable, program, *options],
         env=environment,
         capture_output=True,
         text=True,

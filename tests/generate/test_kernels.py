@@ -32,7 +32,7 @@ from xlstm7b.quantize.weight import QuantizedWeight
 from xlstm7b.tokenizer import ByteTokenizer
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from xlstm7b.generate.kernels import few_rows, fp8, gpu, one_row, pointwise, quantized
+from xlstm7b.generate.kernels import few_rows, fp8, gpu, integers, one_row, pointwise, quantized
 from xlstm7b.generate.kernels.integers import IntegersTile, multiply_integers
 from xlstm7b.quantize import kernels
 
@@ -276,6 +276,25 @@ def test_integers_of_any_size_and_tile(data):
     tile = IntegersTile(*(data.draw(st.sampled_from(each)) for each in choices))
     product = multiply_both(multiply_integers, batch, k, n, option, DTYPES[1], scheme, tile=tile)
     assert_close(*product, LARGEST[DTYPES[1]])
+
+
+@pytest.mark.usefixtures("_poison")
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the compiler asks for which GPU it compiles")
+@pytest.mark.parametrize("option", ["norm", "gates"])
+@pytest.mark.parametrize(
+    ("scheme", "batch"), [*((scheme, 5) for scheme in SCHEMES[:3]), (INT4[0], 1)], ids=str
+)
+def test_products_as_on_blackwell(scheme, batch, option, monkeypatch):
+    asked = []
+    for module in (quantized, integers):
+        monkeypatch.setattr(module, "sums_apart", lambda: not asked.append(1))
+    k = 9 * (scheme.group_size or 31)
+    call, tile = quantized.multiply_codes, quantized.CodesTile(16, 4, 3, split=4)
+    if batch == 1:
+        call, tile = multiply_integers, IntegersTile(16, 2, 2)
+    product = multiply_both(call, batch, k, 34, option, DTYPES[1], scheme, tile=tile)
+    assert_close(*product, LARGEST[DTYPES[1]])
+    assert asked
 
 
 @pytest.mark.parametrize(("scheme", "batch"), INTEGERS, ids=str)

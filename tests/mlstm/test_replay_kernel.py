@@ -15,6 +15,7 @@ from xlstm7b.mlstm import MLSTMState, headwise_norm
 from xlstm7b.mlstm.replay import Cursor, Pass, Ring, folded_state, replay_pass, replay_step
 
 pytest.importorskip("triton", reason="Triton is not installed")
+from xlstm7b.mlstm.triton import replay
 from xlstm7b.mlstm.triton.launch_params import Tile, pass_tile, replay_tile
 from xlstm7b.mlstm.triton.replay import launch_advance, launch_order, launch_replay, step_tokens
 from xlstm7b.mlstm.triton.replay_pass import launch_advance_pass, launch_pass
@@ -268,6 +269,15 @@ def test_a_pass_equals_the_equations(count, d_qk, d_hv, tile, dtype):
         layer.check(*layer.read(lengths, some_of(lengths), count, tile))
     assert all(map(torch.equal, (x[::2] for x in layer.whole), others))
     assert not take_counters(4, DEVICE).any()
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the compiler asks for which GPU it compiles")
+def test_steps_and_passes_as_on_blackwell(monkeypatch):
+    asked = []
+    monkeypatch.setattr(replay, "sums_apart", lambda: not asked.append(1))
+    test_the_kernel_equals_the_equations(33, 65, Tile(1, 64, 64, 2, 1), NARROW)
+    test_a_pass_equals_the_equations(4, 33, 65, Tile(1, 64, 64, 2, 1), NARROW)
+    assert asked
 
 
 @settings(max_examples=4)

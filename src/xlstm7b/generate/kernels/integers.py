@@ -40,6 +40,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from xlstm7b.generate.kernels.few_rows import store_gates
 from xlstm7b.generate.kernels.overlap import overlap_options, prefetch_rows
 from xlstm7b.generate.kernels.quantized import store_products
+from xlstm7b.mlstm.triton.launch_params import sums_apart
 from xlstm7b.quantize.gpu import codes_in_word, words_in_block
 from xlstm7b.quantize.kernels import has_asm
 from xlstm7b.quantize.weight import QuantizedWeight
@@ -484,8 +485,13 @@ def _row_product(
     sums = tl.broadcast_to(start, [SPLIT, ROWS, 8])
     if halves == 2:
         low, high = _decode(tile[0], ASM)
-        sums = tl.dot(_rows(low, BYTES, ROWS, SPLIT), x_low, sums, out_dtype=tl.int32)
-        sums = tl.dot(_rows(high, BYTES, ROWS, SPLIT), x_high, sums, out_dtype=tl.int32)
+        low_sums = tl.dot(_rows(low, BYTES, ROWS, SPLIT), x_low, sums, out_dtype=tl.int32)
+        if sums_apart():  # not from 0: the compiler would join such sums
+            low_sums -= sums
+            sums = tl.dot(_rows(high, BYTES, ROWS, SPLIT), x_high, sums, out_dtype=tl.int32)
+            sums += low_sums
+        else:
+            sums = tl.dot(_rows(high, BYTES, ROWS, SPLIT), x_high, low_sums, out_dtype=tl.int32)
     else:
         sums = tl.dot(_rows(tile[0], BYTES, ROWS, SPLIT), x_low, sums, out_dtype=tl.int32)
     sums, high_sums = tl.split(tl.reshape(sums, [SPLIT, ROWS, 4, 2]))

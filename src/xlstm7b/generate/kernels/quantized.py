@@ -31,6 +31,7 @@ from torch import Tensor
 from xlstm7b.generate.kernels.few_rows import MAX_ROWS, store_gates, store_rows
 from xlstm7b.generate.kernels.overlap import overlap_options, prefetch_rows, wait_for_previous
 from xlstm7b.generate.kernels.pointwise import rms_norm
+from xlstm7b.mlstm.triton.launch_params import sums_apart
 from xlstm7b.mlstm.triton.step import take_counters
 from xlstm7b.quantize.gpu import words_in_block
 from xlstm7b.quantize.kernels import centre_int4, decode_bytes, decode_int4, has_asm
@@ -255,11 +256,12 @@ def _product(
     even: tl.constexpr = WIDTH * (4 if CODE == "int4" else 2) == K and all_parts
     words = W + (row.to(tl.int64)[:, None] * WIDTH + c[None, :] + part * WORDS)
     acc = _zeros(ROWS, BATCH, SPLIT)
+    apart: tl.constexpr = sums_apart()
     squares = _no_squares(WORDS, BATCH, ONE, SPLIT)
     if CODE == "int4":
         # (W - zero) Xᵀ is W Xᵀ plus a product of X with a constant matrix. For few rows of x the
         # tensor cores have time for that one, and it is the same for all rows of W.
-        centred: tl.constexpr = BATCH > 16 or x.dtype.element_ty == tl.float32
+        centred: tl.constexpr = BATCH > 16 or x.dtype.element_ty == tl.float32 or apart
         less_zero = tl.full(words.shape, -136 if ASM else -8, x.dtype.element_ty)
         in_scale = in_row[:, None]
         scales = scale + (row[:, None] + part * (4 * total))
@@ -294,6 +296,7 @@ def _product(
             s0, s1, s2, s3 = t0, t1, t2, t3
         y = _sum_parts(acc, SPLIT)
     else:
+        acc_odd = acc
         for first in range(0, blocks, parts):
             block = first + part
             in_w = in_row[:, None] & ((block < blocks) | all_parts)
@@ -304,9 +307,14 @@ def _product(
             k += WORDS
             x1, squares = _load_x(x, norm, squares, k, B, K, even, HAS_NORM, BATCH, ONE, PRECISION)
             acc = tl.dot(w0, x0, acc, input_precision=PRECISION)
-            acc = tl.dot(w1, x1, acc, input_precision=PRECISION)
+            if apart:
+                acc_odd = tl.dot(w1, x1, acc_odd, input_precision=PRECISION)
+            else:
+                acc = tl.dot(w1, x1, acc, input_precision=PRECISION)
         s = tl.load(scale + row, mask=in_row, other=0.0).to(tl.float32)
         y = _sum_parts(acc, SPLIT) * s[:, None]
+        if apart:  # each times s, because the compiler would join sums that are added
+            y += _sum_parts(acc_odd, SPLIT) * s[:, None]
     if HAS_NORM:
         y *= _rms_factors(squares, eps, K, BATCH, ONE, SPLIT)
     return y
@@ -361,7 +369,7 @@ def _load_x(
     With HAS_NORM, x is multiplied by the weight of RMSNorm but not by its factors, and its squares
     are added to `squares`, for `_rms_factors`. For several rows they are the diagonal of a product
     [BATCH, BATCH] of x with itself: the tensor cores do that with the numbers in the registers in
-    which the product needs them.
+    which the product needs them. That would be two such products in an iteration: see `sums_apart`.
 
     ONE: the only row is loaded once, and all columns of the result are this row.
     """
@@ -369,7 +377,7 @@ def _load_x(
     in_k = (k < K) | EVEN
     x_k = tl.load(x + b * K + k, mask=(b < B) & in_k, other=0.0)
     if HAS_NORM:
-        if ONE:
+        if ONE or sums_apart():
             squares += x_k.to(tl.float32) * x_k.to(tl.float32)
         else:
             squares = tl.dot(tl.trans(x_k), x_k, squares, input_precision=PRECISION)
@@ -382,7 +390,7 @@ def _load_x(
 @triton.jit
 def _no_squares(COLUMNS: tl.constexpr, BATCH: tl.constexpr, ONE: tl.constexpr, SPLIT: tl.constexpr):
     """The first `squares` of `_load_x`, for COLUMNS columns at a time."""
-    return _zeros(COLUMNS if ONE else BATCH, 1 if ONE else BATCH, SPLIT)
+    return _zeros(COLUMNS if ONE or sums_apart() else BATCH, 1 if ONE else BATCH, SPLIT)
 
 
 @triton.jit
@@ -391,7 +399,7 @@ def _rms_factors(
 ):
     """1 / √(mean(x²) + ε) of each row [1, BATCH], or of the only row [1, 1]."""
     squares = _sum_parts(squares, SPLIT)
-    if not ONE:
+    if not (ONE or sums_apart()):
         b = tl.arange(0, BATCH)
         squares = tl.where(b[:, None] == b[None, :], squares, 0.0)
     return tl.rsqrt(tl.sum(squares, 0) / K + eps)[None, :]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.target_info import current_target
 
 from xlstm7b.mlstm import KERNEL_CHUNK_SIZE
 
@@ -113,6 +114,18 @@ def pass_tile(rows: int, d_qk: int, d_hv: int) -> Tile:
 def overlap_launch(overlap: bool) -> dict[str, bool]:
     """Launch options by whether a kernel may start before the previous launch has ended."""
     return {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
+
+
+@triton.constexpr_function
+def sums_apart():
+    """Whether two `tl.dot` of an iteration must not add to the same sum, one after the other.
+
+    Compiled for Blackwell (sm_100, sm_103), sums that start from 0 would be wrong from tiles of 64
+    rows on: Triton 3.6 to 3.8 lose what the first of them has added (triton-lang/triton#10821,
+    mended in 3.9). Other GPUs keep one sum, which takes fewer registers.
+    """
+    target = current_target()
+    return target is not None and target.backend == "cuda" and target.arch >= 100
 
 
 def padded(d: int) -> int:

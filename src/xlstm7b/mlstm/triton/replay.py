@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from xlstm7b.mlstm import MLSTMState
 from xlstm7b.mlstm.replay import Cursor, Ring
 from xlstm7b.mlstm.triton.chunk_gates import log_sigmoid
-from xlstm7b.mlstm.triton.launch_params import Tile, overlap_launch, padded
+from xlstm7b.mlstm.triton.launch_params import Tile, overlap_launch, padded, sums_apart
 from xlstm7b.mlstm.triton.step import take_counters
 
 
@@ -208,14 +208,18 @@ def dot_narrow(a, b, total, SPLIT_A: tl.constexpr, PRECISION: tl.constexpr):
     """
     if PRECISION == "ieee":
         total = tl.dot(a, b, total, input_precision="ieee")
-    elif SPLIT_A:
-        high = _leading_digits(a)
-        total = tl.dot(a - high, b, total, input_precision="tf32")
-        total = tl.dot(high, b, total, input_precision="tf32")
     else:
-        high = _leading_digits(b)
-        total = tl.dot(a, b - high, total, input_precision="tf32")
-        total = tl.dot(a, high, total, input_precision="tf32")
+        if SPLIT_A:
+            high = _leading_digits(a)
+            low_a, low_b, high_a, high_b = a - high, b, high, b
+        else:
+            high = _leading_digits(b)
+            low_a, low_b, high_a, high_b = a, b - high, a, high
+        total = tl.dot(low_a, low_b, total, input_precision="tf32")
+        if sums_apart():  # subtracted, because the compiler would join sums that are added
+            total -= tl.dot(-high_a, high_b, input_precision="tf32")
+        else:
+            total = tl.dot(high_a, high_b, total, input_precision="tf32")
     return total
 
 
