@@ -147,3 +147,38 @@ def test_slots_are_checked():
         mlstm_step(*one_token(case, 0), case.state, slots=torch.tensor([0, 1]))
     with pytest.raises(ValueError, match=r"slots must have the shape \[2\], not \[3\]"):
         mlstm_step(*one_token(case, 0), case.state, inplace=True, slots=torch.tensor([0, 1, 1]))
+
+
+def test_streams_never_share_counters(monkeypatch):
+    """Two engines in one process: the counters that one uses are not those of the other.
+
+    Warming up 256 slots took 1.98M counters, in turn from 1.05M. Then both had the same ones.
+    """
+    step = pytest.importorskip("xlstm7b.mlstm.triton.step")
+    now = {"stream": 0, "captures": False}
+    monkeypatch.setattr(step, "_current_stream", lambda _: now["stream"])
+    monkeypatch.setattr(step, "_is_capturing", lambda _: now["captures"])
+    counters, used = step._Counters(torch.device("cpu")), {}
+    memory = []  # a block that was freed could come again at the same address
+
+    def launch(stream: int, rows: int, captures: bool = False) -> None:
+        now.update(stream=stream, captures=captures)
+        taken = counters.take(rows)
+        assert len(taken) == rows
+        assert taken.data_ptr() % 16 == 0
+        assert not taken.any()
+        memory.append(taken)
+        used.setdefault(stream, set()).add(taken.untyped_storage().data_ptr())
+
+    for rows in (8, 256 * 8, 3000, 8):
+        for capture_stream in (1, 2):  # of two engines, which run in streams 0 and 3
+            for _ in range(500):
+                launch(0, rows)
+                launch(3, rows)
+                launch(capture_stream, rows, captures=True)
+    every = [address for addresses in used.values() for address in addresses]
+    assert len(every) == len(set(every))
+    assert all(len(addresses) <= 3 for addresses in used.values())  # as large as what is used
+    now.update(stream=4, captures=True)
+    with pytest.raises(RuntimeError, match="call mlstm_step once before you capture"):
+        counters.take(5000)

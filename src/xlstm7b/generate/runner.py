@@ -251,7 +251,7 @@ class ModelRunner:
         self._has_start = [not self.config.force_bos_token_insert] * (1 + model.adapter_count)
         if self._on_gpu:
             self._graph_memory = torch.cuda.graph_pool_handle()
-            self._capture_stream = _stream_for(self, device)
+            self._capture_stream = stream_for(self, device)
             # Tokens, lengths, source and target slots of a prefill batch: one copy from the host.
             inputs = _MAX_GRAPH_TOKENS + 3 * _ROWS[-1]
             self._inputs = torch.zeros(inputs, dtype=torch.long, device=device)
@@ -747,16 +747,16 @@ def _covering(needs: Needs, vocab_size: int) -> Needs:
 _idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
 
 
-def _stream_for(runner: ModelRunner, device: torch.device) -> torch.cuda.Stream:
-    """A stream that no other living runner has.
+def stream_for(owner: object, device: torch.device) -> torch.cuda.Stream:
+    """A stream for captures that no other living owner has.
 
     For every stream with a matrix product PyTorch keeps a cuBLAS workspace of 32 MiB, forever. So
-    the streams of runners that are gone are used again. Living runners do not share one: their
-    graphs may run at the same time.
+    the streams of owners that are gone are used again. Living owners do not share one: their
+    graphs may run at the same time, and graphs of one stream share counters.
     """
     idle = _idle_streams.setdefault(device, [])
     stream = idle.pop() if idle else torch.cuda.Stream(device)
-    weakref.finalize(runner, idle.append, stream)
+    weakref.finalize(owner, idle.append, stream)
     return stream
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from xlstm7b.config import ModelConfig
 from xlstm7b.devices import as_current
 from xlstm7b.generate.fused import FusedModel
+from xlstm7b.generate.runner import stream_for
 from xlstm7b.model import XLSTM, ModelState
 
 _MOST_STACKED = 4  # parameters that `FusedModel` makes views of one tensor
@@ -197,7 +198,8 @@ class DecodeGraph:
         with as_current(self._fused.device):
             work()  # compiles the kernels; no row has a token, so that no state changes
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            stream = stream_for(self, self._fused.device)
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 logits = work()
 
         def replay() -> Tensor:

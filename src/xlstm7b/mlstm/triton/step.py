@@ -5,6 +5,8 @@ every program of the head has read them. So the program that finishes last write
 normalises the head.
 """
 
+import threading
+
 import torch
 import triton
 import triton.language as tl
@@ -110,22 +112,53 @@ def step_kernel(
 class _Counters:
     """Counters of finished programs, one for each head. Every launch resets its own to 0.
 
-    They are handed out in turn, so that concurrent launches (other streams, CUDA graphs) do not
-    share them. The memory is never freed, because a CUDA graph keeps its address.
+    The launches of a stream follow each other, so they all use the same ones. Other streams have
+    their own, and so has the stream on which a CUDA graph is captured: graphs that are captured on
+    different streams may run at the same time. Nothing is freed, because a graph keeps addresses.
     """
 
     def __init__(self, device: torch.device) -> None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("call mlstm_step once before you capture a CUDA graph")
-        self.zeros = torch.zeros(1 << 20, dtype=torch.int32, device=device)
-        self.next = 0
+        self._device = device
+        self._of_stream: dict[int, Tensor] = {}
+        self._outgrown: list[Tensor] = []
+        self._spare: Tensor | None = None  # for a capture, which cannot allocate
+        self._lock = threading.Lock()
 
     def take(self, rows: int) -> Tensor:
-        rows = -(-rows // 4) * 4  # Triton assumes pointers that are aligned to 16 bytes
-        if self.next + rows > len(self.zeros):
-            self.next = 0
-        self.next += rows
-        return self.zeros[self.next - rows : self.next]
+        stream = _current_stream(self._device)
+        counters = self._of_stream.get(stream)
+        if counters is None or len(counters) < rows or self._spare is None:
+            with self._lock:
+                counters = self._grow(stream, counters, rows)
+        return counters[:rows]
+
+    def _grow(self, stream: int, counters: Tensor | None, rows: int) -> Tensor:
+        is_capturing = _is_capturing(self._device)
+        if counters is None or len(counters) < rows:
+            if counters is not None:
+                self._outgrown.append(counters)
+            if is_capturing:
+                if self._spare is None or len(self._spare) < rows:
+                    raise RuntimeError("call mlstm_step once before you capture a CUDA graph")
+                counters, self._spare = self._spare, None
+            else:
+                counters = self._zeros(rows)
+            self._of_stream[stream] = counters
+        if not is_capturing and (self._spare is None or len(self._spare) < len(counters)):
+            self._spare = self._zeros(len(counters))
+        return counters
+
+    def _zeros(self, rows: int) -> Tensor:
+        size = max(1024, triton.next_power_of_2(rows))
+        return torch.zeros(size, dtype=torch.int32, device=self._device)
+
+
+def _current_stream(device: torch.device) -> int:
+    return 0 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 _counters: dict[torch.device, _Counters] = {}
@@ -134,7 +167,7 @@ _counters: dict[torch.device, _Counters] = {}
 def take_counters(rows: int, device: torch.device) -> Tensor:
     """Counters for the programs of this many heads, all 0. The launch must leave them so."""
     if device not in _counters:
-        _counters[device] = _Counters(device)
+        _counters.setdefault(device, _Counters(device))
     return _counters[device].take(rows)
 
 
