@@ -26,8 +26,7 @@ from triton.backends.compiler import GPUTarget
 import xlstm7b
 from xlstm7b import XLSTM, Engine, ModelConfig, Request, SamplingParams
 from xlstm7b.generate.fused import FusedModel, Slots
-from xlstm7b.generate.kernels import fp8, gpu
-from xlstm7b.generate.kernels.few_rows import MAX_ROWS
+from xlstm7b.generate.kernels import MAX_ROWS, fp8, gpu
 from xlstm7b.generate.replay import Rings
 from xlstm7b.generate.sampler import Needs, Sampler, mask_words
 from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step

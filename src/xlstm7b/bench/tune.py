@@ -30,6 +30,7 @@ from xlstm7b.bench.replay_cells import ReplayCell
 from xlstm7b.config import ModelConfig
 from xlstm7b.devices import to_dtype
 from xlstm7b.generate.drafts import MAX_DRAFT
+from xlstm7b.generate.kernels import MAX_ROWS
 from xlstm7b.generate.kernels.few_rows import RowsTile, multiply_rows
 from xlstm7b.generate.kernels.integers import (
     MAX_BATCH,
@@ -39,7 +40,6 @@ from xlstm7b.generate.kernels.integers import (
 )
 from xlstm7b.generate.kernels.one_row import RowTile, multiply_row
 from xlstm7b.generate.kernels.quantized import CodesTile, codes_kernel, multiply_codes
-from xlstm7b.generate.runner import PASS_TOKENS
 from xlstm7b.mlstm.triton import launch_params, sequence, step
 from xlstm7b.quantize.config import Quantization, Scheme
 from xlstm7b.quantize.gpu import codes_in_word, prepare, words_in_block
@@ -201,7 +201,7 @@ def _tune_replay(plan: Tune, case: ReplayJob) -> Iterator[Result]:
 
 def pass_positions(batch: int) -> int:
     """Tokens of a row in the largest pass of this batch."""
-    return min(MAX_DRAFT + 1, PASS_TOKENS // batch)
+    return min(MAX_DRAFT + 1, MAX_ROWS // batch)
 
 
 def replay_error(job: ReplayJob) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate.drafts import DraftCost
 from xlstm7b.generate.fused import FusedModel, Slots
+from xlstm7b.generate.kernels import MAX_ROWS
 from xlstm7b.generate.params import MAX_LOGPROBS, SamplingParams
 from xlstm7b.generate.replay import (
     Rings,
@@ -47,9 +48,6 @@ _NEEDS = (
 _GRAMMAR_NEEDS = tuple(needs._replace(grammar=True) for needs in _NEEDS)
 # Graphs that verify drafts exist for these numbers of positions: a token and the drafts after it.
 _POSITIONS = (2, 4, 8, 16)
-# The most tokens that a pass of all slots reads: as many as the kernels for few rows take. So most
-# of its time is that of reading the weights.
-PASS_TOKENS = 64
 # Prefill graphs exist for these shapes: one row of these lengths, or rows × tokens. Larger batches
 # are launched kernel by kernel: only there does the GPU take longer than the launches.
 _ONE_ROW = (*range(64, 768, 64), 768, 896, 1024, 1280, 1536, 1792, 2048, 2304)
@@ -550,7 +548,9 @@ class ModelRunner:
         most = self._drafting.drafts.shape[1]
         if not self._on_gpu:
             return most
-        positions = PASS_TOKENS // n
+        # As many tokens as the products for few rows take: most of the time of a pass is that of
+        # reading the weights.
+        positions = MAX_ROWS // n
         return min(most, max((size for size in _POSITIONS if size <= positions), default=1) - 1)
 
     def draft_cost(self, drafting: "ModelRunner | None" = None) -> DraftCost:

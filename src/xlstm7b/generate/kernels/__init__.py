@@ -9,3 +9,5 @@ slot_states.py  copies of states between slots and a batch
 sampling.py     scores to tokens; its plain form is in ../sampler.py
 overlap.py      lets a launch start before the previous one has ended
 """
+
+MAX_ROWS = 64  # the most that the products for few rows take: see `few_rows.py`

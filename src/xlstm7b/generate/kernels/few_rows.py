@@ -12,11 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from xlstm7b.generate.kernels import MAX_ROWS
 from xlstm7b.generate.kernels.overlap import overlap_options, wait_for_previous
 from xlstm7b.generate.kernels.pointwise import mask_gates, rms_norm
 from xlstm7b.model.head_kernels import soft_cap
-
-MAX_ROWS = 64
 
 
 @dataclass(frozen=True, order=True)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from xlstm7b.generate.kernels.few_rows import MAX_ROWS
+from xlstm7b.generate.kernels import MAX_ROWS
 from xlstm7b.generate.kernels.pointwise import head_norm, normalise, normalise_head
 from xlstm7b.quantize.gpu import Fp8Rows, words_in_block
 from xlstm7b.quantize.weight import QuantizedWeight

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xlstm7b.generate.kernels import fp8, pointwise
-from xlstm7b.generate.kernels.few_rows import MAX_ROWS, multiply_rows
+from xlstm7b.generate.kernels import MAX_ROWS, fp8, pointwise
+from xlstm7b.generate.kernels.few_rows import multiply_rows
 from xlstm7b.generate.kernels.integers import multiply_integers, takes_integers
 from xlstm7b.generate.kernels.one_row import multiply_row
 from xlstm7b.generate.kernels.overlap import can_overlap

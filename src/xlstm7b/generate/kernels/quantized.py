@@ -28,7 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from xlstm7b.generate.kernels.few_rows import MAX_ROWS, store_gates, store_rows
+from xlstm7b.generate.kernels import MAX_ROWS
+from xlstm7b.generate.kernels.few_rows import store_gates, store_rows
 from xlstm7b.generate.kernels.overlap import overlap_options, prefetch_rows, wait_for_previous
 from xlstm7b.generate.kernels.pointwise import rms_norm
 from xlstm7b.mlstm.triton.launch_params import sums_apart
