@@ -146,19 +146,29 @@ def json_bytes(value: Any) -> bytes:
 
 
 def write_hashed(path: Path, pieces: Iterable[bytes | memoryview], *, mode: int = 0o666) -> str:
-    """Writes a new file, flushes it to the disk, and returns its sha256.
+    """Writes a new file with `write_new`, and returns its sha256."""
+    digest = hashlib.sha256()
+
+    def hashed() -> Iterator[bytes | memoryview]:
+        for piece in pieces:
+            digest.update(piece)
+            yield piece
+
+    write_new(path, hashed(), mode=mode)
+    return digest.hexdigest()
+
+
+def write_new(path: Path, pieces: Iterable[bytes | memoryview], *, mode: int = 0o666) -> None:
+    """Writes a new file, and flushes it to the disk.
 
     `mode` is the mode of the file, less the process's umask.
     """
-    digest = hashlib.sha256()
     opener = functools.partial(os.open, mode=mode)
     with naming(path), open(path, "xb", opener=opener) as file:
         for piece in pieces:
-            digest.update(piece)
             file.write(piece)
         file.flush()
         os.fsync(file.fileno())
-    return digest.hexdigest()
 
 
 @contextmanager
@@ -343,7 +353,7 @@ def write_safetensors(
 ) -> None:
     """Writes a safetensors file with `write_aside`. Removes the tensors from `tensors`."""
     with write_aside(path) as aside:
-        write_hashed(aside, safetensors_pieces(tensors, metadata=metadata), mode=mode)
+        write_new(aside, safetensors_pieces(tensors, metadata=metadata), mode=mode)
 
 
 def safetensors_pieces(

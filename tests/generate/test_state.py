@@ -3,10 +3,12 @@
 import gc
 import json
 import os
+import random
 import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from xlstm7b.config import ModelConfig
 from xlstm7b.generate import Generator, SavedState, StateStore
 from xlstm7b.generate.state import StateLabel, StoreFull, state_bytes
 from xlstm7b.mlstm import MLSTMState
-from xlstm7b.model import XLSTM, ModelState
+from xlstm7b.model import XLSTM, ModelState, saved_state
 from xlstm7b.tokenizer import ByteTokenizer
 
 SMALL = ModelConfig(embedding_dim=32, num_blocks=3, num_heads=2, vocab_size=320)
@@ -174,7 +176,7 @@ def test_notes(tmp_path):
     state.save(path, **notes)
     assert SavedState.read_notes(path) == notes
     state.save(path, mine="kept")
-    for name in ("format", "config", "tokens_seen"):
+    for name in ("format", "config", "tokens_seen", "checksum"):
         with pytest.raises(ValueError, match=f"^the file has its own '{name}': give the note"):
             state.save(path, **{name: "mine"})
     assert_same(SavedState.load(path, SMALL), state)
@@ -241,8 +243,60 @@ def test_a_truncated_file(tmp_path):
     assert "it ends within 'logits'" in refusal(path)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_flipped_bit_is_found(tmp_path, dtype, monkeypatch):
+    """Wherever it is: in the header or in the numbers, which are read in blocks."""
+    monkeypatch.setattr(saved_state, "_BLOCK", 1024)
+    monkeypatch.setattr(saved_state, "_ROW", 16)
+    path, state = tmp_path / "state", random_state(2, dtype)
+    state.save(path, note="text")
+    assert_same(SavedState.load(path, SMALL), state)
+    whole = path.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    draw = random.Random(0)
+    for position in [*range(0, header, 5), *draw.choices(range(header, len(whole)), k=100)]:
+        changed = bytearray(whole)
+        changed[position] ^= 1 << draw.randrange(8)
+        path.write_bytes(changed)
+        assert refusal(path).startswith(str(path)), position
+    for apart in (4, 8, 128, 136, 1024):  # two signs, or numbers swapped: rows, columns, blocks
+        for start in (header, len(whole) - 1024 - 8):
+            changed = bytearray(whole)
+            changed[start + 7] ^= 128
+            changed[start + apart + 7 if apart > 4 else start + 3] ^= 128
+            path.write_bytes(changed)
+            assert refusal(path) == f"{path} {BAD_SUM}"
+            changed = bytearray(whole)
+            one, other = slice(start, start + 4), slice(start + apart, start + apart + 4)
+            changed[one], changed[other] = whole[other], whole[one]
+            path.write_bytes(changed)
+            assert refusal(path) == f"{path} {BAD_SUM}"
+    path.write_bytes(whole)
+    assert_same(SavedState.load(path, SMALL), state)
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_not_damaged(tmp_path, monkeypatch):
+    path, opened = tmp_path / "state", saved_state.opened_safetensors
+    random_state(1).save(path)
+
+    @contextmanager
+    def slow(path):
+        with opened(path) as file:
+            monkeypatch.undo()
+            random_state(2).save(path)
+            yield file
+
+    monkeypatch.setattr(saved_state, "opened_safetensors", slow)
+    with pytest.raises(OSError, match="was replaced while it was read"):
+        SavedState.load(path, SMALL)
+    assert len(SavedState.load(path, SMALL)) == 2
+
+
 def rewritten(path: Path, metadata: dict[str, str | None], **replaced: torch.Tensor | None) -> None:
-    """A state's file with some of its metadata and tensors replaced, or left out if None."""
+    """A state's file of an earlier version, without a checksum.
+
+    Some of its metadata and tensors are replaced, or left out if None.
+    """
     state = random_state(2)
     C, n, m = (torch.stack(parts, dim=1) for parts in zip(*state.model_state.blocks, strict=True))
     described = {
@@ -278,6 +332,7 @@ def test_missing_tensors_and_wrong_shapes(tmp_path):
 
 
 NO_MODEL = "is damaged: it does not say which model it is of"
+BAD_SUM = "is damaged: its checksum is wrong"
 NO_LENGTH = "is damaged: it does not say how much it has read"
 
 
@@ -285,7 +340,9 @@ NO_LENGTH = "is damaged: it does not say how much it has read"
     ("metadata", "sentence"),
     [
         ({"format": None}, "holds no saved state"),
-        ({"format": "xlstm7b-state-2"}, "holds no saved state"),
+        ({"format": "xlstm7b-state-3"}, "holds no saved state"),
+        ({"format": "xlstm7b-state-2"}, BAD_SUM),  # without a checksum
+        ({"format": "xlstm7b-state-2", "checksum": "01234567"}, BAD_SUM),
         ({"config": None}, NO_MODEL),
         ({"config": "{"}, NO_MODEL),
         ({"config": "[]"}, NO_MODEL),

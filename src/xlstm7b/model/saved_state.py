@@ -1,11 +1,15 @@
 """SavedState: a model state and the logits after it, in memory and as a file."""
 
 import json
+import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,8 +19,11 @@ from xlstm7b.config import ModelConfig
 from xlstm7b.files import opened_safetensors, write_safetensors
 from xlstm7b.model.model_state import ModelState
 
-_FORMAT = "xlstm7b-state-1"
-_OWN_NOTES = ("format", "config", "tokens_seen")
+_FORMAT, _WITHOUT_CHECKSUM = "xlstm7b-state-2", "xlstm7b-state-1"
+_CHECKSUM = "checksum"
+_OWN_NOTES = ("format", "config", "tokens_seen", _CHECKSUM)
+_BLOCK = 1 << 20  # bytes that are read and checked at a time: a CPU's cache holds them
+_ROW = 512  # numbers of 64 bits in each row of a block
 _NO_CONFIG = (KeyError, ValueError, TypeError, AttributeError, RecursionError)
 WEIGHTS_NOTE = "weights"  # fingerprint of the weights that a state belongs to, as JSON
 ADAPTER_NOTE = "adapter"  # fingerprint of the adapter that has read the text; empty without one
@@ -113,6 +120,13 @@ class SavedState:
             "config": config_text(self.config),
             "tokens_seen": json.dumps(self.tokens_seen),
         }
+        metadata[_CHECKSUM] = _checksum(
+            metadata,
+            {
+                name: (str(tensor.dtype), [*tensor.shape], _sum(tensor))
+                for name, tensor in tensors.items()
+            },
+        )
         write_safetensors(Path(path), tensors, metadata, mode=mode)
 
     @classmethod
@@ -137,20 +151,22 @@ class SavedState:
             own = config.state_parts()
             shapes = {name: (config.num_blocks, *part.shape) for name, part in own.items()}
             shapes["logits"] = (config.vocab_size,)
-            parts = {}
+            dtypes = {}
             for name, shape in shapes.items():
                 if name not in file.keys():  # noqa: SIM118 (the handle is no dict)
                     raise ValueError(f"{path} is damaged: it has no {name!r}")
-                tensor = file.get_tensor(name)
+                tensor = file.get_tensor(name)  # in the mapped file: nothing is read yet
                 if tensor.shape != (len(seen), *shape) or not tensor.is_floating_point():
                     kind = f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")
                     raise ValueError(f"{path} is damaged: its {name!r} is {kind}")
-                if tensor.numel() and tensor.amax().isnan():
-                    raise ValueError(f"{path} is damaged: some numbers of its {name!r} are NaN")
-                if name in own and not own[name].narrow:  # older versions kept n and m narrow
-                    tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-                # A clone: the file is memory-mapped, and may be replaced while the state is used.
-                parts[name] = tensor.clone().to(where)
+                dtypes[name] = tensor.dtype
+        parts = _read_tensors(path, metadata, shapes, dtypes, len(seen))
+        for name, tensor in parts.items():
+            if tensor.numel() and tensor.amax().isnan():
+                raise ValueError(f"{path} is damaged: some numbers of its {name!r} are NaN")
+            if name in own and not own[name].narrow:  # older versions kept n and m narrow
+                tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+            parts[name] = tensor.to(where)
         logits = parts.pop("logits")
         blocks = zip(*(part.unbind(1) for part in parts.values()), strict=True)
         block_state = type(ModelState.zeros(config, 1, device="meta").blocks[0])
@@ -239,9 +255,65 @@ def is_same_config(text: str, other: str) -> bool:
         return False
 
 
+def _read_tensors(
+    path: Path,
+    metadata: dict[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    rows: int,
+) -> dict[str, Tensor]:
+    """The tensors of a file whose header was checked. Compares the checksum."""
+    tensors, described = {}, {}
+    with path.open("rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(start - 8))
+        if header["__metadata__"] != metadata:
+            raise OSError(f"{path} was replaced while it was read")
+        for name, shape in shapes.items():
+            size = rows * math.prod(shape) * dtypes[name].itemsize
+            # NumPy asks for huge pages, which are faster to get than those of `torch.empty`.
+            tensor = torch.from_numpy(np.empty(size, np.uint8)).view(dtypes[name])
+            file.seek(start + header[name]["data_offsets"][0])
+            tensors[name] = tensor.view(rows, *shape)
+            described[name] = (str(tensor.dtype), [rows, *shape], _sum(tensor, file))
+    if metadata["format"] != _WITHOUT_CHECKSUM:
+        notes = {name: note for name, note in metadata.items() if name != _CHECKSUM}
+        if metadata.get(_CHECKSUM) != _checksum(notes, described):
+            raise ValueError(f"{path} is damaged: its checksum is wrong")
+    return tensors
+
+
+def _checksum(
+    metadata: Mapping[str, str], tensors: Mapping[str, tuple[str, list[int], int]]
+) -> str:
+    """The CRC-32 of a file's metadata and of the dtypes, shapes and sums of its tensors."""
+    text = json.dumps([sorted(metadata.items()), sorted(tensors.items())])
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def _sum(tensor: Tensor, file: BufferedReader | None = None) -> int:
+    """A checksum of the bytes of a tensor. With a file, they are read from it first.
+
+    A CRC-32 of 134 MB takes half as long as loading them. So whole blocks are added up, by rows and
+    by columns: up to three changed numbers always change a sum. The CRC-32 is that of the sums.
+    """
+    content, found = tensor.contiguous().view(-1).view(torch.uint8).numpy(), 0
+    for start in range(0, len(content), _BLOCK):
+        block = content[start : start + _BLOCK]
+        if file is not None and file.readinto(block.data) < len(block):
+            raise ValueError(f"{file.name} is damaged: it ends early")
+        if len(block) == _BLOCK:
+            numbers = block.view(np.int64).reshape(-1, _ROW)
+            sums = numbers.sum(0).tobytes() + numbers.sum(1).tobytes()
+            found = zlib.crc32(sums, found)
+        else:
+            found = zlib.crc32(block.data, found)
+    return found
+
+
 def _read_metadata(path: Path, file: Any) -> dict[str, str]:
     metadata: dict[str, str] = file.metadata() or {}
-    if metadata.get("format") != _FORMAT:
+    if metadata.get("format") not in (_FORMAT, _WITHOUT_CHECKSUM):
         raise ValueError(f"{path} holds no saved state")
     return metadata
 
