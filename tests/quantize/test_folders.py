@@ -327,6 +327,10 @@ def quantize(source: Path, target: Path, **options: Any) -> list[LayerReport]:
 
 def test_gptq_is_better_on_its_text(source: Path, tmp_path: Path) -> None:
     nearest = quantize(source, tmp_path / "rtn", calibration=CALIBRATION)
+    with pytest.raises(
+        ValueError, match=r"^the calibration text has only 2 tokens: give a text of"
+    ):
+        quantize(source, tmp_path / "gptq", calibration=[[5, 6]], method="gptq")
     better = quantize(source, tmp_path / "gptq", calibration=CALIBRATION, method="gptq")
     ordered = quantize(
         source, tmp_path / "order", calibration=CALIBRATION, method="gptq", act_order=True

@@ -25,8 +25,10 @@ from xlstm7b.quantize.config import Quantization, Scheme
 from xlstm7b.quantize.gptq import gptq, row_errors
 from xlstm7b.quantize.weight import QuantizedWeight, codes, nearest_scale, stored_scale
 from xlstm7b.registry import find
+from xlstm7b.report import counted
 
 METHODS = ("rtn", "gptq")
+_LEAST_TOKENS = 512  # of the calibration text
 _BATCH_TOKENS = 4096  # calibration tokens that go through a block at a time
 
 
@@ -63,6 +65,12 @@ def quantize_checkpoint(
         raise ValueError(f"unknown method {method!r}; choose from {', '.join(METHODS)}")
     if method == "gptq" and not calibration:
         raise ValueError("gptq needs a calibration text")
+    given_tokens = sum(map(len, calibration))
+    if calibration and given_tokens < _LEAST_TOKENS:
+        raise ValueError(
+            f"the calibration text has only {counted(given_tokens, 'token')}: give a text of at "
+            f"least {_LEAST_TOKENS} tokens"
+        )
     checkpoint = open_checkpoint(source)
     if checkpoint.schemes:
         raise ValueError(f"the weights in {checkpoint.folder} are quantised already")
