@@ -588,6 +588,15 @@ def test_weights_that_cannot_draft(tmp_path: Path):
         Generator.from_pretrained(tmp_path / "model", speculate=tmp_path / "cut")
 
 
+@torch.no_grad()
+def test_a_draft_model_whose_logits_are_not_numbers():
+    """As after an overflow: all drafts would be wrong, without a word."""
+    broken = copy.deepcopy(SAME)
+    broken.lm_head.weight[3, 5] = torch.nan
+    with pytest.raises(ValueError, match=r"^the draft model's logits are not numbers: its weights"):
+        new_engine(MODEL, slots=1, speculate=broken)
+
+
 def test_bytes_of_a_slot():
     """The draft model's states are counted."""
     lookup, drafting = (

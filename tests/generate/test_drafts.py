@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -134,6 +135,37 @@ def test_a_very_long_text_is_never_indexed_anew(monkeypatch):
         before = len(lookups)
         index.append(draw.randrange(5))
         assert len(lookups) - before <= 2
+
+
+@pytest.mark.parametrize(("cost", "least", "most"), [(0.0, 200, 200), (0.5, 15, 40), (3.0, 8, 20)])
+def test_waits_that_lead_to_no_pass_become_rare(cost, least, most, monkeypatch):
+    """The texts want drafts and find none. Then one finds a draft again."""
+
+    class Hopeful:
+        unindexed, wanted, accepted_share = 0, 7, 1.0
+        found: ClassVar[list[int]] = []
+
+        def __init__(self, tokens):
+            pass
+
+        def propose(self, most):
+            return self.found
+
+    monkeypatch.setattr("xlstm7b.generate.drafts.LookupText", Hopeful)
+    drafter, request = LookupDrafter(DraftCost(cost)), Request([1], SamplingParams())
+    drafter.start(request, [1])
+    waits = 0
+    for _ in range(200):
+        if drafter.wants_to_draft({request: 7}):
+            waits += 1
+            assert drafter.propose({request: 7}) == {}
+    assert least <= waits <= most
+    Hopeful.found = [5] * 7
+    steps = next(n for n in range(20) if drafter.wants_to_draft({request: 7}))
+    assert steps <= 16
+    for _ in range(9):  # from then on every step waits
+        assert drafter.propose({request: 7})
+        assert drafter.wants_to_draft({request: 7})
 
 
 def test_a_prompt_is_copied():

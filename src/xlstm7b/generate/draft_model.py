@@ -18,6 +18,7 @@ from torch import Tensor
 from xlstm7b import accounting
 from xlstm7b.checkpoint import read_config, resolve
 from xlstm7b.config import ModelConfig
+from xlstm7b.devices import as_current
 from xlstm7b.generate.drafts import DraftCost, Drafter, DraftLength
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.replay import INTERVAL
@@ -25,7 +26,7 @@ from xlstm7b.generate.request import Request
 from xlstm7b.generate.runner import ModelRunner, PrefillRow, Results
 from xlstm7b.generate.sampler import copy_to
 from xlstm7b.generate.state import state_bytes
-from xlstm7b.model import XLSTM
+from xlstm7b.model import XLSTM, ModelState
 from xlstm7b.tokenizer import AnyTokenizer, model_tokenizer
 
 Speculation = Literal["lookup"] | XLSTM | None
@@ -122,6 +123,11 @@ class DraftRunner(ModelRunner):
 
     def __init__(self, model: FusedModel, slots: int) -> None:
         super().__init__(model, slots, replay=True)
+        if not self._first_logits().isfinite().all():
+            raise ValueError(
+                "the draft model's logits are not numbers: its weights are damaged, or overflow in "
+                "this dtype"
+            )
         # Row r is folded when the number of its tokens plus r is a multiple of `INTERVAL`. So a
         # ring that starts with these numbers is not folded for that many tokens.
         assert LONGEST < INTERVAL
@@ -130,6 +136,14 @@ class DraftRunner(ModelRunner):
         self._left = torch.zeros_like(self._seen)  # tokens of each row to draft yet
         # The latest tokens are in the last column. −1: the row drafts no more.
         self._drafts = torch.full((slots, LONGEST), -1, device=self.device)
+
+    @torch.inference_mode()
+    def _first_logits(self) -> Tensor:
+        """The logits after the first token of every text."""
+        state = ModelState.zeros(self.config, 1, device=self.device)
+        token = torch.tensor([[self.config.bos_token_id]], device=self.device)
+        with as_current(self.device):
+            return self.model.logits(self.model.read(token, state))
 
     @torch.inference_mode()
     def draft(self, lengths: Mapping[int, int]) -> dict[int, list[int]]:

@@ -23,6 +23,7 @@ _NEAR = 8  # tokens after the position where a copy broke off: the latest token 
 _PATIENCE = 6  # tokens after a copy broke off until this search ends
 _CANDIDATES = 16  # earlier positions that are compared
 WINDOW = 1 << 16  # latest tokens of a prompt that are searched
+_LONGEST_PAUSE = 16  # steps that do not wait for the last tokens, after waits without a draft
 _DICTS = 16  # a power of 2
 _INDEXED = 1024  # tokens of prompts that a step adds to indices: about 1.5 ms
 
@@ -337,11 +338,15 @@ class Drafter(Protocol):
 class LookupDrafter(Drafter):
     """Drafts by lookup in each request's own prompt and output.
 
-    They are read only if they are expected to pay (`DraftCost.is_paid_by`).
+    They are read only if they are expected to pay (`DraftCost.is_paid_by`). To find them, the
+    engine waits for the last tokens, which takes time too. So after waits that led to no pass, some
+    steps do not wait: the more, the more often that was so and the more drafts cost.
     """
 
     def __init__(self, cost: DraftCost) -> None:
         self._cost = cost
+        self._vain_waits = 0  # since the latest pass
+        self._pause = 0  # steps that do not wait
         self._texts: dict[Request, LookupText] = {}
 
     def start(self, request: "Request", tokens: Sequence[int]) -> None:
@@ -355,16 +360,26 @@ class LookupDrafter(Drafter):
                 left -= text.index(left)
 
     def wants_to_draft(self, most: Mapping["Request", int]) -> bool:
+        if self._pause:
+            self._pause -= 1
+            return False
         texts = ((self._texts[one], count) for one, count in most.items() if count > 0)
         drafts = ((min(text.wanted, count), text.accepted_share) for text, count in texts)
-        return self._cost.is_paid_by(drafts, len(most))
+        pays = self._cost.is_paid_by(drafts, len(most))
+        if pays:  # in vain, until `propose` finds drafts
+            self._vain_waits += 1
+            self._pause = min(int(self._cost.fixed * self._vain_waits), _LONGEST_PAUSE)
+        return pays
 
     def propose(self, most: Mapping["Request", int]) -> dict["Request", list[int]]:
         asked = {request: count for request, count in most.items() if count > 0}
         found = {request: self._texts[request].propose(count) for request, count in asked.items()}
         found = {request: draft for request, draft in found.items() if draft}
         drafts = ((len(draft), self._texts[one].accepted_share) for one, draft in found.items())
-        return found if self._cost.is_paid_by(drafts, len(most)) else {}
+        if not self._cost.is_paid_by(drafts, len(most)):
+            return {}
+        self._vain_waits = self._pause = 0
+        return found
 
     def record(
         self, request: "Request", tokens: Sequence[int], drafted: int, accepted: int
