@@ -36,6 +36,16 @@ def to_dtype(name: str, allowed: tuple[str, ...] = DTYPES) -> "torch.dtype":
     return dtype
 
 
+def float_dtype(dtype: "torch.dtype | str", *, name: str = "dtype") -> "torch.dtype":
+    """A dtype of floating-point numbers, given as such or by its name. `name` is the argument's."""
+    import torch
+
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f'{name} must be a dtype for weights, as "bfloat16", not {dtype!r}')
+    return found
+
+
 def as_current(device: "torch.device") -> AbstractContextManager[object]:
     """Makes a GPU the current one: Triton and CUDA events use that. Does nothing for a CPU."""
     import torch

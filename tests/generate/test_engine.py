@@ -730,6 +730,10 @@ def test_mistakes_are_named():
             new_engine(MODEL, **{name: 0})
     with pytest.raises(ValueError, match=r"^state_dtype must be float32 or bfloat16, not torch"):
         new_engine(MODEL, state_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"^state_dtype must be float32 or bfloat16, not 'half'$"):
+        new_engine(MODEL, state_dtype="half")
+    for dtype in (torch.float32, torch.bfloat16):
+        assert new_engine(MODEL, state_dtype=str(dtype)[6:]).state_dtype == dtype
     engine = new_engine(MODEL, slots=1)
     for request, sentence in (
         (greedy("A", 0), "max_new_tokens must be at least 1, not 0"),

@@ -22,6 +22,7 @@ from xlstm7b.generate import (
     SavedState,
 )
 from xlstm7b.generate.fused import FusedModel
+from xlstm7b.generate.generator import _Copies
 from xlstm7b.model import XLSTM, MLSTMStack
 from xlstm7b.tokenizer import ByteTokenizer
 
@@ -97,6 +98,21 @@ def test_several_sequences_have_consecutive_seeds():
     assert same(last[1], GENERATOR.generate("A", **{**SAMPLED, "seed": 0})[0])
     greedy = GENERATOR.generate("A", num_return_sequences=2, **GREEDY)
     assert same(*greedy)
+
+
+def test_several_sequences_wait_for_the_device_only_for_their_tokens(monkeypatch):
+    """No logits are looked at. If they are no numbers, the first draw says so."""
+    want = GENERATOR.generate(PROMPTS, num_return_sequences=2, **SAMPLED)
+    add, looked = _Copies.add, []
+
+    def adding(copies: _Copies, request: Request, read: Completion) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "__bool__", lambda _: looked.append(1) or True)
+            add(copies, request, read)
+
+    monkeypatch.setattr(_Copies, "add", adding)
+    assert all(map(same, GENERATOR.generate(PROMPTS, num_return_sequences=2, **SAMPLED), want))
+    assert not looked
 
 
 def test_several_sequences_share_one_state_and_are_reported_when_done(monkeypatch):
@@ -635,6 +651,16 @@ def test_mistakes_about_models_and_states():
         Generator(MODEL, ByteTokenizer(), batch_size=0)
     with pytest.raises(ValueError, match=r"^state_dtype must be float32 or bfloat16, not torch"):
         Generator(MODEL, ByteTokenizer(), state_dtype=torch.float16)
+
+
+def test_dtypes_by_name(tmp_path):
+    MODEL.save_pretrained(tmp_path)
+    generator = Generator.from_pretrained(
+        tmp_path, device="cpu", dtype="float64", state_dtype="bfloat16"
+    )
+    assert generator.dtype == torch.float64
+    assert generator.read("A").model_state.blocks[0].C.dtype == torch.bfloat16
+    assert Generator(MODEL, ByteTokenizer(), state_dtype="float32").state_dtype == torch.float32
 
 
 # Where texts end

@@ -204,6 +204,15 @@ def test_hugging_face_agrees(changes):
         assert torch.equal(got > 0, want > -torch.inf)
 
 
+def test_the_bias_comes_before_the_penalties():
+    """As in vLLM: token 0 of the prompt has (−1 + 3) / 2 = 1, and not 3 − 1 · 2."""
+    row = {"logit_bias": {0: 3.0}, "repetition_penalty": 2.0}
+    logits = torch.tensor([[-1.0, 0.5, 4.0]])
+    want = torch.tensor([1.0, 0.5, 4.0]).double().softmax(-1)
+    got = weights(set_rows(SamplingParams(**row), vocab=3, prompts=[[0]]), logits)
+    torch.testing.assert_close((got / got.sum())[0], want, rtol=1e-9, atol=1e-12)
+
+
 def test_top_p_is_reached_within_top_k():
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     # 0.4 / 0.7 reaches 0.5; 0.4 alone does not.

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from xlstm7b.checkpoint import save_checkpoint
 from xlstm7b.config import ModelConfig
-from xlstm7b.model import XLSTM
+from xlstm7b.mlstm import MLSTMState
+from xlstm7b.model import XLSTM, ModelState
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -203,8 +204,22 @@ def test_loading_takes_no_more_memory_than_the_model(
     assert 0.95 < ratio < 1.15
 
 
-@pytest.mark.parametrize("dtype", ["float32", torch.int8])
+def test_a_dtype_by_name(tmp_path):
+    random_model().save_pretrained(tmp_path)
+    model = XLSTM.from_pretrained(tmp_path, dtype="bfloat16")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert XLSTM.empty(model.config, dtype="float64").lm_head.weight.dtype == torch.float64
+    for state in (
+        ModelState.zeros(model.config, 1, dtype="bfloat16").blocks[0],
+        MLSTMState.zeros(1, 2, 4, 4, dtype="bfloat16"),
+    ):
+        assert (state.C.dtype, state.n.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float33", "Tensor", "int8", torch.int8])
 def test_a_dtype_that_weights_cannot_have(tmp_path, dtype):
     random_model().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"^dtype must be one of torch's, as torch\.bf"):
+    with pytest.raises(
+        ValueError, match=r'^dtype must be a dtype for weights, as "bfloat16", not '
+    ):
         XLSTM.from_pretrained(tmp_path, dtype=dtype)

@@ -141,7 +141,7 @@ class Engine:
         tokenizer: Tokenizer,
         *,
         slots: int | None = None,
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | str = torch.float32,
         prefill_tokens: int = 512,
         long_gaps: float = 0.01,
         cache_bytes: int = 0,
@@ -158,8 +158,7 @@ class Engine:
         for name, size in {**sizes, "slots": 1 if slots is None else slots}.items():
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, not {size}")
-        if state_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"state_dtype must be float32 or bfloat16, not {state_dtype!r}")
+        state_dtype = to_state_dtype(state_dtype)
         check_language_model(model)
         check_speculation(speculate, model)
         if fused and model.config.other_classes():
@@ -725,6 +724,15 @@ class Engine:
         result = work()
         self._step_model_seconds += time.perf_counter() - started
         return result
+
+
+def to_state_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """One of the two dtypes that C may have, given as such or by its name."""
+    allowed = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    for name, found in allowed.items():
+        if dtype in (name, found):
+            return found
+    raise ValueError(f"state_dtype must be float32 or bfloat16, not {dtype!r}")
 
 
 def check_speculation(speculate: object, model: XLSTM) -> None:

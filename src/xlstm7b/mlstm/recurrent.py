@@ -38,10 +38,13 @@ class MLSTMState(NamedTuple):
         d_qk: int,
         d_hv: int,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | str = torch.float32,
         device: torch.device | str | None = None,
     ) -> Self:
         """The state before the first token: C_0 = n_0 = m_0 = 0. C has this dtype."""
+        if isinstance(dtype, str):
+            dtype = getattr(torch, dtype)
+        assert isinstance(dtype, torch.dtype)
         shape, wide = (batch, heads, d_qk, d_hv), torch.promote_types(dtype, torch.float32)
         parts = ((4, dtype), (3, wide), (2, wide))
         return cls(*(torch.zeros(shape[:n], dtype=kind, device=device) for n, kind in parts))

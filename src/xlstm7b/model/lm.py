@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from xlstm7b.checkpoint import open_checkpoint, save_checkpoint
 from xlstm7b.config import ModelConfig
-from xlstm7b.devices import to_device
+from xlstm7b.devices import float_dtype, to_device
 from xlstm7b.model.head import head_logprobs, head_loss
 from xlstm7b.model.init import check_initialised, check_no_buffers, small_std
 from xlstm7b.model.layers import (
@@ -170,7 +170,7 @@ class XLSTM(nn.Module):
         cls,
         config: ModelConfig,
         *,
-        dtype: torch.dtype,
+        dtype: torch.dtype | str,
         device: torch.device | str | None = None,
         quantized: Collection[str] = (),
     ) -> Self:
@@ -181,8 +181,7 @@ class XLSTM(nn.Module):
         Separate tensors would take more memory than they hold: PyTorch's GPU allocator rounds large
         tensors up, and its CPU allocator on ARM leaves gaps.
         """
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ValueError(f"dtype must be one of torch's, as torch.bfloat16, not {dtype!r}")
+        dtype = float_dtype(dtype)
         with torch.device("meta"):
             model = cls(config).to(dtype)
         model.replace_quantized(quantized)
@@ -201,7 +200,7 @@ class XLSTM(nn.Module):
         cls,
         folder_or_hub_id: str | Path,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         quantize: str | Quantization | None = None,
     ) -> Self:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from xlstm7b.config import ModelConfig
+from xlstm7b.devices import float_dtype
 from xlstm7b.mlstm import MLSTMState
 from xlstm7b.registry import find
 
@@ -31,7 +32,7 @@ class ModelState(NamedTuple):
         config: ModelConfig,
         batch: int,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | str = torch.float32,
         device: torch.device | str | None = None,
     ) -> Self:
         """The state before the first token. In memory, the rows of a block follow each other.
@@ -41,7 +42,8 @@ class ModelState(NamedTuple):
         """
         blocks = (config.num_blocks, batch)
         block = find("block", config.block)
-        joined = block.zero_state(config, config.num_blocks * batch, dtype=dtype, device=device)
+        kind = float_dtype(dtype)
+        joined = block.zero_state(config, config.num_blocks * batch, dtype=kind, device=device)
         parts = zip(*(part.unflatten(0, blocks).unbind(0) for part in joined), strict=True)
         tokens_seen = torch.zeros(batch, dtype=torch.long, device=device)
         return cls(tuple(type(joined)(*own) for own in parts), tokens_seen)
