@@ -127,6 +127,28 @@ def test_an_answer_is_sent_even_if_its_state_cannot_be_saved(
     assert live.refused(STATES, 507, prompt="a") == why
 
 
+def test_a_label_on_a_full_disk(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = live.post(STATES, prompt="a", name="before")
+    path = f"{STATES}/{saved['id']}"
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", "/a/secret/path")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("xlstm7b.generate.state.write_hashed", full)
+        answer = live.client.patch(path, json={"name": "after"})
+        assert (answer.status_code, error_of(answer)["message"]) == (
+            507,
+            f"the state {saved['id']} could not be read or changed: see the server's log",
+        )
+        assert "No space left on device" in caplog.text
+        patch.setattr("xlstm7b.generate.state.Path.unlink", full)
+        assert live.client.delete(path).status_code == 507
+    assert live.client.get(path).json()["name"] == "before"
+
+
 @torch.no_grad()
 def test_a_state_of_damaged_weights_is_not_saved(tmp_path: Path) -> None:
     model = spelling_model("abc")
@@ -347,6 +369,10 @@ def test_other_files_are_not_uploaded(
         bad.view(-1)[-1] = torch.nan
         state.save(file)
         assert f"some numbers of its {part!r} are NaN" in refused(file.read_bytes(), 400)
+    state = generator.read("a").clone()  # what is read after it could not be saved
+    state.logits[0, 5] = torch.inf
+    state.save(file)
+    assert "its logits are not numbers" in refused(file.read_bytes(), 400)
     assert len(live.client.get(STATES).json()["data"]) == before
 
 

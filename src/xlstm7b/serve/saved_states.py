@@ -53,7 +53,7 @@ class SavedStates:
         `text_after_answer`: what the state has read after the end of the answer, such as a stop
         string. The next prompt must not repeat it.
         """
-        if not state.logits.amax() < torch.inf:  # NaN, if there is one
+        if not _has_finite_logits(state):
             _LOG.error("a state was not saved: %s", LOGITS_ARE_BAD)
             raise ApiError(500, "the state was not saved: the model's logits are not numbers")
         notes = {_NOTE: text_after_answer, ADAPTER_NOTE: adapter}
@@ -89,6 +89,8 @@ class SavedStates:
             state = SavedState.load(path, self._store.config, device="cpu")
             if len(state) != 1:
                 raise ValueError(f"it holds the states of {len(state)} texts")
+            if not _has_finite_logits(state):
+                raise ValueError("its logits are not numbers")
             return state, SavedState.read_notes(path)
         except ValueError as error:
             reason = str(error).replace(str(path), "the file")  # never name a path
@@ -190,6 +192,11 @@ class SavedStates:
             raise ApiError(status, message, param=param)
 
 
+def _has_finite_logits(state: SavedState) -> bool:
+    """False for NaN and +inf, which damaged weights give. A token may have a logit of -inf."""
+    return bool(state.logits.amax() < torch.inf)  # NaN, if there is one
+
+
 def _new_id() -> str:
     return f"state-{secrets.token_hex(12)}"
 
@@ -208,9 +215,11 @@ def _http_errors(state_id: str | None = None, param: str | None = None) -> Itera
         message = "there is no room for another saved state: delete one first"
         raise ApiError(409, message, code="states_full") from error
     except (ValueError, OSError) as error:
-        if state_id is None:
-            _LOG.exception("a state could not be saved")
-            message = "the state could not be saved: see the server's log"
-            raise ApiError(507, message) from error
-        message = f"the state {state_id} is damaged or was saved by another model"
-        raise ApiError(409, message, param=param) from error
+        what = "the state could not be saved"
+        if state_id is not None:
+            if isinstance(error, ValueError):
+                message = f"the state {state_id} is damaged or was saved by another model"
+                raise ApiError(409, message, param=param) from error
+            what = f"the state {state_id} could not be read or changed"
+        _LOG.exception(what)
+        raise ApiError(507, f"{what}: see the server's log", param=param) from error
