@@ -817,6 +817,33 @@ def test_conversations_of_earlier_versions_are_kept(page: Page, live: LiveServer
     assert page.run("return Object.keys(localStorage).filter(k => k.includes('/')).length") == 5
 
 
+def test_a_full_storage_is_told_once_and_loses_nothing_that_fits_later(page: Page) -> None:
+    page.recite("Hi")
+    page.say("First")
+    page.wait()
+    page.run(
+        "for (let size = 1 << 22; size; size >>= 1) try {"
+        " localStorage.setItem(`junk${size}`, 'a'.repeat(size)) } catch {}"
+    )
+    page.run("window.isHeld = true")
+    page.recite("one two three")
+    page.say("Second")
+    wait_for(lambda: page.error().startswith("The browser's storage is full"))
+    page.element("#error-close").click()
+    pause = "setTimeout(arguments[0], 2500)"  # it is saved every second
+    page.driver.execute_async_script(pause)
+    assert page.error() == ""
+    page.run(
+        "Object.keys(localStorage).filter(k => k.startsWith('junk'))"
+        ".forEach(k => localStorage.removeItem(k)); window.isHeld = false"
+    )
+    page.wait()
+    texts = page.texts()
+    assert texts[2:] == [("user", "Second"), ("assistant", "one two three")]
+    page.driver.refresh()
+    wait_for(lambda: page.texts() == texts)
+
+
 def test_any_order_of_changes_in_two_tabs_gives_one_tree(page: Page) -> None:
     """Two copies of the store are two tabs. Nothing that was not deleted is lost."""
     problem = page.driver.execute_async_script(

@@ -107,8 +107,8 @@ export async function saveMemory(request, model, name) {
 // meanwhile, a note tells how far the reading is, and the view stays.
 async function readDocument(file) {
   if (!file) return;
-  if (reading) throw new Fault("Only one document is read at a time: wait for it, or cancel it.");
   const text = await decode(file);
+  if (reading) throw new Fault("Only one document is read at a time: wait for it, or cancel it.");
   reading = new AbortController();
   find("reading").hidden = false;
   note.className = "";
