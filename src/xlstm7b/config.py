@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -289,6 +290,14 @@ class ModelConfig:
         head_dim = values.get("head_dim", config.d_hv)
         if head_dim != config.d_hv:
             raise ValueError(f"head_dim is {head_dim!r}, but the other fields give {config.d_hv}")
+        return config
+
+    @classmethod
+    def from_pretrained(cls, folder_or_hub_id: str | Path) -> Self:
+        """The config of a checkpoint folder or hub id. No weights are downloaded or read."""
+        checkpoint = import_module("xlstm7b.checkpoint")  # it needs this module, and PyTorch
+        folder = checkpoint.resolve(folder_or_hub_id, ["config.json", "config.yaml"])
+        config: Self = checkpoint.read_config(folder)
         return config
 
     @classmethod

@@ -259,6 +259,8 @@ def test_an_empty_path_is_not_the_current_folder(
 def test_public_names() -> None:
     assert xlstm7b.XLSTM is XLSTM
     assert all(getattr(xlstm7b, name).__name__ == name for name in xlstm7b.__all__)
+    listed = "import xlstm7b; assert {'__version__', *xlstm7b.__all__} <= {*dir(xlstm7b)}"
+    subprocess.run([sys.executable, "-c", listed], env=environment(), check=True, timeout=60)
     with pytest.raises(AttributeError, match=r"^module 'xlstm7b' has no attribute 'LSTM'$"):
         _ = xlstm7b.LSTM
 

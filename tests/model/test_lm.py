@@ -151,6 +151,24 @@ def test_the_loss_equals_that_of_token_logprobs(rows_at_once, monkeypatch):
         assert error(ours, exact) < 1e-11
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_targets_of_minus_100_do_not_count_as_in_pytorch(weighted):
+    model, tokens = random_model(), random_tokens(2, 9)
+    targets = random_tokens(2, 9)
+    targets[0, 3:] = targets[1, 0] = -100
+    logits, _ = model(tokens)
+    want = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="sum" if weighted else "mean"
+    )
+    weights = (torch.full((2, 9), 1.0, dtype=torch.float64),) if weighted else ()
+    got = model.loss(tokens, targets, *weights)
+    grads = [torch.autograd.grad(loss, model.parameters()) for loss in (got, want)]
+    assert error(got, want) < 1e-6
+    for grad, want_grad in zip(*grads, strict=True):
+        assert error(grad, want_grad) < 1e-6
+    assert model.loss(tokens, torch.full((2, 9), -100)) == 0
+
+
 def test_token_logprobs_in_bfloat16_are_float32():
     model = random_model(dtype=torch.bfloat16)
     tokens, targets = random_tokens(2, 30), random_tokens(2, 30)
@@ -249,6 +267,10 @@ def test_bad_input_is_a_value_error_that_names_it():
         ),
         (lambda: model(tokens, logits="first"), 'logits must be "all" or "last"'),
         (lambda: model.token_logprobs(tokens, tokens[:, 1:]), "differ in shape"),
+        (lambda: model(tokens + SMALL.vocab_size), "tokens must be ids from 0 to"),
+        (lambda: model(tokens - 300), "tokens must be ids from 0 to"),
+        (lambda: model.token_logprobs(tokens, tokens + 10**6), "targets must be ids from 0 to"),
+        (lambda: model.loss(tokens, tokens + 10**6), "targets must be ids from 0 to"),
         (
             lambda: model.loss(tokens, tokens.mT, torch.ones(2, 5)),
             r"targets \[5, 2\] and tokens \[2, 5\] differ in shape",
@@ -264,3 +286,17 @@ def test_bad_input_is_a_value_error_that_names_it():
     ]:
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_what_everyone_looks_for(tmp_path):
+    model, tokens = random_model(dtype=torch.float32), random_tokens(1, 4)
+    assert model.num_parameters() == sum(p.numel() for p in model.parameters())
+    model.save_pretrained(tmp_path / "model")
+    assert ModelConfig.from_pretrained(tmp_path / "model") == model.config
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert ModelConfig.from_pretrained(tmp_path / "model") == model.config
+    _, state = model(tokens)
+    block = state.blocks[0].detach()
+    assert type(block) is type(state.blocks[0])
+    assert state.blocks[0].C.requires_grad
+    assert not any(part.requires_grad for part in block)

@@ -49,6 +49,10 @@ class MLSTMState(NamedTuple):
         parts = ((4, dtype), (3, wide), (2, wide))
         return cls(*(torch.zeros(shape[:n], dtype=kind, device=device) for n, kind in parts))
 
+    def detach(self) -> Self:
+        """The same tensors without their history: gradients stop here."""
+        return type(self)(*(part.detach() for part in self))
+
 
 def recurrent_step(
     q: Tensor,

@@ -1,5 +1,6 @@
 """XLSTM, the language model: embedding → blocks → RMSNorm → linear head → soft-cap."""
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Literal, Self, overload
@@ -25,6 +26,8 @@ from xlstm7b.model.model_state import ModelState
 from xlstm7b.quantize import cpu, gpu
 from xlstm7b.quantize.config import Quantization, Scheme
 from xlstm7b.quantize.weight import QuantizedWeight
+
+_IGNORED = -100  # a target that does not count, as in `torch.nn.functional.cross_entropy`
 
 
 class Backbone(MLSTMStack):
@@ -98,6 +101,7 @@ class XLSTM(nn.Module):
         tokens are never in memory together.
         """
         _check_shape("targets", targets, tokens)
+        self._check_ids("targets", targets)
         x, state = self._hidden(tokens, state, resets, lengths)
         cap = self.config.output_logit_soft_cap
         logprobs = head_logprobs(x, self.lm_head.weight, targets, cap)
@@ -107,7 +111,12 @@ class XLSTM(nn.Module):
 
     @overload
     def loss(
-        self, tokens: Tensor, targets: Tensor, weights: Tensor, *, resets: Tensor | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        weights: Tensor | None = None,
+        *,
+        resets: Tensor | None = None,
     ) -> Tensor: ...
 
     @overload
@@ -115,7 +124,7 @@ class XLSTM(nn.Module):
         self,
         tokens: Tensor,
         targets: Tensor,
-        weights: Tensor,
+        weights: Tensor | None = None,
         *,
         state: ModelState,
         resets: Tensor | None = None,
@@ -125,18 +134,26 @@ class XLSTM(nn.Module):
         self,
         tokens: Tensor,
         targets: Tensor,
-        weights: Tensor,
+        weights: Tensor | None = None,
         *,
         state: ModelState | None = None,
         resets: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ModelState]:
         """−Σ weights · log p(targets) over [B, T], for training: one float32 number.
 
-        It equals the sum over `token_logprobs`, with one product with the head less. With a `state`
-        the new state is returned too, for truncated backpropagation through time: start from
-        `ModelState.zeros`, and call `state.detach()` before the next part.
+        A target of −100 does not count, as in PyTorch. Without `weights` it is the mean over the
+        targets that count, 0 if none does.
+
+        With weights it equals the sum over `token_logprobs`, with one product with the head less.
+        With a `state` the new state is returned too, for truncated backpropagation through time:
+        start from `ModelState.zeros`, and call `state.detach()` before the next part.
         """
         _check_shape("targets", targets, tokens)
+        counts = targets != _IGNORED
+        targets = targets.where(counts, 0)
+        self._check_ids("targets", targets)
+        if weights is None:
+            weights = counts.float() / counts.sum().clamp(min=1)
         _check_shape("weights", weights, tokens)
         if not weights.is_floating_point():
             raise ValueError(f"weights must be floating-point numbers, not {weights.dtype}")
@@ -144,7 +161,7 @@ class XLSTM(nn.Module):
             raise ValueError("a model with quantised weights cannot be trained: load a float one")
         x, after = self._hidden(tokens, state, resets, None)
         cap = self.config.output_logit_soft_cap
-        loss = head_loss(x, self.lm_head.weight, targets, weights, cap)
+        loss = head_loss(x, self.lm_head.weight, targets, weights.where(counts, 0), cap)
         return loss if state is None else (loss, after)
 
     def _hidden(
@@ -160,10 +177,27 @@ class XLSTM(nn.Module):
             raise ValueError(
                 f"tokens must be integers [B, T] with B and T of at least 1, not {kind}"
             )
+        self._check_ids("tokens", tokens)
         result: tuple[Tensor, ModelState] = self.backbone(
             tokens, state, resets=resets, lengths=lengths
         )
         return result
+
+    def _check_ids(self, name: str, ids: Tensor) -> None:
+        """`ValueError` for ids outside of the vocabulary. Only on a CPU: a GPU would wait."""
+        if ids.device.type != "cpu" or torch.compiler.is_compiling():
+            return
+        size = self.config.vocab_size
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+            wrong = ids[(ids < 0) | (ids >= size)][0]
+            raise ValueError(
+                f"{name} must be ids from 0 to {size - 1}, as the model's vocabulary, "
+                f"and one is {wrong}"
+            )
+
+    def num_parameters(self) -> int:
+        """The number of parameters; a quantised weight counts as many as it stands for."""
+        return sum(math.prod(shape) for shape in self.config.parameter_shapes().values())
 
     @classmethod
     def empty(
