@@ -415,7 +415,7 @@ def test_every_operation_of_the_openapi_schema(live: LiveServer) -> None:
 
         check()
         tried += 1
-    assert tried == 22
+    assert tried == 24
     assert live.post("/v1/completions", prompt="a", max_tokens=2)["choices"]
 
 

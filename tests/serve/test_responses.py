@@ -224,6 +224,71 @@ def test_previous_responses(client: openai.OpenAI, live: LiveServer) -> None:
     assert live.client.get(f"{PATH}/{second.id}?stream=true").status_code == 400
 
 
+def test_input_tokens_are_counted_as_in_the_usage(client: openai.OpenAI, live: LiveServer) -> None:
+    first = client.responses.create(model="tiny", input="One")
+    running = live.metric("prompt_tokens_total")
+    for body in (
+        {"input": "Hi"},
+        {"input": "Two", "instructions": "Be brief.", "previous_response_id": first.id},
+        {"input": [{"role": "user", "content": "a"}], "tools": [ADD], "tool_choice": "required"},
+    ):
+        counted = client.responses.input_tokens.count(model="tiny", **body)
+        assert counted.object == "response.input_tokens"
+        assert live.metric("prompt_tokens_total") == running  # nothing was generated
+        done = client.responses.create(model="tiny", **body)
+        assert counted.input_tokens == done.usage.input_tokens
+        running = live.metric("prompt_tokens_total")
+    message = live.refused(f"{PATH}/input_tokens", 404, input="a", model="messages")
+    assert message == "there is no model 'messages'; this server has 'tiny'"
+    assert "is missing" in live.refused(f"{PATH}/input_tokens", 400)
+
+
+def test_input_items_are_what_a_response_answers(client: openai.OpenAI, live: LiveServer) -> None:
+    options = {"model": "tiny", "tools": [ADD], "parallel_tool_calls": False}
+    first = client.responses.create(input="Hi", instructions="Be brief.", **options)
+    (call,) = first.output
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "6"}
+    parts = [{"type": "input_text", "text": "O"}, {"type": "input_text", "text": "K?"}]
+    more = [
+        result,
+        {"role": "assistant", "content": "It is 6."},
+        {"role": "user", "content": parts},
+    ]
+    last = client.responses.create(input=more, previous_response_id=first.id, **options)
+
+    def shown(items: list) -> list[tuple]:
+        contents = [getattr(item, "content", None) or [] for item in items]
+        return [
+            (item.type, getattr(item, "role", None), "".join(part.text for part in content))
+            for item, content in zip(items, contents, strict=True)
+        ]
+
+    (item,) = client.responses.input_items.list(first.id)
+    assert shown([item]) == [("message", "user", "Hi")]
+    items = [*client.responses.input_items.list(last.id, order="asc")]
+    assert shown(items) == [
+        ("message", "user", "Hi"),
+        ("function_call", None, ""),
+        ("function_call_output", None, ""),
+        ("message", "assistant", "It is 6."),
+        ("message", "user", "OK?"),
+    ]
+    assert (items[1].name, items[1].arguments) == ("add", call.arguments)
+    assert (items[1].call_id, items[2].call_id, items[2].output) == (*[call.call_id] * 2, "6")
+    # They are read as input again, and pages of them are all of them.
+    again = [item.model_dump(exclude_none=True) for item in items]
+    same = client.responses.create(input=again, store=False, **options)
+    assert same.usage.input_tokens == last.usage.input_tokens
+    paged = [*client.responses.input_items.list(last.id, limit=2)]
+    assert paged == [*reversed(items)]
+    page = live.client.get(f"{PATH}/{last.id}/input_items?limit=2").json()
+    assert (page["has_more"], page["last_id"]) == (True, paged[1].id)
+    for query, status, param in (("limit=0", 400, "limit"), ("after=x", 404, "after")):
+        answer = live.client.get(f"{PATH}/{last.id}/input_items?{query}")
+        assert (answer.status_code, error_of(answer)["param"]) == (status, param)
+    assert live.client.get(f"{PATH}/resp_none/input_items").status_code == 404
+
+
 def test_the_store_is_bounded() -> None:
     def response(number: int) -> dict[str, Any]:
         return {"id": f"r{number}", "output": [{"id": f"i{number}"}]}

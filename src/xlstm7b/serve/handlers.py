@@ -244,6 +244,13 @@ async def generate(
     return await asyncio.to_thread(JSONResponse, content)  # slow for long outputs
 
 
+async def count_prompt_tokens(service: Service, body: ChatBody) -> int:
+    """The prompt tokens that the usage of an answer would name."""
+    (ids,), _, _ = await _read_chat(service, body)
+    (request,) = await _prepare(service, [Request(ids)], body)
+    return len(request.prompt_token_ids)
+
+
 # 1. From a body to engine requests
 
 _Input = tuple[list[list[int]], SamplingParams, SavedState | None]

@@ -11,15 +11,16 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, NamedTuple
 
-from fastapi import APIRouter
-from pydantic import Field, ValidationError
+from fastapi import APIRouter, Query
+from pydantic import ConfigDict, Field, ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from xlstm7b.serve.body_errors import invalid_body
-from xlstm7b.serve.handlers import Service, generate
+from xlstm7b.serve.handlers import Service, count_prompt_tokens, generate
 from xlstm7b.serve.protocol import (
     MAX_MESSAGES,
     ApiError,
@@ -148,6 +149,16 @@ class ResponseBody(Body):
     top_logprobs: Literal[0] | None = None
 
 
+class ItemsQuery(Body):
+    """GET /v1/responses/ID/input_items"""
+
+    model_config = ConfigDict(extra="forbid", strict=False)
+
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None  # the last id of the page before
+
+
 # 2. Stored conversations
 
 
@@ -208,22 +219,21 @@ async def respond(body: ResponseBody, http: HttpRequest) -> Response:
     """Answer a conversation, which the server stores."""
     service: Service = http.app.state.service
     stored: StoredResponses = http.app.state.responses
-    messages = list[Json]()
-    if body.previous_response_id is not None:
-        field = "previous_response_id"
-        messages += stored.find(body.previous_response_id, field).messages
-    sources = ["instructions"] * (body.instructions is not None)
-    sources += ["previous_response_id"] * len(messages)
-    for source, message in _to_messages(body, stored):
-        sources.append(source)
-        messages.append(message)
-    try:
+    messages, sources = _conversation(body, stored)
+    with _own_fields(sources):
         chat = _to_chat(body, messages)
         writer = ResponseWriter(body, service.find_model(body.model).id, messages, stored)
         return await generate(service, chat, http, writer)
-    except ApiError as error:
-        _rename_field(error, sources)
-        raise
+
+
+@router.post("/v1/responses/input_tokens")
+async def count_input_tokens(body: ResponseBody, http: HttpRequest) -> dict[str, Any]:
+    """The input tokens that a response to this body would have. Nothing is generated."""
+    messages, sources = _conversation(body, http.app.state.responses)
+    with _own_fields(sources):
+        chat = _to_chat(body, messages)
+        count = await count_prompt_tokens(http.app.state.service, chat)
+    return {"object": "response.input_tokens", "input_tokens": count}
 
 
 @router.get("/v1/responses/{response_id}")
@@ -235,6 +245,31 @@ async def find_response(response_id: str, http: HttpRequest) -> dict[str, Any]:
     return stored.find(response_id).response
 
 
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(
+    response_id: str, query: Annotated[ItemsQuery, Query()], http: HttpRequest
+) -> dict[str, Any]:
+    """What a stored response answers: its input, after the earlier ones and their outputs."""
+    stored: StoredResponses = http.app.state.responses
+    items = [*_to_items(response_id, stored.find(response_id).messages[:-1])]
+    if query.order == "desc":
+        items.reverse()
+    if query.after is not None:
+        ids = [item["id"] for item in items]
+        if query.after not in ids:
+            message = f"after: there is no item {query.after[:80]!r} in this list"
+            raise ApiError(404, message, param="after")
+        items = items[ids.index(query.after) + 1 :]
+    page = items[: query.limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > len(page),
+    }
+
+
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: str, http: HttpRequest) -> dict[str, Any]:
     """Delete a stored response."""
@@ -244,6 +279,20 @@ async def delete_response(response_id: str, http: HttpRequest) -> dict[str, Any]
 
 
 # 4. From a body to that of a chat
+
+
+def _conversation(body: ResponseBody, stored: StoredResponses) -> tuple[list[Json], list[str]]:
+    """The messages before the answer, without instructions, and the field of each chat message."""
+    messages = list[Json]()
+    if body.previous_response_id is not None:
+        field = "previous_response_id"
+        messages += stored.find(body.previous_response_id, field).messages
+    sources = ["instructions"] * (body.instructions is not None)
+    sources += ["previous_response_id"] * len(messages)
+    for source, message in _to_messages(body, stored):
+        sources.append(source)
+        messages.append(message)
+    return messages, sources
 
 
 def _to_messages(body: ResponseBody, stored: StoredResponses) -> Iterator[tuple[str, Json]]:
@@ -348,11 +397,18 @@ _RENAMED = (  # fields of a chat, and those of a response that they come from
 )
 
 
-def _rename_field(error: ApiError, sources: list[str]) -> None:
-    """Names the field of this route in an error about a chat. `sources` of the chat's messages.
+@contextmanager
+def _own_fields(sources: list[str]) -> Iterator[None]:
+    """Errors about the chat name the fields of this route. `sources` of the chat's messages."""
+    try:
+        yield
+    except ApiError as error:
+        _rename_field(error, sources)
+        raise
 
-    A message starts with its field or does not name it. The rest may quote the client: it stays.
-    """
+
+def _rename_field(error: ApiError, sources: list[str]) -> None:
+    # A message starts with its field or does not name it. The rest may quote the client: it stays.
     if error.param is None:
         return
     in_message = r"^messages\.(\d+)(\.tool_calls\.\d+)?(\.function)?"
@@ -362,6 +418,30 @@ def _rename_field(error: ApiError, sources: list[str]) -> None:
     if error.message.startswith(error.param):
         error.message = field + error.message.removeprefix(error.param)
     error.param = field
+
+
+def _to_items(response_id: str, messages: list[Json]) -> Iterator[Json]:
+    """Messages of a chat as items, as `_to_messages` reads them."""
+    number, name = 0, response_id.removeprefix("resp_")
+
+    def item(kind: str, prefix: str, **fields: Any) -> Json:
+        nonlocal number
+        number += 1
+        return {"id": f"{prefix}_{name}_{number}", "type": kind, "status": "completed", **fields}
+
+    for message in messages:
+        text, calls = message["content"], message.get("tool_calls", ())
+        if message["role"] == "tool":
+            call_id = message["tool_call_id"]
+            yield item("function_call_output", "fco", call_id=call_id, output=text)
+        elif message["role"] != "assistant":
+            content = [{"type": "input_text", "text": text}]
+            yield item("message", "msg", role=message["role"], content=content)
+        elif text or not calls:
+            content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+            yield item("message", "msg", role="assistant", content=content)
+        for call in calls:
+            yield item("function_call", "fc", call_id=call["id"], **call["function"])
 
 
 # 5. From the chat's answer to a response
