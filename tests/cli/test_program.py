@@ -256,6 +256,14 @@ def test_an_empty_path_is_not_the_current_folder(
     assert names_in(tmp_path) == {"a.txt"}
 
 
+def test_a_command_of_eval_that_does_not_exist_is_named(cli: Cli) -> None:
+    said = refused(cli("eval", "perplexity", "model", "texts.jsonl"))
+    assert said == (
+        "there is no command 'eval perplexity'; there are run, ppl, compare, ruler, ruler-plot, "
+        "and `eval MODEL --tasks TASKS`, which is `eval run`"
+    )
+
+
 def test_public_names() -> None:
     assert xlstm7b.XLSTM is XLSTM
     assert all(getattr(xlstm7b, name).__name__ == name for name in xlstm7b.__all__)

@@ -24,6 +24,11 @@ class _RunByDefault(typer.core.TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
+            if len(args) > 1 and not {args[0][:1], args[1][:1]} & {"-", ""}:  # not MODEL --tasks …
+                raise ValueError(
+                    f"there is no command 'eval {args[0]}'; there are {', '.join(self.commands)}, "
+                    "and `eval MODEL --tasks TASKS`, which is `eval run`"
+                )
             args = ["run", *args]
         parsed: list[str] = super().parse_args(ctx, args)
         return parsed
