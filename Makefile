@@ -59,7 +59,7 @@ $(COMPILED): $(TOOLS)
 pytest: $(COMPILED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $$(nproc) --dist worksteal
 
-# vLLM and Ray. vLLM pins its own torch and transformers, so it has an environment of its own (3 GB).
+# vLLM and Ray. vLLM pins its own torch and transformers, so it has an environment of its own (4 GB).
 # torchvision, torchaudio and torchcodec are for images and sound; they may not fit its torch.
 $(VLLM)/.package: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)

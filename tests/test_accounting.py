@@ -93,6 +93,22 @@ def test_the_papers_count_agrees_with_the_authors_published_totals() -> None:
         assert 3 * (counts["total"] - counts["embedding"]) == pytest.approx(total, abs=3)
 
 
+def test_the_appendix_prints_two_terms_differently() -> None:
+    """(1 + 4 L) d_qk for each chunk's denominator, and 2 T d F_swish for each SwiGLU."""
+    T, L, d = 8192, 64, SEVEN.embedding_dim
+    published = accounting.paper_forward_flops(SEVEN, T, L)
+    terms = accounting.cell_flops(T, L, SEVEN.num_heads, SEVEN.d_qk, SEVEN.d_hv)
+    printed = SEVEN.num_heads * T // L * (1 + 4 * L) * SEVEN.d_qk
+    cell = terms["total"] - terms["inter_chunk_denominator"] + printed
+    ffn = T * 6 * SEVEN.ffn_dim * d + 2 * T * d
+    others = published["total"] - published["cell"] - published["ffn"]
+    want = others + SEVEN.num_blocks * (cell + ffn)
+    assert accounting.printed_forward_flops(SEVEN, T, L) == want
+    assert f"{want:.5e}" == f"{published['total']:.5e}" == "1.13802e+14"
+    sizes = {"vocab_size": 50257, "ffn_factor": 2.66}
+    assert f"{accounting.printed_forward_flops(SEVEN, T, L, **sizes):.5e}" == "1.13482e+14"
+
+
 def test_the_papers_count_is_two_per_weight_and_token_with_the_cell_and_two_activations() -> None:
     for size in SIZES:
         config, length = ModelConfig.named(size), 128

@@ -6,7 +6,8 @@ otherwise.
 
 There are two counts of the whole model, with the same cell. Ours (`forward_flops`) is what a GPU
 has to compute: norms and residuals count, the embedding and soft-caps are free. The paper's
-(`paper_forward_flops`) leaves norms and residuals out and counts the embedding as a product.
+(`paper_forward_flops`) leaves norms and residuals out and counts the embedding as a product. Its
+formulas are those of the authors' later code; `printed_forward_flops` has those of the appendix.
 """
 
 from collections.abc import Collection
@@ -163,6 +164,7 @@ def cell_flops(
             "gates": cumulative + 2 * L + 3 + maximum + exp + L * (3 + 2 * exp),
             # C: decay and update of the chunk (2), k vᵀ and q C of each token (4 L); n alike.
             "inter_chunk_numerator": (2 + 4 * L) * d_qk * d_hv + 3 * L * d_qk,
+            # As the authors' later code. The appendix prints 1 + 4 L: see `printed_forward_flops`.
             "inter_chunk_denominator": (2 + 4 * L) * d_qk,
             "gate_matrix": cumulative
             + square * (3 + factors.mask + maximum + exp)
@@ -298,6 +300,27 @@ def paper_forward_flops(
         ffn_factor,
         factors,
     )
+
+
+def printed_forward_flops(
+    config: ModelConfig,
+    context_length: int,
+    chunk_size: int = 64,
+    *,
+    vocab_size: int | None = None,
+    ffn_factor: float | None = None,
+) -> int:
+    """The total of `paper_forward_flops` with two terms as the paper's appendix prints them.
+
+    The denominator of a chunk's state is (1 + 4 L) d_qk, and the activation of a SwiGLU 2 T d.
+    """
+    sizes: dict[str, Any] = {"vocab_size": vocab_size, "ffn_factor": ffn_factor}
+    published = paper_forward_flops(config, context_length, chunk_size, **sizes)["total"]
+    chunks = -(-context_length // chunk_size)
+    ffn_dim = config.ffn_dim if ffn_factor is None else ffn_factor * config.embedding_dim
+    activations = context_length * (ffn_dim - 2 * config.embedding_dim)
+    denominators = chunks * config.num_heads * config.d_qk
+    return published - round(config.num_blocks * (activations + denominators))
 
 
 def paper_transformer_flops(
@@ -644,11 +667,13 @@ def _paper_count(
             ffn_factor=PRINTED_FFN_FACTOR,
         )["total"]
         printed = {"forward_with_printed_sizes": total}
+    by_printed = printed_forward_flops(config, context_length, chunk_size)
     transformer = paper_transformer_flops(config, context_length)
     return {
         "paper_count": {
             "forward_by_part": {part: n for part, n in forward.items() if part != "total"},
             "forward_per_sequence": forward["total"],
+            "forward_by_the_printed_formulas": by_printed,
             **printed,
             "transformer_forward_per_sequence": transformer["total"],
             "transformer_parameters": transformer_parameter_counts(config)["total"],

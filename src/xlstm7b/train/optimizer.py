@@ -17,8 +17,7 @@ _FUSED_ON = {"cuda", "cpu", "mps", "xpu"}
 def is_decayed(name: str, parameter: Tensor) -> bool:
     """True if weight decay applies: to every matrix, those of the gates and the head included.
 
-    Not to the embedding, norms and biases (paper, appendix B; so in the authors' code), nor to a
-    state.
+    Not to the embedding, norms and biases, as in the authors' training code, nor to a state.
     """
     return parameter.dim() >= 2 and not {"embeddings", "initial_state"} & {*name.split(".")}
 
