@@ -83,8 +83,8 @@ def create_app(
         app.include_router(part)
     _add_status_routes(app, service)
     app.routes.extend(page_files())
-    for part in (*routers, app):
-        routes += [route for route in part.routes if isinstance(route, Route)]
+    found = [route for part in (*routers, app) for route in part.routes]
+    routes += [route for route in found if isinstance(route, Route)]
     return app
 
 
