@@ -1,21 +1,25 @@
 """What a run measures: gates, TensorBoard, validation; the best checkpoint is always kept."""
 
+import math
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.testing import assert_close
 from train_processes import full_disk, run
-from train_runs import losses, recipe, weights
+from train_runs import losses, recipe, spoil_loss, weights
 
+from xlstm7b.config import ModelConfig
 from xlstm7b.data.loader import Loader
 from xlstm7b.data.shards import ShardWriter, open_folder, write_manifest
 from xlstm7b.model import XLSTM
+from xlstm7b.registry import find, register
 from xlstm7b.train import run_checkpoints, trainer
 from xlstm7b.train.metrics_log import MetricsLog, plot_runs, read_metrics
 from xlstm7b.train.monitor import validation_loss
@@ -47,6 +51,74 @@ def gates_of(model: XLSTM, data: Path) -> list[list[float]]:
         found.append([part.item() for part in (i.mean(), i.max(), f.mean(), f.min())])
         x, _ = block(x, resets=batch.resets)
     return [list(column) for column in zip(*found, strict=True)]
+
+
+class Last(NamedTuple):
+    x: Tensor
+
+
+@register("block", "without_gates")
+class WithoutGates(nn.Module):
+    """A block of one's own, which has no mLSTM layer."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = find("norm", config.norm)(config.embedding_dim, config.norm_eps)
+
+    @classmethod
+    def from_config(cls, config: ModelConfig) -> "WithoutGates":
+        return cls(config)
+
+    def forward(self, x, state=None, *, resets=None, lengths=None):
+        return x + self.norm(x), Last(x[:, -1])
+
+    @staticmethod
+    def zero_state(config, batch, *, dtype=torch.float32, device=None):
+        return Last(torch.zeros(batch, config.embedding_dim, dtype=dtype, device=device))
+
+    @staticmethod
+    def flops(config: ModelConfig, tokens: int, cell: int) -> dict[str, int]:
+        return {"norm": tokens * 4 * config.embedding_dim}
+
+
+def test_a_block_without_gates_is_trained_and_logged(data, tmp_path):
+    chosen = recipe(data, "run.log_every=2", "model.block=without_gates")
+    run(0, chosen, tmp_path)
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert len(lines) == 8
+    assert not any(name in line for line in lines for name in GATES)
+
+
+def test_the_mean_of_the_log_after_a_resume_is_that_of_a_whole_run(data, tmp_path):
+    """Also with a step whose loss is not finite, which is null in the file."""
+    settings = ["run.save_every=1", "run.validate_every=0", "run.log_every=4"]
+    reports: dict[str, list[dict[str, Any]]] = {"whole": [], "resumed": []}
+
+    def train(name: str, last: int) -> None:
+        def report(line: dict[str, Any]) -> None:
+            reports[name].append(line)
+            if line["step"] == last:
+                started.stop()  # after the next step
+
+        with process_group("cpu"):
+            started = trainer.Trainer(recipe(data, *settings), tmp_path / name, "cpu")
+            spoil_loss(started, math.inf, [5])
+            started.train(report)
+
+    train("whole", 8)
+    for last in (1, 4, 8):
+        train("resumed", last)
+    assert [line["step"] for line in reports["resumed"]] == [*range(8)]
+    for name in ("loss_mean", "loss_max", "gradient_norm_mean", "gradient_norm_max"):
+        found, expected = (
+            [line[name] for line in lines if name in line]
+            for lines in (reports["resumed"], reports["whole"])
+        )
+        assert len(found) == 2
+        assert found[0] == pytest.approx(expected[0])
+        if name.endswith("mean"):
+            assert not math.isfinite(expected[1])
+            assert not math.isfinite(found[1])
 
 
 def test_gate_statistics_at_intervals_follow_the_equations(data, tmp_path):

@@ -24,6 +24,8 @@ class MetricsLog:
             aside.write_text("".join(map(_as_line, kept)), encoding="utf-8")
         self._file = path.open("a", encoding="utf-8")
         self._recent: deque[dict[str, float]] = deque(maxlen=interval)
+        for line in kept[-interval:]:
+            self._remember(line)
         self._board: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -45,8 +47,14 @@ class MetricsLog:
                         self._board.add_scalar(f"{name}/{index}", part, line["step"])
                 elif name != "step":
                     self._board.add_scalar(name, value, line["step"])
+        self._remember(line)
+
+    def _remember(self, line: dict[str, Any]) -> None:
         if "loss" in line:
-            self._recent.append({"loss": line["loss"], "gradient_norm": line["gradient_norm"]})
+            names = "loss", "gradient_norm"  # not finite: null in the file
+            self._recent.append(
+                {name: math.inf if line[name] is None else line[name] for name in names}
+            )
 
     def over_interval(self) -> dict[str, float]:
         """Mean and max of loss and gradient norm over the last interval (paper, figure 2)."""

@@ -56,18 +56,27 @@ def gate_statistics(model: XLSTM, batch: Batch, device: torch.device) -> dict[st
 
     Mean and max of the input gate's pre-activation ĩ, mean and min of the forget gate's f̃, both
     soft-capped (paper, "Gate Soft-Capping"). They show an input gate that no longer stays low and a
-    forget gate that closes.
+    forget gate that closes. NaN for a block of one's own that has no such gate in `mlstm_layer`;
+    nothing if no block has one.
     """
     blocks: Any = model.backbone.blocks
-    layers = [block.mlstm_layer for block in blocks]
-    gates = [gate for layer in layers for gate in (layer.igate_preact, layer.fgate_preact)]
+    layers = [getattr(block, "mlstm_layer", None) for block in blocks]
+    gates: list[Any] = [
+        getattr(layer, name, None) for layer in layers for name in ("igate_preact", "fgate_preact")
+    ]
+    if all(gate is None for gate in gates):
+        return {}
     found = torch.full((3, len(gates)), torch.nan, device=device)
 
     def measure(index: int, module: Any, inputs: Any, preactivations: Tensor) -> None:
         capped = soft_cap(preactivations, model.config.gate_soft_cap)
         found[:, index] = torch.stack([capped.amin(), capped.mean(), capped.amax()])
 
-    hooks = [gate.register_forward_hook(partial(measure, at)) for at, gate in enumerate(gates)]
+    hooks = [
+        gate.register_forward_hook(partial(measure, at))
+        for at, gate in enumerate(gates)
+        if gate is not None
+    ]
     tokens, targets, resets, _ = (part.to(device) for part in batch)
     try:
         # A compiled block would not call the hooks.
