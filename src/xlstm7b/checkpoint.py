@@ -429,7 +429,7 @@ def read_config(folder: Path) -> ModelConfig:
                 "with `xlstm7b merge MODEL ADAPTER TARGET`"
             )
         if (folder / "checkpoints").is_dir():
-            raise ValueError(f"{folder} is the folder of a {_run_advice(folder)}")
+            raise ValueError(f"{folder} is the folder of a {run_advice(folder)}")
         raise ValueError(f"{folder} holds neither config.json nor config.yaml: not a checkpoint")
     with path.open("rb") as file:
         try:
@@ -447,7 +447,7 @@ def read_config(folder: Path) -> ModelConfig:
     return config
 
 
-def _run_advice(folder: Path) -> str:
+def run_advice(folder: Path) -> str:
     """What kind of run a folder holds, and how to get the weights after it."""
     recipe = read_object(folder / "recipe.json")
     if recipe.get("lora"):

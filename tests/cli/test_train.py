@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -131,6 +132,22 @@ def test_dry_run_prints_the_plan(cli: Cli) -> None:
     assert code == 0
     assert "2,086,666,240,000" in out
     assert "6,865,424,896" in out
+
+
+@pytest.mark.parametrize(("gb", "warns"), [(40, True), (47.5, True), (48, False)])
+def test_dry_run_warns_of_a_plan_that_hardly_fits_the_gpu(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, gb: float, warns: bool
+) -> None:
+    plan = ("train", "1.4b", "--dry-run", "--gpus", 32)
+    assert cli(*plan).err == ""
+    device = SimpleNamespace(total_memory=int(gb * 1e9))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: device)
+    code, out, err = cli(*plan)
+    assert code == 0
+    assert re.search(r"total bytes\W+45.4 GB", out)  # it is to fit GPUs of 80 GB
+    expected = f"warning: the plan needs 45.4 GB of the {gb:.1f} GB of this machine's GPU, and may"
+    assert err.startswith(expected) if warns else err == ""
 
 
 def test_a_failing_hook_is_named_below_its_traceback(

@@ -173,6 +173,28 @@ def test_training_and_generation_write_the_same_text(turns):
         assert read == trained + plain.next_prompt("a")
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("ending", ["txt", "jsonl", "json", "txt.gz"])
+def test_utf16_is_read_if_it_begins_with_a_byte_order_mark(ending, encoding, tmp_path):
+    texts = ["naïve 🐿\n\t\r\n" * 50_000] if "txt" in ending else QUOTES * 100
+    records = [{"text": text} for text in texts]
+    content = texts[0]
+    if ending == "json":
+        content = json.dumps(records, ensure_ascii=False)
+    elif ending == "jsonl":
+        content = "".join(f"{json.dumps(each, ensure_ascii=False)}\n" for each in records)
+    path, encoded = tmp_path / f"a.{ending}", f"\ufeff{content}".encode(encoding)
+    pack = gzip.compress if ending.endswith("gz") else bytes
+    path.write_bytes(pack(encoded))
+    found = [
+        document.segments for batch in read_batches(path, TEXT) for _, document in batch.documents()
+    ]
+    assert found == [[(text, True)] for text in texts]
+    path.write_bytes(pack(encoded[:-3] + b"\x00\xd8\xd8\x00\x00"))
+    with pytest.raises(ValueError, match=rf"^{path}.*(is damaged: 'utf-16|codec can't decode)"):
+        list(read_batches(path, TEXT))
+
+
 @given(text=st.text(st.characters(codec="utf-8")))
 def test_any_text_is_left_as_it_is(text):
     assert segments_of(Columns(), {"text": text}) == [(text, True)]

@@ -177,6 +177,16 @@ def test_mistakes_in_a_sources_file(raw: Path, content: str, message: str) -> No
     assert not (raw / "out").exists()
 
 
+def test_an_empty_input_is_not_the_current_folder(raw: Path) -> None:
+    for inputs in ([""], ["book.jsonl", ""]):
+        with pytest.raises(ValueError, match=r"^a file or folder is needed, and one of"):
+            prepare(inputs, raw / "out")
+    Path("a.toml").write_text('[a]\npath = ""')
+    with pytest.raises(ValueError, match=r"^a.toml: a: a file or folder is needed"):
+        prepare(["a.toml"], raw / "out")
+    assert not (raw / "out").exists()
+
+
 def test_a_sources_file_stands_alone(raw: Path) -> None:
     with pytest.raises(ValueError, match=r"^sources.toml lists sources: give it as the only input"):
         prepare(["sources.toml", "book.jsonl"], raw / "out")

@@ -27,7 +27,7 @@ from xlstm7b.train.metrics_log import read_metrics
 from xlstm7b.train.processes import process_group
 from xlstm7b.train.run_checkpoints import export_run, read_run, saved_steps
 from xlstm7b.train.sharded_model import build_model, open_base
-from xlstm7b.train.trainer import Trainer
+from xlstm7b.train.trainer import Trainer, check_init_from
 
 LORA = ("lora={rank=4,alpha=8.0}", "optimizer.lr=1e-2", "optimizer.weight_decay=0.0")
 QUIET = ("run.validate_every=0", "run.log_every=100")
@@ -270,6 +270,11 @@ def test_the_export_of_a_run_is_an_adapter(bases, data, tmp_path, monkeypatch):
     for name, message in (("run", words), ("adapter", "is an adapter, not .* `xlstm7b merge")):
         with pytest.raises(ValueError, match=message):
             open_base(chosen, str(tmp_path / name))
+    later = recipe(data, f"init_from={tmp_path / 'run'}", "start_step=8", "run.steps=9", *QUIET)
+    with pytest.raises(ValueError, match=f"^start_step continues a run that trained .*{words}"):
+        check_init_from(later, tmp_path / "new")
+    with process_group("cpu"), pytest.raises(ValueError, match=r"^start_step continues a run that"):
+        Trainer(later, tmp_path / "new", "cpu")
     # The validation loss at the end of the run is that of the merged model.
     merge_checkpoint(bases / "float32", tmp_path / "adapter", tmp_path / "merged")
     open_base(chosen, str(tmp_path / "merged"))

@@ -308,6 +308,11 @@ def test_a_missing_model_is_named(tmp_path: Path) -> None:
     [
         # Unknown names, with their neighbours.
         ("optimiser.lr=1", "unknown setting optimiser; did you mean optimizer?"),
+        ("lr=1", "unknown setting lr; did you mean optimizer.lr?"),
+        ("lora={lr=1}", "unknown setting lora.lr; did you mean optimizer.lr?"),
+        ("kind=cosine", "unknown setting kind; did you mean schedule.kind?"),
+        ("context_length=8", "unknown setting context_length; did you mean data.context_length?"),
+        ("num_heads=8", "unknown setting num_heads; did you mean model.num_heads?"),
         ("optimizer.beta=1", "unknown setting optimizer.beta; did you mean betas?"),
         ("run.zzz=1", "unknown setting run.zzz; known: steps, seed, precision,"),
         (

@@ -96,6 +96,7 @@ def train(
             check_init_from(chosen, folder)
         plan = make_plan(chosen, gpus=gpus, mfu=PAPER_MFU if mfu is None else mfu)
         print_sections(f"recipe {chosen.name}", describe(plan))
+        _warn_of_memory(plan.memory["total"])
         return
     _check_same_run(folder, chosen)
     where = to_training_device(device)
@@ -117,6 +118,21 @@ def train(
             print(f"{folder}: already finished, nothing trained ({done})")
         else:
             print(f"{folder}: trained to {done}{_remarks(trainer)}")
+
+
+def _warn_of_memory(planned: int) -> None:
+    """Says on stderr if this machine's GPU has hardly more memory than the plan needs, or less."""
+    import torch
+
+    if torch.cuda.is_available():
+        there = torch.cuda.get_device_properties(0).total_memory
+        if planned > 0.95 * there:
+            print(
+                f"warning: the plan needs {planned / 1e9:.1f} GB of the {there / 1e9:.1f} GB of "
+                "this machine's GPU, and may not fit: lower batch.micro_batch, or recompute more "
+                "with run.activation_checkpointing",
+                file=sys.stderr,
+            )
 
 
 def export(

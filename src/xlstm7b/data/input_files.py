@@ -5,6 +5,7 @@ A `.txt` or `.md` file is one document. So is each line of a `.jsonl` or `.ndjso
 input is a `ValueError` that names the file and the line.
 """
 
+import codecs
 import gzip
 import io
 import json
@@ -285,6 +286,9 @@ def find_input_files(
     """
     if "" in text_endings:
         raise ValueError("--as-text needs an ending, such as .py")
+    inputs = [*inputs]
+    if "" in inputs:  # it would be the current folder
+        raise ValueError("a file or folder is needed, and one of those given is empty")
     search = _Search(text_endings, include, exclude, columns, output)
     for given in map(Path, inputs):
         if not given.exists():
@@ -591,7 +595,28 @@ def _opened(path: Path) -> Iterator[tuple[Any, BinaryIO]]:
             pyarrow = import_module("pyarrow")  # unlike zstandard, it notices a truncated file
             unpacked = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")
             content = io.BufferedReader(unpacked, 1 << 20)
+        if content.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            content = io.BufferedReader(_FromUTF16(content), 1 << 20)
         yield content, file
+
+
+class _FromUTF16(io.RawIOBase):
+    """A UTF-16 file, which begins with a byte order mark, as UTF-8."""
+
+    def __init__(self, content: BinaryIO) -> None:
+        self._text, self._left = io.TextIOWrapper(content, "utf-16", newline=""), b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            self._left = self._left or self._text.read(len(buffer)).encode()
+        except UnicodeDecodeError as error:
+            raise OSError(str(error)) from error  # see `_name_damage`
+        size = min(len(buffer), len(self._left))
+        buffer[:size], self._left = self._left[:size], self._left[size:]
+        return size
 
 
 def _json_kind(path: Path) -> str:

@@ -94,8 +94,10 @@ def find_sources(
 
     With a sources file, its settings take the place of `columns`, `include` and `exclude`.
     """
-    given = [Path(each) for each in inputs]
-    files = [each for each in given if each.suffix == ".toml" and ".toml" not in text_endings]
+    given = [*inputs]
+    files = [
+        each for each in map(Path, given) if each.suffix == ".toml" and ".toml" not in text_endings
+    ]
     if not files:
         found = find_input_files(
             given, text_endings, include=include, exclude=exclude, columns=columns, output=output

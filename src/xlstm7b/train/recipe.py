@@ -558,7 +558,13 @@ def _sentence(error: ValidationError, cls: Any) -> str:
 
 
 def _unknown(name: str, key: str, known: list[str]) -> str:
-    near = get_close_matches(key, known, n=3)
+    near = [
+        f"{table}.{key}"
+        for table, section in get_type_hints(Recipe).items()
+        for each in (get_args(section) or [section])
+        if is_dataclass(each) and key in {field.name for field in fields(each)}
+    ]
+    near = near or get_close_matches(key, known, n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
     return f"unknown setting {name}; {hint}"
 
@@ -595,12 +601,19 @@ def _model_of_init_from(tables: Mapping[str, Any]) -> dict[str, Any]:
 def model_of(init_from: str, start_step: int) -> ModelConfig:
     """The config of the model that `init_from` names. Of a hub id, only that file is downloaded."""
     if start_step:
+        from xlstm7b.checkpoint import run_advice
         from xlstm7b.train.run_checkpoints import read_run, saved_steps, step_folder
 
         folder = Path(init_from) / "checkpoints"
         if start_step not in saved_steps(folder):
             raise ValueError(f"{folder} has no checkpoint of step {start_step}")
-        return ModelConfig(**read_run(step_folder(folder, start_step))["recipe"]["model"])
+        recipe = read_run(step_folder(folder, start_step))["recipe"]
+        if recipe.get("lora") or recipe.get("state_tuning"):
+            raise ValueError(
+                f"start_step continues a run that trained the whole model; leave it out, because "
+                f"{init_from} is the folder of a {run_advice(Path(init_from))}"
+            )
+        return ModelConfig(**recipe["model"])
     from xlstm7b.checkpoint import read_config, resolve
 
     return read_config(resolve(init_from, ["config.json", "config.yaml"]))
