@@ -1,15 +1,16 @@
 """Models that take little time, and benchmarks that start no processes."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from xlstm7b.bench import generation, measure, peer_models, texts, training, transformers
+from xlstm7b.bench import generation, measure, peer_models, speed, texts, training, transformers
 from xlstm7b.bench.cases import Result
 from xlstm7b.config import SIZES
+from xlstm7b.generate import Generator
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +26,8 @@ def _short_timings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "measure", _timed_once)
     for module in (measure, peer_models, transformers):
         monkeypatch.setattr(module, "measure_steps", _four_steps)
+    for module in (generation, speed):
+        monkeypatch.setattr(module, "measure_decoding", _four_tokens)
 
 
 def _timed_once(call: Callable[[], object], device: str, **_: object) -> float:
@@ -35,6 +38,15 @@ def _four_steps(
     run: Callable[[int], object], device: str, *, base: int = 0, **_: object
 ) -> measure.Timing:
     return measure.Timing(_measure(lambda: run(base + 4), device, repeats=1) / (base + 4), 0.0)
+
+
+def _four_tokens(
+    generator: Generator, prompts: Sequence[Sequence[int]] | None, *, seconds: float, **named: Any
+) -> measure.Timing:
+    def generate() -> object:
+        return generator.generate(prompts, max_new_tokens=4, **named)
+
+    return measure.Timing(_measure(generate, "cpu", repeats=1) / 4, 0.0)
 
 
 _measure = measure.measure

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -17,8 +17,10 @@ import pytest
 import torch
 
 from xlstm7b.bench import cases
+from xlstm7b.bench import measure as measure_module
 from xlstm7b.bench.cases import Column, Part, Result, heading, line
 from xlstm7b.bench.measure import (
+    UnsteadyError,
     attempt,
     failed,
     find_peaks,
@@ -297,27 +299,42 @@ def test_first_steps_that_do_less_work_do_not_count(monkeypatch: pytest.MonkeyPa
     assert timing.spread <= 0.03
 
 
-def test_the_whole_batch_decodes_when_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 512 sequences, 16 start in each step: the first and the last steps have fewer."""
-    now = 0.0
-    ran = []
+@pytest.mark.parametrize("noise", [0.0, 0.004, 0.1])
+def test_decoding_is_timed_in_one_call(noise: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 512 sequences, 16 start in each step, and every 16th step takes twice as long."""
+    now, ran, draw = 0.0, 0, random.Random(0)
 
     class Fake:
         device, batch_size = "cpu", 512
 
-        def generate(self, prompts: None, *, max_new_tokens: int, **sampling: object) -> None:
-            nonlocal now
-            starts = range(0, 512, 16)
-            for step in range(len(starts) + max_new_tokens):
-                active = sum(16 for n in range(len(starts)) if 0 <= step - n < max_new_tokens)
-                now += 0.01 + 0.01 * active / 512
-            ran.append(max_new_tokens)
+        def generate(
+            self,
+            prompts: None,
+            *,
+            max_new_tokens: int,
+            should_stop: Callable[[], bool] = lambda: False,
+            **sampling: object,
+        ) -> None:
+            nonlocal now, ran
+            for step in range(max_new_tokens):
+                started = min(1.0, (step + 1) / 32)
+                now += (0.01 + 0.01 * started) * (2 if step % 16 == 9 else 1)
+                now += noise * draw.random()
+                ran += 1
+                if should_stop():
+                    break
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    timing = measure_decoding(cast(Generator, Fake()), None, seconds=0.3)
-    assert timing.seconds == pytest.approx(0.02)
-    assert timing.spread <= 0.001
-    assert sum(ran) < 1000
+    generator = cast(Generator, Fake())
+    if noise > 0.01:
+        monkeypatch.setattr(measure_module, "MOST_SPREAD", 1e-9)
+        with pytest.raises(UnsteadyError, match="differ by"):
+            measure_decoding(generator, None, seconds=0.3)
+        return
+    timing = measure_decoding(generator, None, seconds=0.3)
+    assert timing.seconds == pytest.approx(0.02 * 17 / 16 + noise / 2, rel=0.01)
+    assert timing.spread <= (0.01 if noise else 1e-9)
+    assert ran < 700
 
 
 @pytest.mark.parametrize("base", [0, 8])

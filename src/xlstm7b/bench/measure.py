@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -137,12 +138,7 @@ def measure_steps(
         if spread <= GOOD_SPREAD or steps == longest:
             break
         steps = min(2 * steps, longest)
-    if step <= 0 or (spread > MOST_SPREAD and seconds >= _TRIAL_SECONDS):
-        raise UnsteadyError(
-            f"timings of {steps} steps differ by {spread:.1%}, more than {MOST_SPREAD:.0%}: "
-            "other programs may be running"
-        )
-    return Timing(step, spread)
+    return _steady(step, spread, steps, seconds)
 
 
 def measure_decoding(
@@ -153,18 +149,53 @@ def measure_decoding(
     seconds: float = 0.3,
     **sampling: Any,
 ) -> Timing:
-    """The time of one decoding step of the whole batch, through `Generator.generate`.
+    """The time of one decoding step of the whole batch, in one call of `Generator.generate`.
 
-    While prompts are read, `_STARTED` sequences or more start in each step. So after `base` steps
-    the whole batch decodes.
+    The generator asks after each step whether it should stop. The first steps, which read prompts,
+    do not count. Of the others, three pieces of n steps are timed, and their median is the result.
+    n starts at `seconds` of steps and doubles, up to ten times as many, until half the range of the
+    three is at most 1%. It is a multiple of replay's interval: a step that folds states takes
+    longer. `UnsteadyError` if the spread stays above 3%.
     """
+    from xlstm7b.generate.replay import INTERVAL
+
+    skipped = 8 + generator.batch_size // _STARTED
+    times: list[float] = []
+    n = longest = 0
+    step, spread = 0.0, math.inf
+
+    def should_stop() -> bool:
+        nonlocal n, longest, step, spread
+        times.append(time.perf_counter())
+        counted = len(times) - 1 - skipped
+        if counted == INTERVAL:
+            intervals = seconds / max(times[-1] - times[skipped], 1e-9)
+            n = INTERVAL * max(1, round(intervals))
+            longest = INTERVAL * max(1, round(10 * intervals))
+        if not n or counted < 3 * n:
+            return False
+        ends = [times[skipped + piece * n] for piece in range(4)]
+        pieces = [(end - start) / n for start, end in pairwise(ends)]
+        step = median(pieces)
+        spread = (max(pieces) - min(pieces)) / 2 / step
+        if spread > GOOD_SPREAD and n < longest:
+            n = min(2 * n, longest)
+            return False
+        return True
+
     generate = partial(generator.generate, prompts, state=state, **sampling)
-    return measure_steps(
-        lambda tokens: generate(max_new_tokens=tokens),
-        generator.device,
-        seconds=seconds,
-        base=8 + generator.batch_size // _STARTED,
-    )
+    generate(max_new_tokens=4)  # compiles and captures
+    generate(max_new_tokens=1 << 20, should_stop=should_stop)
+    return _steady(step, spread, n, seconds)
+
+
+def _steady(step: float, spread: float, steps: int, seconds: float) -> Timing:
+    if step <= 0 or (spread > MOST_SPREAD and seconds >= _TRIAL_SECONDS):
+        raise UnsteadyError(
+            f"timings of {steps} steps differ by {spread:.1%}, more than {MOST_SPREAD:.0%}: "
+            "other programs may be running"
+        )
+    return Timing(step, spread)
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
