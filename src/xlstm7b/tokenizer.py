@@ -16,6 +16,7 @@ from xlstm7b.config import ModelConfig
 
 _BYTE_VOCABULARY = 320  # 0 end of text, 1 padding, 256 bytes, the rest unused (a multiple of 64)
 _FIRST_BYTE = 2
+_LONG_TEXT = 4096  # characters. Such a text is encoded as a batch, which lets other threads run
 _WORD_END = re.compile(r"(?<=[A-Za-z])[ \t\r\n]")
 _SENTENCEPIECE_STEPS = {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}  # of decoders
 _TRAINED_WITH = "fingerprint"  # in the tokenizer_config.json of an export
@@ -340,7 +341,11 @@ class FileTokenizer(Tokenizer):
     def encode(self, text: str, *, continues: bool = False) -> list[int]:
         ids: list[int] = []
         for backend, _, part in self._parts(text, continues):
-            ids += backend.encode(part, add_special_tokens=False).ids
+            if len(part) > _LONG_TEXT:
+                (encoding,) = backend.encode_batch_fast([part], add_special_tokens=False)
+            else:
+                encoding = backend.encode(part, add_special_tokens=False)
+            ids += encoding.ids
         return ids
 
     def _parts(

@@ -170,6 +170,8 @@ def _add_error_handlers(app: FastAPI) -> None:
             return any(route.matches(scope)[0] == Match.FULL for route in app.routes)
 
         headers = dict(error.headers or {})
+        if isinstance(error.__cause__, ApiError):  # of `BodyRoute`
+            return refuse(http.scope, error.__cause__)
         match error:
             case HTTPException(__cause__=ValueError() | RecursionError() as cause):
                 message = f"the body is not JSON: {cause}"

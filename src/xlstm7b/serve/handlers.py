@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from xlstm7b.chat_format import ANSWER, ChatFormat, answer_ends, without_prefix
 from xlstm7b.config import ModelConfig
@@ -37,9 +37,10 @@ from xlstm7b.model.adapter import Adapter
 from xlstm7b.serve import protocol
 from xlstm7b.serve.engine_thread import EngineThread
 from xlstm7b.serve.middleware import add_to_log, request_id
+from xlstm7b.serve.off_loop import SHORT, BodyRoute, json_response, off_loop
 from xlstm7b.serve.prometheus import Metrics
 from xlstm7b.serve.protocol import ApiError, ChatBody, CompletionBody, Json, SamplingBody, TextBody
-from xlstm7b.serve.saved_states import SavedStates
+from xlstm7b.serve.saved_states import SavedStates, save_in_thread
 from xlstm7b.serve.streaming import EventStream, OutputQueue, cancel_on_disconnect
 from xlstm7b.serve.tools import (
     AnswerReader,
@@ -50,8 +51,7 @@ from xlstm7b.serve.tools import (
 )
 from xlstm7b.tokenizer import CachingEncoder, Tokenizer, check_tokens, with_first_token
 
-router = APIRouter()
-_SHORT = 4096  # tokens or characters
+router = APIRouter(route_class=BodyRoute)
 # Grammars that take long to compile do not hold up other work in threads. Only a few are compiled
 # at a time (`structured.py`); the other threads wait, one for each request.
 _GRAMMARS = ThreadPoolExecutor(512, thread_name_prefix="prepare")
@@ -241,7 +241,8 @@ async def generate(
         content = await cancel_on_disconnect(http.receive, _whole(answer, queue))
         if converter is not None:
             content = converter.whole(content)
-    return await asyncio.to_thread(JSONResponse, content)  # slow for long outputs
+    size = answer.usage()["total_tokens"] * (1 + (body.answer_logprobs or 0))
+    return await json_response(content, size)
 
 
 async def count_prompt_tokens(service: Service, body: ChatBody) -> int:
@@ -273,9 +274,25 @@ async def _read_completion(service: Service, body: CompletionBody) -> _Input:
 
 
 async def _read_chat(service: Service, body: ChatBody) -> _Input:
+    state, text_after_answer = await _load_state(service, body)
+    size = _chat_size(body.messages, body.tools)
+    write = partial(_write_chat, service, body, state, text_after_answer)
+    text, params = await off_loop(write, size)
+    return await _encode(service, body, text, state), params, state
+
+
+def _chat_size(messages: Sequence[protocol.Message], tools: Sequence[protocol.Tool] | None) -> int:
+    """About the characters of a conversation. Functions take much work for few characters."""
+    texts = (len(message.to_template()["content"]) for message in messages)
+    return sum(texts) + 64 * len(messages) + (SHORT + 1 if tools else 0)
+
+
+def _write_chat(
+    service: Service, body: ChatBody, state: SavedState | None, text_after_answer: str
+) -> tuple[str, SamplingParams]:
+    """The text of the conversation, and the parameters of its answer."""
     model = service.find_model(body.model)
     chat_format = model.chat_format
-    state, text_after_answer = await _load_state(service, body)
     _check_messages(service, body.messages)
     if body.tools or body.tool_choice:
         check_tools(body.tools or (), body.tool_choice)
@@ -321,7 +338,7 @@ async def _read_chat(service: Service, body: ChatBody) -> _Input:
         ),
         grammar=grammar,
     )
-    return await _encode(service, body, text, state), params, state
+    return text, params
 
 
 def _continues_last(body: ChatBody) -> bool:
@@ -363,7 +380,7 @@ async def _encode(
     is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
     prompts = cast("list[str | list[int]]", [prompt] if is_one else prompt)
     encode = partial(service.encoder.encode, continues=state is not None and state.has_text)
-    token_ids = await _off_loop(
+    token_ids = await off_loop(
         lambda: [encode(one) if isinstance(one, str) else one for one in prompts],
         size=sum(map(len, prompts)),
     )
@@ -496,7 +513,7 @@ async def _prepare(
         if any(one.params.structured_outputs is not None for one in requests):
             return await _with_grammars(prepare, client)
         sizes = (len(one.prompt) + sum(map(len, one.params.stop_strings)) for one in requests)
-        return await _off_loop(prepare, size=sum(sizes))
+        return await off_loop(prepare, size=sum(sizes))
     except ValueError as error:
         is_grammar = str(error).startswith("structured_outputs.grammar ")
         if is_grammar and isinstance(body, ChatBody) and body.offered_tools:
@@ -529,14 +546,6 @@ async def _with_grammars(work: Callable[[], _Result], client: str) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(_GRAMMARS, run)
     except GrammarsBusyError as error:
         raise ApiError(503, str(error), param="structured_outputs", retry_after=5) from error
-
-
-async def _off_loop(work: Callable[[], _Result], size: int) -> _Result:
-    """The result of `work` on `size` tokens or characters, in another thread if they are many.
-
-    For a few of them, the change of threads takes longer than the work.
-    """
-    return work() if size <= _SHORT else await asyncio.to_thread(work)
 
 
 # 3. From outputs to the response
@@ -658,7 +667,7 @@ class _Answer:
         save = self._service.saved_states().save
         try:
             adapter = self._model.fingerprint
-            saved = await asyncio.to_thread(save, completion.state, text_after_answer, adapter)
+            saved = await save_in_thread(save, completion.state, text_after_answer, adapter)
         except ApiError as error:
             return {"state_id": None, "state_error": error.message}
         return {"state_id": saved.name}
@@ -742,24 +751,16 @@ async def _chunks(
 # Tokens
 
 
-@router.post("/tokenize")
-async def tokenize(body: protocol.TokenizeBody, http: HttpRequest) -> dict[str, Any]:
+@router.post("/tokenize", response_model=None)
+async def tokenize(body: protocol.TokenizeBody, http: HttpRequest) -> Response:
     """Token ids of a text, or of a conversation up to its next answer."""
     service: Service = http.app.state.service
     model = service.find_model(body.model)
     _check_one_text(body)
     prompt = body.prompt
     if body.messages is not None:
-        _check_messages(service, body.messages)
-        tools = body.tools or []
-        check_tools(tools)
-        prompt = _render(
-            model,
-            body.messages,
-            tools,
-            add_generation_prompt=body.add_generation_prompt,
-            variables=body.chat_template_kwargs,
-        )
+        size = _chat_size(body.messages, body.tools)
+        prompt = await off_loop(partial(_write_messages, service, model, body), size)
     else:
         for name in ("tools", "chat_template_kwargs"):
             if getattr(body, name):
@@ -767,19 +768,37 @@ async def tokenize(body: protocol.TokenizeBody, http: HttpRequest) -> dict[str, 
     ids = [] if prompt == [] else (await _encode(service, body, prompt))[0]
     if body.add_special_tokens and service.config.force_bos_token_insert:
         ids = with_first_token(service.config, ids)
-    return {"tokens": ids, "count": len(ids)}
+    return await json_response({"tokens": ids, "count": len(ids)}, len(ids))
 
 
-@router.post("/detokenize")
-async def detokenize(body: protocol.TokensBody, http: HttpRequest) -> dict[str, Any]:
+def _write_messages(service: Service, model: ServedModel, body: protocol.TokenizeBody) -> str:
+    messages, tools = body.messages or [], body.tools or []
+    _check_messages(service, messages)
+    check_tools(tools)
+    return _render(
+        model,
+        messages,
+        tools,
+        add_generation_prompt=body.add_generation_prompt,
+        variables=body.chat_template_kwargs,
+    )
+
+
+@router.post("/detokenize", response_model=None)
+async def detokenize(body: protocol.TokensBody, http: HttpRequest) -> Response:
     """The text of token ids."""
     service: Service = http.app.state.service
     service.find_model(body.model)
-    try:
+
+    def decode() -> str:
         check_tokens(service.config, body.tokens)
+        return service.tokenizer.decode(body.tokens)
+
+    try:
+        text = await off_loop(decode, len(body.tokens))
     except ValueError as error:
         raise ApiError(400, str(error), param="tokens") from error
-    return {"prompt": service.tokenizer.decode(body.tokens)}
+    return await json_response({"prompt": text}, len(text))
 
 
 def _check_one_text(body: TextBody) -> None:
@@ -798,13 +817,18 @@ async def reading_request(
     model = service.find_model(body.model)
     _check_one_text(body)
     prompt, after = body.prompt, ""
-    if body.messages is not None:
-        _check_messages(service, body.messages)
+    messages = body.messages
+
+    def write() -> str:
+        assert messages is not None
+        _check_messages(service, messages)
         if state is not None and state.has_text:
-            later = _render_later(model, body.messages, add_generation_prompt=False)
-            prompt = without_prefix(later, text_after_answer)
-        else:
-            prompt = _render(model, body.messages, add_generation_prompt=False)
+            later = _render_later(model, messages, add_generation_prompt=False)
+            return without_prefix(later, text_after_answer)
+        return _render(model, messages, add_generation_prompt=False)
+
+    if messages is not None:
+        prompt = await off_loop(write, _chat_size(messages, None))
         after = _start_of_next_turn(model.chat_format, prompt)
     ids = [] if prompt == [] else (await _encode(service, body, prompt, state))[0]
     if not ids and state is None:

@@ -176,6 +176,7 @@ class Gate:
             if (scope["method"], scope["path"]) != ("PUT", UPLOAD_PATH):
                 body = await self._read_body(scope["method"], headers, receive, client)
                 receive = _replay(bytes(body), receive)
+                scope["xlstm7b.body_bytes"] = len(body)
             elif self._state_bytes is not None:
                 scope["xlstm7b.upload"] = await self._read_upload(headers, receive, client)
             with self._running.count(client=client):

@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Query
@@ -21,6 +22,7 @@ from starlette.responses import Response
 
 from xlstm7b.serve.body_errors import invalid_body
 from xlstm7b.serve.handlers import Service, count_prompt_tokens, generate
+from xlstm7b.serve.off_loop import BodyRoute, off_loop
 from xlstm7b.serve.protocol import (
     MAX_MESSAGES,
     ApiError,
@@ -35,7 +37,7 @@ from xlstm7b.serve.protocol import (
     is_json,
 )
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 # 1. Bodies
 
@@ -221,7 +223,8 @@ async def respond(body: ResponseBody, http: HttpRequest) -> Response:
     stored: StoredResponses = http.app.state.responses
     messages, sources = _conversation(body, stored)
     with _own_fields(sources):
-        chat = _to_chat(body, messages)
+        size = http.scope["xlstm7b.body_bytes"] + 64 * len(messages)
+        chat = await off_loop(partial(_to_chat, body, messages), size)
         writer = ResponseWriter(body, service.find_model(body.model).id, messages, stored)
         return await generate(service, chat, http, writer)
 

@@ -1,14 +1,16 @@
 """Saved states for /v1/states: files of a `StateStore`, found by an id that the server chose."""
 
+import asyncio
 import json
 import logging
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 
@@ -25,9 +27,17 @@ from xlstm7b.model.saved_state import ADAPTER_NOTE, WEIGHTS_NOTE, fits_weights
 from xlstm7b.serve.protocol import ApiError, Json
 
 _LOG = logging.getLogger("xlstm7b.serve")
+_Result = TypeVar("_Result")
 _ID = re.compile(r"state-[0-9a-f]{24}")  # files have no other names
+# Saves wait for each other. In the common pool they would hold up other requests' work.
+_SAVES = ThreadPoolExecutor(1, thread_name_prefix="save")
 _NOTE = "note"  # in the file; `xlstm7b chat` uses the same name
 _KEPT = (_NOTE, "exchanges", ADAPTER_NOTE, WEIGHTS_NOTE)  # notes of an uploaded file
+
+
+async def save_in_thread(save: Callable[..., _Result], *arguments: Any) -> _Result:
+    """The result of a method that writes a state."""
+    return await asyncio.get_running_loop().run_in_executor(_SAVES, save, *arguments)
 
 
 class SavedStates:

@@ -17,10 +17,12 @@ from xlstm7b.generate.state import StateLabel, StoredState, state_bytes
 from xlstm7b.serve import protocol
 from xlstm7b.serve.handlers import ServedModel, Service, reading_request
 from xlstm7b.serve.middleware import add_to_log
+from xlstm7b.serve.off_loop import BodyRoute
 from xlstm7b.serve.protocol import ApiError, Json, StateBody, UploadQuery
+from xlstm7b.serve.saved_states import save_in_thread
 from xlstm7b.serve.streaming import EventStream, OutputQueue, cancel_on_disconnect
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 _MAX_STATE_HEADER = 1 << 20  # bytes of a state file besides its numbers
 _PROGRESS_SECONDS = 0.25  # between two events
 _PIECE = 1 << 20  # bytes of a download
@@ -54,7 +56,7 @@ async def upload_file(query: Annotated[UploadQuery, Query()], http: HttpRequest)
         raise ApiError(400, f"{name} is for text files: send content-type text/plain", param=name)
     with service.hold_states(2, http):  # the file and its state
         adapters = [model.fingerprint for model in service.models]
-        stored = await asyncio.to_thread(states.upload, content, _label(query), adapters)
+        stored = await save_in_thread(states.upload, content, _label(query), adapters)
         return JSONResponse(_describe(service, stored))
 
 
@@ -101,7 +103,7 @@ async def label_state(state_id: str, body: protocol.LabelBody, http: HttpRequest
     """Change the name, the tags or the expiry of a saved state."""
     service: Service = http.app.state.service
     change = partial(service.saved_states().change_label, state_id, partial(_label, body))
-    return _describe(service, await asyncio.to_thread(change))
+    return _describe(service, await save_in_thread(change))
 
 
 @router.delete("/v1/states/{state_id}")
@@ -160,7 +162,7 @@ class _Reading:
         assert completion.state is not None
         label = _label(self._label)  # only now: `expires_in` counts from here
         save = partial(self._service.saved_states().save, completion.state, *self._notes, label)
-        stored = await asyncio.to_thread(save)
+        stored = await save_in_thread(save)
         return {**_describe(self._service, stored), "usage": self.usage()}
 
     async def events(self) -> AsyncIterator[Json]:
