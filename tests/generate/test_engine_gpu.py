@@ -6,6 +6,7 @@ whole text by their log-probabilities, not by the choice between near ties.
 
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from xlstm7b.generate import Generator, Request, SamplingParams
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import ByteTokenizer
 
+step = pytest.importorskip("xlstm7b.mlstm.triton.step")
 pytestmark = pytest.mark.gpu
 DRAW = random.Random(0)
 LONG = DRAW.choices(range(2, 258), k=3000)
@@ -234,3 +236,33 @@ def test_a_batch_with_and_without_grammars():
         else:
             assert completion.text in ("yes", "no", "maybe")
             assert completion.finish_reason == "stop"
+
+
+def test_two_engines_at_the_same_time_do_not_share_counters():
+    """Each in a thread and in a stream of its own, with graphs for many slots."""
+    model, reference = models()
+    params = {"max_new_tokens": 60, "temperature": 0, "eos_token_id": (), "logprobs": 0}
+    drivers = []
+    for _ in range(2):
+        engine = new_engine(model, slots=96)
+        engine.warm_up()
+        driver = Driver(engine)
+        prompts = [DRAW.choices(range(2, 258), k=20) for _ in range(96)]
+        driver.add_all(Request(prompt, SamplingParams(**params)) for prompt in prompts)
+        drivers.append(driver)
+    counters = step._counters[model.lm_head.weight.device]._of_stream.values()
+    memory = {block.untyped_storage().data_ptr() for block in counters}
+    assert len(memory) == len(counters) >= 3  # of the default stream, and one for each engine
+
+    def drive(driver: Driver) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            driver.finish()
+            torch.cuda.synchronize()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(drive, drivers))
+    for driver in drivers:
+        for request in driver.outputs:
+            completion = driver.completion(request)
+            assert len(completion.token_ids) == 60
+            assert_likely(reference, request, completion.token_ids, completion.logprobs)
