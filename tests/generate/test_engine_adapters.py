@@ -97,6 +97,29 @@ def test_the_cache_on_disk_keeps_adapters_apart(base, adapters, expected, tmp_pa
     assert engine.stats().cache_hits["disk"]
 
 
+def test_the_cache_on_disk_keeps_salts_apart(base, adapters, tmp_path):
+    """With and without an adapter. The files hold hashes of salts."""
+    params, salts = SamplingParams(max_new_tokens=1, temperature=0), (b"", b"secret", b"another")
+    for is_restarted in (False, True):
+        options = {"cache_bytes": 1, "cache_folder": tmp_path}
+        model = XLSTM.from_pretrained(base)
+        engine = new_engine(model, slots=1, adapters=adapters[1:2], **options)
+        driver = Driver(engine)
+        for adapter in adapters[:2]:
+            for salt in salts:
+                for _ in range(2):
+                    one = driver.add(Request(PROMPTS[4], params, adapter=adapter, cache_salt=salt))
+                driver.finish()
+                assert one.cached_tokens
+                first = [*driver.outputs][-2]
+                assert is_restarted or not first.cached_tokens, (adapter, salt)
+        engine.close()
+    assert engine.stats().cache_hits["disk"]  # of those that had left the memory
+    assert not any(b"secret".hex().encode() in path.read_bytes() for path in tmp_path.iterdir())
+    with pytest.raises(ValueError, match="cache_salt must be bytes, not str"):
+        engine.add_request(Request("a", cache_salt="secret"))
+
+
 def test_the_cache_keeps_outputs_of_empty_prompts_apart(base, adapters):
     """An empty prompt is the first token alone: nothing before the output is hashed."""
     model = XLSTM.from_pretrained(base)

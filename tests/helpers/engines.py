@@ -72,6 +72,7 @@ def copy_of(request: Request, **changes: object) -> Request:
     names = (
         "prompt", "params", "state", "keep_state", "prompt_logprobs", "prefill_only",
         "previous_prompt", "previous_output", "adapter", "speculate", "history",
+        "cache_salt",
     )  # fmt: skip
     options = {name: getattr(request, name) for name in names} | changes
     return Request(options.pop("prompt"), options.pop("params"), **options)

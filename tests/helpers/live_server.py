@@ -120,6 +120,7 @@ def serving(
     adapters: Mapping[str, tuple[Adapter, ChatFormat]] | None = None,
     speculate: Speculation = None,
     is_warm: bool = True,
+    share_prefix_cache: bool = False,
 ) -> Iterator[LiveServer]:
     """Serves the generator's model. The generator itself can be used at the same time.
 
@@ -147,7 +148,8 @@ def serving(
         adapters or {},
     )
     names = {key: f"key {number}" for number, key in enumerate(keys, 1)}
-    app = create_app(service, keys=ApiKeys(names), cors=cors, muted=muted, is_local=True)
+    accepted = ApiKeys(names, share_prefix_cache=share_prefix_cache)
+    app = create_app(service, keys=accepted, cors=cors, muted=muted, is_local=True)
     bound = bind("127.0.0.1", 0)
     if send_buffer is not None:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

@@ -49,6 +49,14 @@ def serve(
             default="none",
         ),
     ] = None,
+    share_prefix_cache: Annotated[
+        bool,
+        _server(
+            "Share the prefix cache between all API keys. By default each key has its own prefixes "
+            "if there is more than one, because hits tell what others have sent.",
+            "--share-prefix-cache",
+        ),
+    ] = False,
     cors: Annotated[
         str,
         _server(
@@ -275,7 +283,7 @@ def serve(
         store = StateStore(states_folder, opened.config, int(states_gb * 1e9), evict=False)
         states = SavedStates(store, open_checkpoint(opened.folder).fingerprint())
     service = Service(thread, chat_format, shown, limits, Metrics(thread, shown), states, adapters)
-    accepted = ApiKeys(keys)
+    accepted = ApiKeys(keys, share_prefix_cache=share_prefix_cache)
     if api_key_file is not None:
         reload_on_hangup(accepted, functools.partial(read_keys, api_key, api_key_file))
     app = create_app(

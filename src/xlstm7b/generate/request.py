@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import hmac
 import math
 from array import array
 from collections.abc import Iterator, KeysView, Sequence
@@ -52,6 +53,8 @@ class Request:
     speculate: whether an engine that speculates drafts tokens for this request.
     history: tokens that `state` has read already, in which drafts may be found. They change no
         output.
+    cache_salt: the prefix cache shares states only between requests with the same one. It is stored
+        as a hash.
     """
 
     def __init__(
@@ -68,7 +71,9 @@ class Request:
         adapter: "Adapter | None" = None,
         speculate: bool = True,
         history: Sequence[int] = (),
+        cache_salt: bytes = b"",
     ) -> None:
+        self.cache_salt = cache_salt
         self.adapter, self.speculate, self.history = adapter, speculate, history
         self.prompt, self.params = prompt, params or SamplingParams()
         self.state, self.keep_state = state, keep_state
@@ -140,6 +145,8 @@ class Request:
             raise ValueError(f"speculate must be true or false, not {self.speculate!r}")
         if isinstance(self.history, str) or not is_prompt(self.history):
             raise ValueError("history must be a list of ids")
+        if not isinstance(self.cache_salt, bytes):
+            raise ValueError(f"cache_salt must be bytes, not {type(self.cache_salt).__name__}")
         for tokens in (ids, self.previous_prompt, self.previous_output, self.history):
             check_tokens(config, tokens)
         self.prompt_token_ids = with_first_token(config, ids) if self.state is None else ids
@@ -153,6 +160,8 @@ class Request:
                 self.read_token_ids, self.starts_after_bos = self.prompt_token_ids[1:], True
             if shareable:
                 salt = b"" if self.adapter is None else bytes.fromhex(self.adapter.fingerprint)
+                if self.cache_salt:
+                    salt = hmac.digest(self.cache_salt, salt, "sha256")
                 self.hashed = HashedTokens(self.read_token_ids, salt=salt)
         if self.params.structured_outputs is not None:
             from xlstm7b.generate.structured import Matcher, compile_grammar

@@ -5,6 +5,7 @@ submitted to the engine thread. 3. Their outputs become the response, whole or a
 """
 
 import asyncio
+import hmac
 import json
 import math
 import threading
@@ -218,7 +219,10 @@ async def generate(
             prompts, params, state = await _read_completion(service, body)
         _check_limits(service, body, prompts, params)
         model = service.find_model(body.model)
-        built = _build_requests(body, prompts, params, state, model.adapter)
+        salt: bytes = http.scope["xlstm7b.cache_salt"]
+        if body.cache_salt is not None:
+            salt = hmac.digest(salt, body.cache_salt.encode(), "sha256")
+        built = _build_requests(body, prompts, params, state, model.adapter, salt)
         cleanup.enter_context(service.choices.count(len(built), http.scope["xlstm7b.client"]))
         requests = await _prepare(service, built, body, http.scope["xlstm7b.client"])
         cleanup.enter_context(service.grammars.count(requests))
@@ -482,6 +486,7 @@ def _build_requests(
     params: SamplingParams,
     state: SavedState | None,
     adapter: Adapter | None,
+    cache_salt: bytes,
 ) -> list[Request]:
     """The requests of the first prompt, then those of the second, …"""
     return [
@@ -495,6 +500,7 @@ def _build_requests(
             prefill_only=body.only_echoes,
             adapter=adapter,
             speculate=body.speculate is not False,
+            cache_salt=cache_salt,
         ).with_seed_offset(number)
         for prompt in prompts
         for number in range(body.candidates)
@@ -807,7 +813,11 @@ def _check_one_text(body: TextBody) -> None:
 
 
 async def reading_request(
-    service: Service, body: protocol.StateBody, state: SavedState | None, text_after_answer: str
+    service: Service,
+    body: protocol.StateBody,
+    state: SavedState | None,
+    text_after_answer: str,
+    cache_salt: bytes,
 ) -> tuple[Request, str]:
     """A request that reads a text after a state, without generating.
 
@@ -834,7 +844,14 @@ async def reading_request(
     if not ids and state is None:
         param = protocol.prompt_field(body)
         raise ApiError(400, f"{param} is empty: there is no text to save a state of", param=param)
-    request = Request(ids, state=state, keep_state=True, prefill_only=True, adapter=model.adapter)
+    request = Request(
+        ids,
+        state=state,
+        keep_state=True,
+        prefill_only=True,
+        adapter=model.adapter,
+        cache_salt=cache_salt,
+    )
     await _prepare(service, [request], body)
     return request, after
 

@@ -110,8 +110,11 @@ class ApiKeys:
     Without any, everyone who can connect may use the server.
     """
 
-    def __init__(self, names: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, names: Mapping[str, str] | None = None, *, share_prefix_cache: bool = False
+    ) -> None:
         """`names` of the keys, by key."""
+        self._share_prefix_cache = share_prefix_cache
         self.replace(names or {})
 
     def replace(self, names: Mapping[str, str]) -> None:
@@ -129,6 +132,15 @@ class ApiKeys:
         # Every key is compared, each in constant time, so that timing reveals nothing.
         found = [name for key, name in keys if hmac.compare_digest(given, key)]
         return found[0] if found else None
+
+    def cache_salt(self, key: str) -> bytes:
+        """What keeps the cached prefixes of a key from other keys; empty if they are shared.
+
+        It is a hash of the key, because it outlives a request. It is the same after a restart.
+        """
+        if self._share_prefix_cache or len(self) < 2:
+            return b""
+        return hmac.digest(key.encode(), b"xlstm7b prefix cache", "sha256")
 
 
 class Gate:
@@ -172,6 +184,7 @@ class Gate:
                 return
             key = self._check_key(scope, headers)
             client = scope["xlstm7b.client"] = key or _network(scope)
+            scope["xlstm7b.cache_salt"] = self._keys.cache_salt(key)
             # A request counts when its body is there: many slow ones do not keep others out.
             if (scope["method"], scope["path"]) != ("PUT", UPLOAD_PATH):
                 body = await self._read_body(scope["method"], headers, receive, client)

@@ -172,6 +172,7 @@ TemplateVariables = Annotated[JsonObject, AfterValidator(_check_template_variabl
 
 # A string with a maximum length is also checked for halves of surrogate pairs.
 Text = Annotated[str, Field(max_length=1 << 30)]
+CacheSalt = Annotated[Text, Field(min_length=1)]
 Metadata = Annotated[dict[Text, Text], _Bounded]
 # Without fail_fast, a long list of wrong items would produce one error per item.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
@@ -268,6 +269,8 @@ class SamplingBody(Body):
     save_state: bool | None = None
     # Whether tokens are drafted for this request, if the server speculates; not in OpenAI's API:
     speculate: bool | None = None
+    # Only requests with the same one share cached prefixes; vLLM's field:
+    cache_salt: CacheSalt | None = None
     # Accepted, without effect:
     user: str | None = None
     metadata: Metadata | None = None

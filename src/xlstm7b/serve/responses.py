@@ -27,6 +27,7 @@ from xlstm7b.serve.protocol import (
     MAX_MESSAGES,
     ApiError,
     Body,
+    CacheSalt,
     ChatBody,
     EmptyList,
     FunctionName,
@@ -133,6 +134,7 @@ class ResponseBody(Body):
     # Not in OpenAI's API; those of a chat:
     top_k: int | None = None
     speculate: bool | None = None
+    cache_salt: CacheSalt | None = None
     # Returned, without another effect:
     metadata: Metadata | None = None
     user: Text | None = None
@@ -380,6 +382,7 @@ def _to_chat(body: ResponseBody, messages: list[Json]) -> ChatBody:
         "top_p": body.top_p,
         "top_k": body.top_k,
         "speculate": body.speculate,
+        "cache_salt": body.cache_salt,
         "stream": body.stream,
         "stream_options": {"include_usage": True},
     }

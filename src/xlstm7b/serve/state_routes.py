@@ -123,7 +123,8 @@ async def _read_and_save(service: Service, body: StateBody, http: HttpRequest) -
         if body.state is not None:
             load = partial(states.load, body.state, model.fingerprint)
             state, already_read = await asyncio.to_thread(load)
-        request, after = await reading_request(service, body, state, already_read)
+        salt: bytes = http.scope["xlstm7b.cache_salt"]
+        request, after = await reading_request(service, body, state, already_read, salt)
         reading = _Reading(service, request, after, model, body)
         cleanup.callback(reading.abort)
         cleanup.callback(lambda: add_to_log(http, **reading.usage()))
