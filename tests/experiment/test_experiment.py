@@ -612,6 +612,17 @@ def test_speed_is_relative_to_the_first_run_of_its_group(tmp_path: Path) -> None
     assert ratios(experiment, found) == {"one": 1, "two": 3}
 
 
+def test_speeds_on_a_cpu_are_not_compared(tmp_path: Path) -> None:
+    experiment = load_experiment(write(tmp_path))
+    speeds = {"tokens_per_second": 1234.0, "seconds_per_step": 0.0567}
+    for kind, shown in (("gpu", True), ("cpu", False)):
+        machine = {"machine": {"date": "2026-11-19", kind: "a processor"}}
+        found = {name: {**RECORD, **speeds, **machine} for name in ("one", "two")}
+        text = results_table(experiment, found)
+        assert ("1,234" in text, "56.7" in text, "1.00" in text) == (shown,) * 3
+        assert ratios(experiment, found) == ({"one": 1, "two": 1} if shown else {})
+
+
 def svg_text(experiment: Experiment, found: dict[str, Any], folder: Path) -> str:
     with matplotlib.rc_context({"svg.fonttype": "none"}):  # text as text, not as outlines
         draw(experiment, found, folder / "figure.svg")

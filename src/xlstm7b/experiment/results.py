@@ -108,6 +108,7 @@ class _Record(BaseModel):
     peak_memory_bytes: int | None
     curve: _Curve
     held_out: _HeldOut
+    machine: dict[str, str] = {}
     evaluation: dict[str, dict[Annotated[str, Field(pattern=r"^\d+$")], _Point]] = {}
 
 
@@ -207,7 +208,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def results_table(experiment: Experiment, runs: Mapping[str, Record]) -> str:
-    """One line for each run that has a record."""
+    """One line for each run that has a record. Speeds are those of GPUs."""
     header = ["run", "status", "parameters", "loss", "held-out", "perplexity", "tok/s", "×"]
     header += ["ms/step", "GB"]
     speedups = ratios(experiment, runs)
@@ -220,7 +221,10 @@ def results_table(experiment: Experiment, runs: Mapping[str, Record]) -> str:
         status = found["status"]
         if "step" in found:
             status += f" at step {found['step']}"
-        seconds, memory = found["seconds_per_step"], found["peak_memory_bytes"]
+        on_cpu = _is_on_cpu(found)
+        speed = None if on_cpu else found["tokens_per_second"]
+        seconds = None if on_cpu else found["seconds_per_step"]
+        memory = found["peak_memory_bytes"]
         rows.append(
             [
                 name,
@@ -229,7 +233,7 @@ def results_table(experiment: Experiment, runs: Mapping[str, Record]) -> str:
                 _shown(last, ".4f"),
                 _shown(found["held_out_loss"], ".4f"),
                 _shown(found["held_out_perplexity"], ".2f"),
-                _shown(found["tokens_per_second"], ",.0f"),
+                _shown(speed, ",.0f"),
                 _shown(speedups.get(name), ".2f"),
                 _shown(seconds and 1000 * seconds, ",.1f"),
                 _shown(memory and memory / 1e9, ".1f"),
@@ -261,12 +265,18 @@ def _shown(value: float | None, form: str) -> str | None:
 
 
 def ratios(experiment: Experiment, runs: Mapping[str, Record]) -> dict[str, float]:
-    """The speed of each run, relative to the first run of its group."""
+    """The speed of each run, relative to the first run of its group. None for runs on a CPU."""
     first: dict[str, float | None] = {}
     found = {}
     for name, run in experiment.runs.items():
-        speed = runs.get(name, {}).get("tokens_per_second")
+        record = runs.get(name, {})
+        speed = None if _is_on_cpu(record) else record.get("tokens_per_second")
         base = first.setdefault(run.group, speed)
         if base and speed:
             found[name] = speed / base
     return found
+
+
+def _is_on_cpu(record: Record) -> bool:
+    """There a speed depends on whatever else the machine does, so speeds are not compared."""
+    return "cpu" in record.get("machine", {})
