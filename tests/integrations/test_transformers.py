@@ -223,7 +223,7 @@ def test_logits_and_hidden_states_are_those_of_transformers(ours):
         assert ours.backbone(ids).last_hidden_state.shape == (2, 100, 128)
 
 
-@pytest.mark.parametrize("layers", [[0], (1,), {0, 1}, [], [2], True])
+@pytest.mark.parametrize("layers", [[0], (1,), {0, 1}, [], [2], [-1], [-4, 0, 3], 0, 1, True])
 @pytest.mark.parametrize("in_config", [False, True])
 def test_single_hidden_states_are_those_of_transformers(layers, in_config):
     ids, theirs, ours = random_ids(2, 30), stock(), optimize(stock())

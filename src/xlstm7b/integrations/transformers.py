@@ -336,7 +336,7 @@ class xLSTMForCausalLM(_theirs.xLSTMForCausalLM):  # noqa: N801
         position_ids: Tensor | None = None,
         past_key_values: XLSTMCache | None = None,
         logits_to_keep: int | Tensor = 0,
-        output_hidden_states: bool | Collection[int] | None = None,
+        output_hidden_states: bool | int | Collection[int] | None = None,
         **kwargs: Any,
     ) -> XLSTMCausalLMOutput:
         """As every causal language model of `transformers`.
@@ -347,8 +347,8 @@ class xLSTMForCausalLM(_theirs.xLSTMForCausalLM):  # noqa: N801
             position_ids: [B, T] or [1, T]. A 0 after the first column starts a new document.
             past_key_values: The cache, which is updated. `cache_params` is the same.
             logits_to_keep: Number of last positions, or indices, to compute logits for; 0: all.
-            output_hidden_states: True: the embedding and every layer's output. Numbers of layers:
-                the outputs of these layers, None for the others.
+            output_hidden_states: True: the embedding and every layer's output. Numbers: only these,
+                None for the others; the embedding is 0 (before `transformers` 5.23, layer 0 is).
         """
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -406,7 +406,7 @@ class xLSTMModel(_theirs.xLSTMModel):  # noqa: N801
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: XLSTMCache | None = None,
-        output_hidden_states: bool | Collection[int] | None = None,
+        output_hidden_states: bool | int | Collection[int] | None = None,
         **kwargs: Any,
     ) -> XLSTMOutput:
         """The arguments are those of `xLSTMForCausalLM.forward`."""
@@ -444,11 +444,8 @@ class xLSTMModel(_theirs.xLSTMModel):  # noqa: N801
         part_length = length
         if not (torch.is_grad_enabled() or output_hidden_states or records):
             part_length = min(length, self.config.max_inference_chunksize)
-        outputs, inputs = [], []
-        seen: list[Tensor | None] = [x]
-        chosen: Collection[int] = range(len(states))
-        if isinstance(output_hidden_states, (list, tuple, set)):
-            seen, chosen = [], output_hidden_states  # the embedding is left out
+        first, chosen = _chosen_states(output_hidden_states, len(states))
+        outputs, inputs, seen = [], [], [x if 0 in chosen else None]
         for start in range(0, length, part_length):
             part = slice(start, start + part_length)
             y = x[:, part]
@@ -462,15 +459,30 @@ class xLSTMModel(_theirs.xLSTMModel):  # noqa: N801
                 )
                 inputs.append(recorded)
                 if output_hidden_states:
-                    seen.append(y if index in chosen else None)
+                    seen.append(y if index + 1 in chosen else None)
             outputs.append(y)
         y = self.out_norm(outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1))
         if cache is not None:
             cache.update(states, length, inputs if records else None)  # type: ignore[arg-type]
         hidden = None
         if output_hidden_states:
-            hidden = (*seen[:-1], None if seen[-1] is None else y)
+            hidden = (*seen[first:-1], None if seen[-1] is None else y)
         return XLSTMOutput(y, cache if use_cache else None, hidden)
+
+
+def _chosen_states(
+    wanted: bool | int | Collection[int] | None, layers: int
+) -> tuple[int, Collection[int]]:
+    """The first hidden state to return, and those that are kept: 0 is the embedding."""
+    every = range(layers + 1)
+    if not wanted or wanted is True:
+        return 0, every if wanted else ()
+    if Version(transformers.__version__).release < (5, 23):
+        if isinstance(wanted, int):
+            return 0, every
+        return 1, {layer + 1 for layer in wanted}
+    numbers = [wanted] if isinstance(wanted, int) else wanted
+    return 0, {n % len(every) for n in numbers if -len(every) <= n <= layers}
 
 
 def _checked_cache(cache: object) -> XLSTMCache | None:
