@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +225,29 @@ def test_what_is_not_a_body_is_limited(start: Callable[..., Any]) -> None:
     assert max(taken.values()) < 20, taken
     ok = {"authorization": "Bearer a-key"}
     assert httpx.post(f"{url}/tokenize", json={"prompt": "a"}, headers=ok).status_code == 200
+
+
+def test_idle_connections_of_one_address_do_not_keep_others_out(
+    generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_MAX_CONNECTIONS", 20)
+    request = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with serving(generator) as live, ExitStack() as stack:
+        host, port = live.url.removeprefix("http://").split(":")
+        ordinary = stack.enter_context(live.connect())
+        ordinary.sendall(request)
+        assert ordinary.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        idle = [
+            stack.enter_context(
+                socket.create_connection((host, int(port)), 20, source_address=("127.0.0.2", 0))
+            )
+            for _ in range(60)
+        ]
+        with suppress(ConnectionResetError):
+            assert idle[0].recv(1) == b""  # closed: it is the oldest one of its address
+        ordinary.sendall(request)
+        assert ordinary.recv(1 << 16)
+        assert live.client.get("/health").status_code == 200
 
 
 def test_trailers_are_not_headers(live: LiveServer) -> None:

@@ -78,9 +78,10 @@ class BodyRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
-        if self.body_field is None:
+        body = self.body_field
+        if body is None or body.field_info.annotation is None:
             return handle
-        adapter = TypeAdapter[Any](self.body_field.field_info.annotation)
+        adapter = TypeAdapter[Any](body.field_info.annotation)
 
         async def handle_in_thread(http: Request) -> Response:
             return await handle(_BodyRequest(http.scope, http.receive, adapter))

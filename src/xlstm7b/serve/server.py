@@ -6,9 +6,11 @@ import ipaddress
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, Literal
@@ -27,6 +29,8 @@ _KEEP_ALIVE = 75  # seconds between requests: longer than most clients and proxi
 _MAX_EXTRA_BYTES = 1 << 16  # of a request besides its body: headers, trailers, framing of chunks
 _EXTRA_SHARE = 1 / 8  # how much more may come for each byte of the body
 _MAX_PIPELINED = 16  # requests of a connection that wait for the answer to an earlier one
+_MAX_CONNECTIONS = 8192  # fewer if the process may not open so many files
+_OTHER_FILES = 128  # that the process may have open besides connections
 _SHUTDOWN_TIMEOUT = 5  # seconds to send what is still in the sockets
 _LOG = logging.getLogger("xlstm7b.serve")
 
@@ -192,7 +196,30 @@ class _Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._made = self.loop.time()
         self._check_progress(0, None)
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = _MAX_CONNECTIONS
+        if files != resource.RLIM_INFINITY:
+            most = min(most, files - _OTHER_FILES)
+        if len(self.connections) > most:
+            self._close_another()
+
+    def _close_another(self) -> None:
+        """Closes the oldest connection without a request, of the address that has most of them."""
+        every = [one for one in self.connections if isinstance(one, _Connection)]
+        idle = [one for one in every if one._is_idle() and not one.transport.is_closing()]
+        count = Counter(one._address() for one in idle)
+        if idle:
+            oldest = max(idle, key=lambda one: (count[one._address()], -one._made))
+            oldest.transport.abort()
+
+    def _address(self) -> str:
+        return self.client[0] if self.client else ""
+
+    def _is_idle(self) -> bool:
+        """True if no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
@@ -233,8 +260,7 @@ class _Connection(HttpToolsProtocol):
 
     def _check_progress(self, last_unsent: int, last_answered: int | None) -> None:
         unsent = self.transport.get_write_buffer_size()
-        is_idle = self.cycle is None or self.cycle.response_complete
-        answered = self._requests if is_idle else None  # None: a request is being answered
+        answered = self._requests if self._is_idle() else None  # None: a request is being answered
         if unsent and unsent == last_unsent:
             self.transport.abort()
         elif answered is not None and answered == last_answered:
