@@ -118,6 +118,46 @@ def test_many_requests(options, warm):
     assert sum(differences) / len(differences) < 0.02
 
 
+@pytest.mark.parametrize("speculate", [None, "lookup"])
+def test_grammars_and_log_probabilities_record_no_graph_while_serving(speculate):
+    """Recording one would hold up all others. The others' tokens are those without them."""
+    on_gpu, _ = models()
+    engine = new_engine(on_gpu, slots=8, speculate=speculate)
+    engine.warm_up()
+    recorded = {*engine._runner._graphs}
+    plain = {"max_new_tokens": 40, "temperature": 0, "eos_token_id": ()}
+    kinds = (
+        {},
+        {"logprobs": 20},
+        {"structured_outputs": {"regex": "(ab|cd){3,15}"}, "eos_token_id": 0},
+        {"temperature": 1.0, "top_p": 0.9, "logprobs": 0},
+        {"repetition_penalty": 1.1, "logit_bias": {5: 1.0}},
+    )
+    driver = Driver(engine)
+    for n in range(30):
+        params = SamplingParams(**{**plain, **kinds[n % 5]}, seed=n)
+        driver.add(Request(LONG[:50] * 2, params))
+        driver.step(DRAW.randrange(3))
+    driver.finish()
+    assert {*engine._runner._graphs} == recorded
+    greedy = [r for r in driver.outputs if r.params.temperature == 0 and not r.params.logit_bias]
+    found = {
+        tuple(driver.completion(request).token_ids)
+        for request in greedy
+        if request.params.structured_outputs is None and request.params.logprobs is None
+    }
+    assert len(found) <= 2  # a near tie, at most
+    for request in driver.outputs:
+        count = request.params.logprobs
+        completion = driver.completion(request)
+        if count is not None:
+            assert len(completion.logprobs) == len(completion.token_ids)
+            assert all(value <= 0 for value in completion.logprobs)
+        if count:
+            tops = zip(completion.top_logprobs, completion.token_ids, strict=True)
+            assert all(len(top) == count and next(iter(top)) == token for top, token in tops)
+
+
 def test_a_stored_state_gives_the_same_output():
     on_gpu, _ = models()
     params = SamplingParams(max_new_tokens=30, temperature=0, logprobs=0)

@@ -33,7 +33,7 @@ from xlstm7b.generate.runner import (
     fitting_slots,
     prefill_limits,
 )
-from xlstm7b.generate.sampler import Needs, Sampler
+from xlstm7b.generate.sampler import Needs, Sampler, token_logprobs
 from xlstm7b.generate.state import state_bytes
 from xlstm7b.model import XLSTM
 
@@ -340,9 +340,12 @@ def test_log_probabilities_come_with_the_tokens(kind):
     assert logprobs[1] == top_logprobs[1][0]
     assert len(top_tokens[1]) == 3
     assert len(runner.sample([0]).lists()) == 1  # none is wanted in this slot
-    tokens, logprobs, top_logprobs, top_tokens = runner.decode(1).lists()
-    assert tokens[1] == top_tokens[1][0]
-    assert [len(top) for top in top_tokens] == [3, 3]
+    results = runner.decode(1)
+    tokens, logprobs, top_logprobs, top_tokens = results.lists()
+    assert results.scored == {1: 0}  # only this slot is scored
+    assert tokens[0] == tokens[1] == top_tokens[0][0]
+    assert logprobs == [top_logprobs[0][0]]
+    assert [len(top) for top in top_tokens] == [3]
 
 
 @both_runners
@@ -442,10 +445,12 @@ needs = st.builds(
 
 @given(needs)
 def test_a_few_kinds_of_sampling_cover_all(wanted):
-    kind = _covering(wanted, 50)
+    wanted = wanted._replace(logprobs=None)
+    kind = _covering(wanted)
     assert Needs.union([wanted, kind]) == kind
-    assert _covering(kind, 50) == kind
-    assert _covering(wanted._replace(logprobs=None), 7).logprobs in (None, 7)
+    assert _covering(kind) == kind
+    in_pass = _covering(wanted, in_pass=True)
+    assert Needs.union([wanted, in_pass]) == in_pass
 
 
 def test_a_kind_of_sampling_that_does_more_changes_no_token():
@@ -513,14 +518,45 @@ def test_every_shape_of_a_graph_is_recorded_at_the_start(monkeypatch):
         {"logprobs": 5, "presence_penalty": 1.0},
         {"logit_bias": {5: 1.0}, "min_new_tokens": 3},
     )
+    regex = {"structured_outputs": {"regex": "a+"}}
+    params = (*params, regex, {**regex, "top_k": 5}, {**regex, "logprobs": 2, "temperature": 0})
     for slot, wanted in enumerate(params):
         runner.prefill([PrefillRow(slot, [5, 6], True)])
         runner.prefill([PrefillRow(other, [5]) for other in range(slot + 1)])
         runner.start(slot, SamplingParams(**wanted), seed=0)
         runner.sample([slot])
         for highest in range(slot, 20, 3):
-            runner.decode(highest)
+            if "structured_outputs" in wanted:
+                runner.forward(highest)
+                runner.draw(highest)
+            else:
+                runner.decode(highest)
+    for slot in range(len(params)):  # the last request with a grammar ends before the draw
+        runner.stop(slot)
+    runner.forward(19)
+    runner.draw(19)
     assert {*runner._graphs} == recorded
+
+
+def test_a_request_with_log_probabilities_changes_no_work_of_others(monkeypatch):
+    """The batch is sampled by the same graph. Only the rows that want them are scored."""
+    scored = []
+    monkeypatch.setattr(
+        "xlstm7b.generate.runner.token_logprobs",
+        lambda logits, *rest: (scored.append(len(logits)), token_logprobs(logits, *rest))[1],
+    )
+    runner = GraphRunner(FUSED_FLOAT32, 20)
+    for slot in range(20):
+        wanted = {"logprobs": 20} if slot == 7 else {}
+        runner.prefill([PrefillRow(slot, [5, 6], True)])
+        runner.start(slot, SamplingParams(**wanted), seed=0)
+    runner.sample(range(20))
+    results = runner.decode(19)
+    graphs = [key for key in runner._graphs if key[0] == "decode"]
+    assert [key[2] for key in graphs] == [Needs(sampling=True)]
+    assert results.scored == {7: 0}
+    assert [len(part) for part in results.lists()] == [20, 1, 1, 1]
+    assert set(scored) == {1}
 
 
 @both_runners

@@ -20,6 +20,7 @@ from xlstm7b.generate.sampler import (
     _kept_by_cpu,
     draw,
     scramble,
+    token_logprobs,
     uniform,
 )
 
@@ -733,7 +734,8 @@ def test_positions_after_drafts_are_sampled_as_one_after_the_other(
             if "_counts" in vars(one):
                 assert torch.equal(together._counts[row], one._counts[0])
         if needs.logprobs is not None:
-            own, top_logprobs, top_tokens = drawn.logprobs
+            token = drawn.tokens.clamp(min=0)[..., None]
+            own, top_logprobs, top_tokens = token_logprobs(logits, token, needs.logprobs)
             assert top_logprobs.shape == top_tokens.shape == (*own.shape, needs.logprobs)
             for row, position, want in logprobs:
                 assert own[row, position] == want

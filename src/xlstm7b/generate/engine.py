@@ -110,6 +110,11 @@ class _Step:
     def logprobs(self, row: int, number: int) -> list[Any]:
         """The log-probabilities of one of its tokens, if they were computed."""
         assert self.values is not None
+        scored = self.results.scored
+        if scored is not None:
+            if row not in scored:
+                return []
+            row = scored[row]
         return [part[row][number] if self.drafts else part[row] for part in self.values[1:]]
 
 

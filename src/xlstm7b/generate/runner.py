@@ -8,13 +8,14 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from xlstm7b.config import ModelConfig
-from xlstm7b.generate.drafts import DraftCost
+from xlstm7b.generate.drafts import MAX_DRAFT, DraftCost
 from xlstm7b.generate.fused import FusedModel, Slots
 from xlstm7b.generate.kernels import MAX_ROWS
 from xlstm7b.generate.params import MAX_LOGPROBS, SamplingParams
@@ -25,7 +26,14 @@ from xlstm7b.generate.replay import (
     folded_copy,
     ring_sizes,
 )
-from xlstm7b.generate.sampler import Needs, Sampler, copy_to, mask_words, on_device
+from xlstm7b.generate.sampler import (
+    Needs,
+    Sampler,
+    copy_to,
+    mask_words,
+    on_device,
+    token_logprobs,
+)
 from xlstm7b.generate.scheduler import PrefillLimits
 from xlstm7b.generate.state import SavedState, state_bytes, to_device
 from xlstm7b.generate.unfused import UnfusedModel
@@ -42,10 +50,15 @@ _NEEDS = (
     Needs(),
     Needs(sampling=True),
     Needs(sampling=True, filters=True),
-    Needs(True, True, True, True, True, logprobs=MAX_LOGPROBS),
+    Needs(True, True, True, True, True),
 )
-# The same with grammars. These graphs are captured when they are first needed.
+# The same with grammars, if they can be used.
 _GRAMMAR_NEEDS = tuple(needs._replace(grammar=True) for needs in _NEEDS)
+# Passes with drafts have one kind for all requests with grammars: a pass is a graph of the whole
+# model, and `decode` has separate ones for the model and for the draw.
+_GRAMMAR_PASS_NEEDS = (_GRAMMAR_NEEDS[-1],)
+# Log-probabilities have graphs of their own, for these numbers of rows: the rows that want them.
+_SCORED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Graphs that verify drafts exist for these numbers of positions: a token and the drafts after it.
 _POSITIONS = (2, 4, 8, 16)
 # Prefill graphs exist for these shapes: one row of these lengths, or rows × tokens. Larger batches
@@ -154,29 +167,40 @@ class _Drafting(NamedTuple):
     # As in `Drawn`.
     kept: Tensor  # [slots]
     tokens: Tensor  # [slots, K + 1]
-    logprob: Tensor
-    top_logprobs: Tensor  # [slots, K + 1, MAX_LOGPROBS]
-    top_tokens: Tensor
 
     @classmethod
     def zeros(cls, logits: Tensor, drafts: int) -> Self:
         """For the slots that have these logits [slots, V]."""
         slots, vocab_size = logits.shape
-        found, device = (slots, drafts + 1), logits.device
-        integers, reals = (
-            partial(torch.zeros, dtype=dtype, device=device)
-            for dtype in (torch.int64, torch.float32)
-        )
+        device = logits.device
+        integers = partial(torch.zeros, dtype=torch.int64, device=device)
         return cls(
             integers(slots, drafts),
             torch.zeros(slots, drafts, mask_words(vocab_size), dtype=torch.int32, device=device),
             logits.new_zeros(slots, drafts + 1, vocab_size),
             integers(slots),
-            integers(found),
-            reals(found),
-            reals(*found, MAX_LOGPROBS),
-            integers(*found, MAX_LOGPROBS),
+            integers(slots, drafts + 1),
         )
+
+
+class _Scored(NamedTuple):
+    """Log-probabilities of drawn tokens: see `Sampler.logprob`."""
+
+    rows: Tensor  # what they are of
+    logprob: Tensor
+    top_logprobs: Tensor
+    top_tokens: Tensor
+
+    @classmethod
+    def zeros(cls, slots: int, vocab_size: int, device: torch.device) -> Self:
+        # A pass on a GPU has at most as many rows, on a CPU more.
+        rows = max(slots * (MAX_DRAFT + 1) if device.type == "cpu" else slots, MAX_ROWS)
+        top = min(MAX_LOGPROBS, vocab_size)
+        integers, reals = (
+            partial(torch.zeros, dtype=dtype, device=device)
+            for dtype in (torch.int64, torch.float32)
+        )
+        return cls(integers(rows), reals(rows), reals(rows, top), integers(rows, top))
 
 
 class _NoGraph(NamedTuple):
@@ -238,6 +262,7 @@ class ModelRunner:
         self._drafting = _Drafting.zeros(self._logits[:slots], drafts) if drafts else None
         self._start_logits = [*self._logits[slots:].clone().split(1)]
         self._sampler = Sampler(slots, self.config.vocab_size, device)
+        self._scored = _Scored.zeros(slots, self.config.vocab_size, device)
         # Made once: slicing the 97 tensors of a 7B's state takes long next to a step.
         self._slot_states = [self._state.rows(row, row + 1) for row in range(rows)]
         # A CPU always computes all slots: then a request's tokens do not depend, to the bit, on
@@ -531,7 +556,7 @@ class ModelRunner:
         n, needs = self.bucket(highest_slot + 1), self._needs()
         part, way = self._parts[n], self._way(n)
         self._run(("decode", n, needs, way), partial(self._decode, part, needs, way))
-        return Results.of(part.sampler)
+        return self._results(n)
 
     def _decode(self, part: _Part, needs: Needs, way: StepWay) -> None:
         self._step(part, part.sampler.pending, way)
@@ -592,7 +617,7 @@ class ModelRunner:
         Those after the last token are set by `set_masks`.
         """
         assert self._drafting is not None
-        n, needs = self.bucket(highest_slot + 1), self._needs()
+        n, needs = self.bucket(highest_slot + 1), self._needs(in_pass=True)
         part = self._parts[n]
         self._note_replay()
         self._after_pass = True
@@ -607,11 +632,7 @@ class ModelRunner:
             self._drafting.allowed[slot, : len(mask)] = to_device(mask, self.device)
         key = "verify", n, positions, needs
         self._run(key, partial(self._verify, part, positions, needs))
-        found, count = self._drafting, part.sampler.needs.logprobs
-        parts = [found.tokens]
-        if count is not None:
-            parts += [found.logprob, found.top_logprobs[..., :count], found.top_tokens[..., :count]]
-        return Results([x[:n, :positions] for x in parts])
+        return self._results(n, positions)
 
     def _verify(self, part: _Part, positions: int, needs: Needs) -> None:
         assert self._drafting is not None
@@ -629,11 +650,6 @@ class ModelRunner:
         drawn = sampler.sample_drafts(logits, drafts, needs, allowed)
         found.kept[:n] = drawn.kept
         found.tokens[:n, :positions] = drawn.tokens
-        if drawn.logprobs is not None:
-            logprob, top_logprobs, top_tokens = drawn.logprobs
-            found.logprob[:n, :positions] = logprob
-            found.top_logprobs[:n, :positions, : top_tokens.shape[-1]] = top_logprobs
-            found.top_tokens[:n, :positions, : top_tokens.shape[-1]] = top_tokens
         # 3. Keep the logits: those after the last token that was right, and all for `saved`.
         every = found.logits[:n, :positions]
         self.model.operations.keep_logits(logits, drawn.kept, part.logits, every)
@@ -656,10 +672,56 @@ class ModelRunner:
     @torch.inference_mode()
     def draw(self, highest_slot: int) -> "Results":
         """Draws the next token of every running slot after `forward`. Results are by slot."""
-        n, needs = self.bucket(highest_slot + 1), self._needs()
+        n, needs = self.bucket(highest_slot + 1), self._needs(grammar=True)
         part = self._parts[n]
         self._run(("draw", n, needs), partial(part.sampler, part.logits, needs))
-        return Results.of(part.sampler)
+        return self._results(n)
+
+    def _results(self, n: int, positions: int = 0) -> "Results":
+        """The tokens of the first n slots, and log-probabilities of those slots that want them.
+
+        With `positions`, those of the latest pass.
+        """
+        tokens = self._sampler.tokens[:n]
+        if positions:
+            assert self._drafting is not None
+            tokens = self._drafting.tokens[:n, :positions]
+        slots = self._sampler.scored_rows(n)
+        if not slots:
+            return Results([tokens])
+        rows, count = slots, self._sampler.needs.logprobs
+        if positions:
+            assert self._drafting is not None
+            width = self._drafting.tokens.shape[1]
+            rows = [slot * width + position for slot in slots for position in range(positions)]
+        self._score_rows(rows, in_pass=bool(positions))
+        found = self._scored
+        parts = [found.logprob, found.top_logprobs[:, :count], found.top_tokens[:, :count]]
+        parts = [part[: len(rows)] for part in parts]
+        if positions:
+            parts = [part.unflatten(0, (len(slots), positions)) for part in parts]
+        return Results([tokens, *parts], slots)
+
+    def _score_rows(self, rows: Sequence[int], *, in_pass: bool) -> None:
+        """Log-probabilities of the tokens drawn in these rows; of a pass, slot by slot."""
+        size = len(rows)
+        if self._on_gpu:
+            size = min(n for n in (*_SCORED_ROWS, len(self._scored.rows)) if n >= size)
+        copy_to(self._scored.rows[:size], [*rows, *[0] * (size - len(rows))])
+        self._run(("logprobs", size, in_pass), partial(self._score_drawn, size, in_pass))
+
+    def _score_drawn(self, size: int, in_pass: bool) -> None:
+        logits, tokens = self._logits, self._sampler.tokens
+        if in_pass:
+            assert self._drafting is not None
+            logits, tokens = self._drafting.logits.flatten(0, 1), self._drafting.tokens.flatten()
+        rows = self._scored.rows[:size]
+        drawn = tokens.index_select(0, rows).clamp(min=0)[:, None]  # some rows drew none
+        most = self._scored.top_tokens.shape[1]
+        own, top_logprobs, top_tokens = token_logprobs(logits.index_select(0, rows), drawn, most)
+        self._scored.logprob[:size] = own
+        self._scored.top_logprobs[:size] = top_logprobs
+        self._scored.top_tokens[:size] = top_tokens
 
     def _run(self, key: Any, work: Callable[[], None]) -> None:
         """Runs work that changes only live slots, on a GPU as a graph, captured if it is new."""
@@ -677,10 +739,16 @@ class ModelRunner:
         """How many slots a decode step computes if the first `slots` are in use."""
         return self._buckets[slots]
 
-    def _needs(self) -> Needs:
-        """The sampling work of the next step: what the slots need, or a graph that covers it."""
-        needs = self._sampler.needs
-        return _covering(needs, self.config.vocab_size) if self._on_gpu else needs
+    def _needs(self, *, grammar: bool = False, in_pass: bool = False) -> Needs:
+        """The sampling work of the next step: what the slots need, or a graph that covers it.
+
+        Without log-probabilities: `_results` computes those. `grammar`: a graph for grammars, also
+        if the last request with one has just ended.
+        """
+        needs = self._sampler.needs._replace(logprobs=None)
+        if not self._on_gpu:
+            return needs
+        return _covering(needs._replace(grammar=grammar or needs.grammar), in_pass=in_pass)
 
     # CUDA graphs
 
@@ -692,17 +760,31 @@ class ModelRunner:
         if not self._on_gpu:
             return
         self._single_tokens.fill_(-1)
+        grammars = find_spec("llguidance") is not None
         for n, part in self._parts.items():
             self._capture(("single", n), partial(self._single_step, n))
             for needs in _NEEDS:
-                kind = _covering(needs, self.config.vocab_size)
                 for way in self._ways(n):
-                    work = partial(self._decode, part, kind, way)
-                    self._capture(("decode", n, kind, way), work)
+                    work = partial(self._decode, part, needs, way)
+                    self._capture(("decode", n, needs, way), work)
+            for needs in (*_NEEDS, *(_GRAMMAR_PASS_NEEDS if grammars else ())):
                 for positions in _POSITIONS:
                     if positions <= self.most_drafts(n - 1) + 1:
-                        work = partial(self._verify, part, positions, kind)
-                        self._capture(("verify", n, positions, kind), work)
+                        work = partial(self._verify, part, positions, needs)
+                        self._capture(("verify", n, positions, needs), work)
+            if grammars:
+                for way in self._ways(n):
+                    work = partial(self._step, part, part.sampler.pending, way)
+                    self._capture(("forward", n, way), work)
+                for needs in _GRAMMAR_NEEDS:
+                    self._capture(("draw", n, needs), partial(part.sampler, part.logits, needs))
+        self._scored.rows.zero_()
+        for in_pass in (False, True) if self._drafting is not None else (False,):
+            largest = max(n * (self.most_drafts(n - 1) + 1) if in_pass else n for n in self._parts)
+            for size in {min(n, len(self._scored.rows)) for n in _SCORED_ROWS}:
+                if size < 2 * largest:
+                    work = partial(self._score_drawn, size, in_pass)
+                    self._capture(("logprobs", size, in_pass), work)
         longest = max(chunk_tokens + chunk_tokens // 4, _MAX_GRAPH_TOKENS)
         self._capture_prefills(longest, _ROW_TOKENS[-1])
         torch.cuda.synchronize(self.device)
@@ -735,13 +817,12 @@ class ModelRunner:
 
 
 @cache  # for every step
-def _covering(needs: Needs, vocab_size: int) -> Needs:
-    """The first kind of sampling graph that covers these needs."""
-    kinds = _GRAMMAR_NEEDS if needs.grammar else _NEEDS
-    kind = next(kind for kind in kinds if Needs.union([kind, needs]) == kind)
-    if kind.logprobs is None:
-        return kind
-    return kind._replace(logprobs=min(kind.logprobs, vocab_size))
+def _covering(needs: Needs, *, in_pass: bool = False) -> Needs:
+    """The first kind of sampling graph that covers these needs, which are without logprobs."""
+    kinds: tuple[Needs, ...] = _NEEDS
+    if needs.grammar:
+        kinds = _GRAMMAR_PASS_NEEDS if in_pass else _GRAMMAR_NEEDS
+    return next(kind for kind in kinds if Needs.union([kind, needs]) == kind)
 
 
 _idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
@@ -776,9 +857,13 @@ def _padded(tokens: int) -> int:
 
 
 class Results:
-    """Tensors on their way to the host."""
+    """Tensors on their way to the host.
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    `scored` are the rows of the first tensor, the tokens, that the others have. None: all rows.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], scored: Sequence[int] | None = None) -> None:
+        self.scored = None if scored is None else {row: n for n, row in enumerate(scored)}
         on_gpu = tensors[0].is_cuda
         self._copies = [to_device(t, "cpu") if on_gpu else t.clone() for t in tensors]
         self._copied = torch.cuda.Event() if on_gpu else None

@@ -63,7 +63,6 @@ class Drawn(NamedTuple):
 
     kept: Tensor  # [B]: tokens that were right to read: the pending one and the accepted drafts
     tokens: Tensor  # [B, T], as `Sampler.tokens`; −1 after a rejected draft
-    logprobs: tuple[Tensor, Tensor, Tensor] | None = None  # [B, T], [B, T, top], [B, T, top]
 
 
 class Sampler:
@@ -103,6 +102,13 @@ class Sampler:
     def needs(self) -> Needs:
         """The union of the needs of all rows."""
         return Needs.union({*self._row_needs})
+
+    def scored_rows(self, count: int) -> list[int]:
+        """Those of the first rows that want log-probabilities."""
+        if self.needs.logprobs is None:
+            return []
+        wanted = enumerate(self._row_needs[:count])
+        return [row for row, needs in wanted if needs.logprobs is not None]
 
     # Allocated when a row first needs them, then kept: CUDA graphs hold their addresses.
 
@@ -243,7 +249,7 @@ class Sampler:
         if needs.penalties:
             self._counts.scatter_add_(-1, token, (self.tokens != -1)[:, None].int())
         if needs.logprobs is not None:
-            logprob, top_logprobs, top_tokens = _logprobs(logits, token, needs.logprobs)
+            logprob, top_logprobs, top_tokens = token_logprobs(logits, token, needs.logprobs)
             self.logprob.copy_(logprob)
             self.top_logprobs[:, : needs.logprobs] = top_logprobs
             self.top_tokens[:, : needs.logprobs] = top_tokens
@@ -280,8 +286,6 @@ class Sampler:
             self.index += alive.sum(1)
         if needs.penalties:
             self._counts.scatter_add_(-1, token[..., 0], (drawn.tokens != -1).int())
-        if needs.logprobs is not None:
-            drawn = drawn._replace(logprobs=_logprobs(logits, token, needs.logprobs))
         return drawn
 
     def _after(self, drafts: Tensor, needs: Needs, allowed: Tensor) -> Self:
@@ -445,7 +449,7 @@ def _kept_by_cpu(
     return kept
 
 
-def _logprobs(logits: Tensor, token: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+def token_logprobs(logits: Tensor, token: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities of the tokens [..., 1], then values and ids of the `top` most likely."""
     log_total = logits.logsumexp(-1, keepdim=True)
     most_likely = logits.topk(top)
