@@ -361,11 +361,11 @@ def read_adapters(
     return found
 
 
-def _check_at_least(minimum: int, **numbers: float) -> None:
+def _check_at_least(minimum: float, **numbers: float) -> None:
     for name, number in numbers.items():
         if not minimum <= number < float("inf"):
             option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{option} must be at least {minimum}, not {number}")
+            raise ValueError(f"{option} must be at least {minimum:g}, not {number}")
 
 
 def _create_folder(option: str, folder: Path | None) -> None:
