@@ -29,8 +29,10 @@ _KEEP_ALIVE = 75  # seconds between requests: longer than most clients and proxi
 _MAX_EXTRA_BYTES = 1 << 16  # of a request besides its body: headers, trailers, framing of chunks
 _EXTRA_SHARE = 1 / 8  # how much more may come for each byte of the body
 _MAX_PIPELINED = 16  # requests of a connection that wait for the answer to an earlier one
+_BACKLOG = 2048  # connections that wait to be accepted
 _MAX_CONNECTIONS = 8192  # fewer if the process may not open so many files
 _OTHER_FILES = 128  # that the process may have open besides connections
+_ACCEPTED_AT_ONCE = 16  # then the event loop does other work
 _SHUTDOWN_TIMEOUT = 5  # seconds to send what is still in the sockets
 _LOG = logging.getLogger("xlstm7b.serve")
 
@@ -151,6 +153,7 @@ def server_config(app: FastAPI, shutdown_timeout: int = _SHUTDOWN_TIMEOUT) -> uv
         log_config=None,
         access_log=False,
         server_header=False,
+        backlog=_ACCEPTED_AT_ONCE,
         timeout_keep_alive=_KEEP_ALIVE,
         timeout_graceful_shutdown=shutdown_timeout,
     )
@@ -165,6 +168,11 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float) -> None:
         super().__init__(config)
         self._service, self._drain_seconds = service, drain_seconds
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for bound in sockets or ():
+            bound.listen(_BACKLOG)  # asyncio has one number for this and for `_ACCEPTED_AT_ONCE`
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._service.draining.is_set():
