@@ -5,9 +5,10 @@
     python tests/hostile_client.py --url http://127.0.0.1:8000 --key A --hostile-key B
 
 The ordinary client streams answers, alone and then beside each behaviour, in turns, several times.
-A gap is the time between two chunks of a stream. The hostile client is a process of its own. `load`
-is no attack: as many ordinary streams as the hostile client has, which shows what a larger batch
-costs. Only servers of this machine are attacked.
+A gap is the time between two chunks of a stream. The hostile client is a process of its own, with
+the lowest priority, because a real one has a machine of its own. `load` is no attack: as many
+ordinary streams as the hostile client has, which shows what a larger batch costs. Only servers of
+this machine are attacked.
 """
 
 import argparse
@@ -178,7 +179,11 @@ BEHAVIOURS: dict[str, Callable[[Client], None]] = {
 
 
 def attack(name: str, client: Client, threads: int) -> None:
-    """Behaves like this until the process is ended."""
+    """Behaves like this until the process is ended.
+
+    With the lowest priority: a real one would not take its time from the server's cores.
+    """
+    os.nice(19)
 
     def repeat() -> None:
         while True:

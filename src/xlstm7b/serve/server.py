@@ -28,6 +28,7 @@ CLIENT_TIMEOUT = 60.0  # seconds, for request headers to arrive and for a client
 _KEEP_ALIVE = 75  # seconds between requests: longer than most clients and proxies keep connections
 _MAX_EXTRA_BYTES = 1 << 16  # of a request besides its body: headers, trailers, framing of chunks
 _EXTRA_SHARE = 1 / 8  # how much more may come for each byte of the body
+_REFUSED_SECONDS = 1.0  # that a connection with more of it waits until it is closed
 _MAX_PIPELINED = 16  # requests of a connection that wait for the answer to an earlier one
 _BACKLOG = 2048  # connections that wait to be accepted
 _MAX_CONNECTIONS = 8192  # fewer if the process may not open so many files
@@ -189,6 +190,10 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
+def _made(connection: "_Connection") -> float:
+    return connection._made
+
+
 class _Connection(HttpToolsProtocol):
     """A connection that is closed when its client sends too much besides bodies, or reads nothing.
 
@@ -209,18 +214,21 @@ class _Connection(HttpToolsProtocol):
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = _MAX_CONNECTIONS
         if files != resource.RLIM_INFINITY:
-            most = min(most, files - _OTHER_FILES)
+            most = min(most, max(files - _OTHER_FILES, files // 2))
         if len(self.connections) > most:
-            self._close_another()
+            self._close_others()
 
-    def _close_another(self) -> None:
-        """Closes the oldest connection without a request, of the address that has most of them."""
+    def _close_others(self) -> None:
+        """Closes connections without a request of the address that has most of them.
+
+        The oldest sixteenth, because all connections have to be looked at.
+        """
         every = [one for one in self.connections if isinstance(one, _Connection)]
         idle = [one for one in every if one._is_idle() and not one.transport.is_closing()]
-        count = Counter(one._address() for one in idle)
-        if idle:
-            oldest = max(idle, key=lambda one: (count[one._address()], -one._made))
-            oldest.transport.abort()
+        for address, count in Counter(one._address() for one in idle).most_common(1):
+            own = sorted((one for one in idle if one._address() == address), key=_made)
+            for one in own[: -(-count // 16)]:
+                one.transport.abort()
 
     def _address(self) -> str:
         return self.client[0] if self.client else ""
@@ -239,8 +247,9 @@ class _Connection(HttpToolsProtocol):
         if self._extra_bytes > _MAX_EXTRA_BYTES and not self.transport.is_closing():
             if self._is_in_headers:
                 self.send_400_response("The headers are too long.")
-            else:
-                self.transport.close()
+            else:  # it is closed later, because a new one would take more of the server's time
+                self.transport.pause_reading()
+                self.loop.call_later(_REFUSED_SECONDS, self.transport.abort)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
