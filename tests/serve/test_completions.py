@@ -197,7 +197,8 @@ def test_tokenize_counts_as_usage_does(live: LiveServer, prompt: Any, talk: Any)
     count = live.post("/tokenize", prompt=prompt)["count"]
     answer = live.post("/v1/completions", prompt=prompt, max_tokens=1)
     assert answer["usage"]["prompt_tokens"] == count
-    assert live.post("/v1/states", prompt=prompt)["usage"]["prompt_tokens"] == count
+    if prompt:  # an empty one is not saved
+        assert live.post("/v1/states", prompt=prompt)["usage"]["prompt_tokens"] == count
     tokens = live.post("/tokenize", messages=talk)["tokens"]
     answer = live.post("/v1/chat/completions", messages=talk, max_tokens=1)
     assert answer["usage"]["prompt_tokens"] == len(tokens)

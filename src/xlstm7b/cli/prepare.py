@@ -26,7 +26,7 @@ _column = partial(option, panel="Columns")
 
 def prepare(
     inputs: Annotated[
-        list[str],
+        list[Path],
         typer.Argument(
             help="Files (.txt, .md, .jsonl, .ndjson, .json, all also .gz or .zst; .parquet) or "
             "folders of them; or one .toml file that lists sources. With --verify or --adopt: "
@@ -109,11 +109,10 @@ def prepare(
         from xlstm7b.data.prepare import adopt as adopt_folder
         from xlstm7b.data.shards import MANIFEST
 
-        folders = [Path(given) for given in inputs]
-        for folder in folders if adopt else ():
+        for folder in inputs if adopt else ():
             if (folder / MANIFEST).exists():
                 raise ValueError(f"{folder} has a {MANIFEST} already: check it with --verify")
-        for folder in folders:
+        for folder in inputs:
             if verify:
                 _print_summary(folder, "is intact", _verify(folder))
             else:
