@@ -12,6 +12,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from types import FrameType
 from typing import Any, Literal
 
@@ -31,7 +32,7 @@ _EXTRA_SHARE = 1 / 8  # how much more may come for each byte of the body
 _REFUSED_SECONDS = 1.0  # that a connection with more of it waits until it is closed
 _MAX_PIPELINED = 16  # requests of a connection that wait for the answer to an earlier one
 _BACKLOG = 2048  # connections that wait to be accepted
-_MAX_CONNECTIONS = 8192  # fewer if the process may not open so many files
+_MAX_CONNECTIONS = 8192  # fewer if the limit of open files is lower
 _OTHER_FILES = 128  # that the process may have open besides connections
 _ACCEPTED_AT_ONCE = 16  # then the event loop does other work
 _SHUTDOWN_TIMEOUT = 5  # seconds to send what is still in the sockets
@@ -190,10 +191,6 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _made(connection: "_Connection") -> float:
-    return connection._made
-
-
 class _Connection(HttpToolsProtocol):
     """A connection that is closed when its client sends too much besides bodies, or reads nothing.
 
@@ -226,7 +223,9 @@ class _Connection(HttpToolsProtocol):
         every = [one for one in self.connections if isinstance(one, _Connection)]
         idle = [one for one in every if one._is_idle() and not one.transport.is_closing()]
         for address, count in Counter(one._address() for one in idle).most_common(1):
-            own = sorted((one for one in idle if one._address() == address), key=_made)
+            own = sorted(
+                (one for one in idle if one._address() == address), key=attrgetter("_made")
+            )
             for one in own[: -(-count // 16)]:
                 one.transport.abort()
 
