@@ -105,8 +105,11 @@ def _options(
     pass
 
 
-def main() -> None:
-    """Runs the command line. A user's mistake prints one sentence and exits with code 2."""
+def main(app: typer.Typer = app) -> None:
+    """Runs a command line. A user's mistake prints one sentence and exits with code 2.
+
+    The scripts of benchmarks/ and experiments/ run theirs with it too.
+    """
     # The shell has closed a stream that is None, as `>&-` does.
     for name, mode in (("stdin", "r"), ("stderr", "w")):
         if getattr(sys, name) is None:
