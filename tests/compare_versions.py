@@ -201,12 +201,12 @@ def main() -> None:
         run(options, options.model)
         return
     from xlstm7b.bench.measure import random_model, release
-    from xlstm7b.bench.plans import Generation
 
     with tempfile.TemporaryDirectory() as folder:
-        random_model(Generation.of(device=options.device, size=options.model)).save_pretrained(
-            folder
-        )
+        dtype = "bfloat16" if options.device == "cuda" else "float32"
+        model = random_model(options.model, dtype=dtype, device=options.device)
+        model.save_pretrained(folder)
+        del model
         release(options.device)
         run(options, folder)
 

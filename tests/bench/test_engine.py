@@ -6,7 +6,7 @@ import pytest
 
 from xlstm7b.bench import cases
 from xlstm7b.bench.engine import drive, make_requests, random_adapters
-from xlstm7b.bench.measure import random_model
+from xlstm7b.bench.measure import plan_model
 from xlstm7b.bench.plans import Engine as Plan
 from xlstm7b.generate import Engine, RequestStatus
 from xlstm7b.tokenizer import ByteTokenizer
@@ -79,7 +79,7 @@ def test_lengths_are_drawn_from_a_range_and_streams_are_kept_up(small: dict[str,
     assert lengths == [request.params.max_new_tokens for request in again]
     assert (min(lengths), max(lengths)) == (2, 6)
 
-    engine, most = Engine(random_model(plan), ByteTokenizer(), slots=8), 0
+    engine, most = Engine(plan_model(plan), ByteTokenizer(), slots=8), 0
     step = engine.step
 
     def counting_step() -> Any:

@@ -16,7 +16,7 @@ from xlstm7b import accounting
 from xlstm7b.bench import cases, generation, speculation, texts
 from xlstm7b.bench.cases import Result
 from xlstm7b.bench.generation import START_TOKENS, with_limit
-from xlstm7b.bench.measure import Timing, random_model
+from xlstm7b.bench.measure import Timing, plan_model
 from xlstm7b.bench.plans import Generation
 from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
@@ -279,7 +279,7 @@ def test_a_saved_model_starts(tmp_path: Path) -> None:
 
 
 def test_a_quantised_model_keeps_no_memory_of_its_first_weights() -> None:
-    model = random_model(replace(SMALL, quantize="int4"))
+    model = plan_model(replace(SMALL, quantize="int4"))
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
     padding = 256 * len(list(model.parameters()))
     parameters = sum(p.nbytes for p in model.parameters())
@@ -287,13 +287,13 @@ def test_a_quantised_model_keeps_no_memory_of_its_first_weights() -> None:
 
 
 def test_weights_are_random_in_their_dtype_and_the_default_stays() -> None:
-    model = random_model(replace(SMALL, dtype="bfloat16"))
+    model = plan_model(replace(SMALL, dtype="bfloat16"))
     assert model.lm_head.weight.dtype == torch.bfloat16
     assert torch.get_default_dtype() == torch.float32
     gates = [p for name, p in model.named_parameters() if name.endswith("gate_preact.weight")]
     assert len(gates) == 3 * SMALL.config.num_blocks
     assert all(gate.abs().sum() > 0 for gate in gates)
-    again = random_model(replace(SMALL, dtype="bfloat16"))
+    again = plan_model(replace(SMALL, dtype="bfloat16"))
     assert torch.equal(model.lm_head.weight, again.lm_head.weight)
 
 

@@ -21,7 +21,7 @@ import torch
 from xlstm7b.accounting import adapted_shapes
 from xlstm7b.bench import plans
 from xlstm7b.bench.cases import Column, Part, Result
-from xlstm7b.bench.measure import GREEDY, percentile, random_model, random_prompts, release
+from xlstm7b.bench.measure import GREEDY, percentile, plan_model, random_prompts, release
 from xlstm7b.config import ModelConfig
 from xlstm7b.devices import to_dtype
 from xlstm7b.generate import Engine, Generator, Request, SamplingParams
@@ -78,7 +78,7 @@ def results(plan: plans.Engine) -> Iterator[Result]:
     tokenizer: Tokenizer = ByteTokenizer()
     if plan.tokenizer is not None:
         tokenizer = load_tokenizer(Path(plan.tokenizer), plan.config.vocab_size)
-    model = random_model(plan)
+    model = plan_model(plan)
     if "streams" in plan.parts:
         limit = _whole_batches(model, tokenizer, plan)
         release(plan.device)

@@ -14,7 +14,7 @@ from statistics import median
 import torch
 
 from xlstm7b.bench.cases import Column, Part, Result
-from xlstm7b.bench.measure import GREEDY, make_generator, random_model, random_prompts, release
+from xlstm7b.bench.measure import GREEDY, plan_generator, plan_model, random_prompts, release
 from xlstm7b.bench.plans import Evaluation
 from xlstm7b.evaluate.scoring import Continuation, Score, Scorer
 from xlstm7b.generate.engine import peak_memory
@@ -47,7 +47,7 @@ PARTS = {
 
 
 def results(plan: Evaluation) -> Iterator[Result]:
-    model = random_model(plan)
+    model = plan_model(plan)
     yield from _grouping(model, plan)
     yield from _prompts(model, plan)
 
@@ -106,7 +106,7 @@ def _grouping(model: XLSTM, plan: Evaluation) -> Iterator[Result]:
 
 def _prompts(model: XLSTM, plan: Evaluation) -> Iterator[Result]:
     """Generates from prompts of each length. The memory is the peak of that length alone."""
-    generator = make_generator(model, plan, plan.rows)
+    generator = plan_generator(model, plan, plan.rows)
 
     def generate(length: int) -> float:
         prompts = random_prompts(plan.config.vocab_size, plan.rows, length)

@@ -17,8 +17,8 @@ the same, and more, and keeps the results of one model while another is measured
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from math import prod
 from statistics import median
 from typing import Any
@@ -30,15 +30,16 @@ from xlstm7b.bench import drift, speculation, texts
 from xlstm7b.bench.cases import Column, Part, Result
 from xlstm7b.bench.measure import (
     GREEDY,
+    H200,
     SAMPLED,
     Timing,
     attempt,
     failed,
     find_peaks,
-    make_generator,
     measure,
     measure_decoding,
-    random_model,
+    plan_generator,
+    plan_model,
     random_prompts,
     release,
     time_limit,
@@ -54,6 +55,7 @@ from xlstm7b.bench.peer_models import (
 )
 from xlstm7b.bench.peers import in_process
 from xlstm7b.bench.plans import Generation
+from xlstm7b.config import ModelConfig
 from xlstm7b.devices import to_dtype
 from xlstm7b.generate.engine import peak_memory
 from xlstm7b.generate.replay import INTERVAL, default_interval
@@ -129,6 +131,77 @@ def results(plan: Generation) -> Iterator[Result]:
         release(plan.device)
         job = {"peer": peer, "options": plan.to_dict()}
         yield from in_process(Result("peer", peer), run_peer, plan.timeout, **job)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The best that a processor with these peaks (FLOP/s, bytes/s) allows.
+
+    Work takes at least the time to move all its bytes or to compute all its FLOPs, whichever is
+    longer. `bench generation` and the scripts of benchmarks/ show speeds beside it.
+    """
+
+    config: ModelConfig
+    peaks: tuple[float, float] = H200
+    dtype: str = "bfloat16"
+    state_dtype: str = "float32"
+    quantize: str | None = None  # int8, fp8 or int4
+    device: str = "cuda"  # a GPU decodes many states by replay, which moves fewer bytes
+
+    def decode(self, batch: int = 1) -> float:
+        """Tokens per second of decoding."""
+        return batch / self._step_seconds(batch)
+
+    def prefill(self, length: int, batch: int = 1) -> float:
+        """Prompt tokens per second of reading prompts of this length."""
+        return batch * length / self._prefill_seconds(length, batch)
+
+    def first(self, length: int, tokens: int = 1) -> float:
+        """Seconds from a prompt of this length to its first tokens."""
+        return self._prefill_seconds(length, 1) + (tokens - 1) * self._step_seconds(1)
+
+    def memory(self, batch: int = 1) -> int:
+        """Bytes of the weights and of the states of a batch."""
+        counts = accounting.parameter_counts(self.config)
+        weights = (counts["total"] - counts["embedding"]) * self._weight_itemsize
+        weights += counts["embedding"] * to_dtype(self.dtype).itemsize  # it is never quantised
+        states = accounting.state_bytes(self.config, to_dtype(self.state_dtype).itemsize)["total"]
+        return round(weights) + batch * states
+
+    def _step_seconds(self, batch: int) -> float:
+        return accounting.least_decode_seconds(
+            self.config,
+            *self.peaks,
+            batch,
+            **self._itemsizes,
+            replay_interval=default_interval(self.config, batch, self.device),
+            ring_itemsize=to_dtype(self.dtype).itemsize,
+        )
+
+    def _prefill_seconds(self, length: int, batch: int) -> float:
+        return accounting.least_prefill_seconds(
+            self.config, *self.peaks, length, batch, **self._itemsizes
+        )
+
+    @property
+    def _itemsizes(self) -> dict[str, Any]:
+        itemsize = to_dtype(self.state_dtype).itemsize
+        return {"weight_itemsize": self._weight_itemsize, "state_itemsize": itemsize}
+
+    @cached_property
+    def _weight_itemsize(self) -> float:
+        """Bytes of a weight; if they are quantised, the mean over all, the embedding aside."""
+        itemsize = to_dtype(self.dtype).itemsize
+        if not self.quantize:
+            return itemsize
+        schemes = schemes_of(self.config, self.quantize)
+        counts = {name: prod(shape) for name, shape in self.config.parameter_shapes().items()}
+        del counts["backbone.embeddings.weight"]
+        sizes = (
+            count * (schemes[name].bytes_per_weight if name in schemes else itemsize)
+            for name, count in counts.items()
+        )
+        return sum(sizes) / sum(counts.values())
 
 
 def with_limit(
@@ -217,7 +290,7 @@ def _our_results(plan: Generation) -> Iterator[Result]:
         release(plan.device)
     if not parts:
         return
-    model = random_model(plan)
+    model = plan_model(plan)
     for part in parts:
         yield from our_part(part, model, plan)
 
@@ -233,7 +306,7 @@ def _start(plan: Generation, folder: str) -> Result:
     began = time.perf_counter()
     model = XLSTM.from_pretrained(folder, dtype=to_dtype(plan.dtype), device=plan.device)
     prompts = [[model.config.bos_token_id]]
-    make_generator(model, plan).generate(prompts, max_new_tokens=1, **GREEDY)
+    plan_generator(model, plan).generate(prompts, max_new_tokens=1, **GREEDY)
     return Result("start", batch=1, length=1, seconds=time.perf_counter() - began)
 
 
@@ -250,17 +323,17 @@ def _memory(model: XLSTM, plan: Generation) -> Iterator[Result]:
         return replace(case, memory=peak, limit=limit, percent_of_limit=percent)
 
     # The first generator stacks the model's weights, which takes more memory for a moment.
-    make_generator(model, plan).read(random_prompts(vocab_size, 1, START_TOKENS))
+    plan_generator(model, plan).read(random_prompts(vocab_size, 1, START_TOKENS))
     release(plan.device)
     yield result("loaded", 0, weights)
     lengths = [length for length in plan.contexts if length] or [START_TOKENS]
     for length in lengths:
         release(plan.device)
-        make_generator(model, plan).read(random_prompts(vocab_size, 1, length))
+        plan_generator(model, plan).read(random_prompts(vocab_size, 1, length))
         yield result("prompt read", length, weights + state)
     release(plan.device)
     prompts = random_prompts(vocab_size, 1, lengths[0])
-    make_generator(model, plan).generate(prompts, max_new_tokens=plan.generated, **GREEDY)
+    plan_generator(model, plan).generate(prompts, max_new_tokens=plan.generated, **GREEDY)
     yield result(f"{counted(plan.generated, 'token')} generated", lengths[0], weights + state)
 
 
@@ -270,7 +343,7 @@ def _decode(model: XLSTM, plan: Generation) -> Iterator[Result]:
 
     def timed(sampling: dict[str, Any], case: Result) -> Result:
         prompts = random_prompts(plan.config.vocab_size, case.batch, case.length)
-        generator = make_generator(model, plan, case.batch)
+        generator = plan_generator(model, plan, case.batch)
         step = measure_decoding(generator, prompts, seconds=plan.seconds, **sampling)
         interval = replay_interval(plan, case.batch)
         return with_limit(case, plan, step, replay_interval=interval)
@@ -284,7 +357,7 @@ def _decode(model: XLSTM, plan: Generation) -> Iterator[Result]:
 def _replay(model: XLSTM, plan: Generation) -> Iterator[Result]:
     def timed(replay: bool, case: Result) -> Result:
         prompts = random_prompts(plan.config.vocab_size, case.batch, case.length)
-        generator = make_generator(model, plan, case.batch, replay=replay)
+        generator = plan_generator(model, plan, case.batch, replay=replay)
         step = measure_decoding(generator, prompts, seconds=plan.seconds, **GREEDY)
         return with_limit(case, plan, step, replay_interval=INTERVAL if replay else None)
 
@@ -297,7 +370,7 @@ def _replay(model: XLSTM, plan: Generation) -> Iterator[Result]:
 
 
 def _context(model: XLSTM, plan: Generation) -> Iterator[Result]:
-    generator, shortest = make_generator(model, plan), None
+    generator, shortest = plan_generator(model, plan), None
 
     def timed(case: Result) -> Result:
         # A context of 0 still has the first token, which every prompt starts with.
@@ -315,7 +388,7 @@ def _context(model: XLSTM, plan: Generation) -> Iterator[Result]:
 
 
 def _first(model: XLSTM, plan: Generation) -> Iterator[Result]:
-    generator = make_generator(model, plan)
+    generator = plan_generator(model, plan)
     for length in plan.prompts:
         prompts = random_prompts(plan.config.vocab_size, 1, length)
         for tokens in (1, plan.first):
@@ -329,7 +402,7 @@ def _first(model: XLSTM, plan: Generation) -> Iterator[Result]:
 
 def _prefill(model: XLSTM, plan: Generation) -> Iterator[Result]:
     def timed(case: Result) -> Result:
-        generator = make_generator(model, plan, case.batch)
+        generator = plan_generator(model, plan, case.batch)
         prompts = random_prompts(plan.config.vocab_size, case.batch, case.length)
         seconds = measure(lambda: generator.read(prompts), plan.device, enough=ENOUGH)
         return with_limit(case, plan, seconds)

@@ -20,6 +20,7 @@ import torch
 
 from xlstm7b.bench.cases import Result
 from xlstm7b.bench.plans import ModelPlan
+from xlstm7b.config import ModelConfig
 from xlstm7b.devices import to_dtype
 from xlstm7b.model import XLSTM
 from xlstm7b.model.init import drawn_parameters
@@ -290,25 +291,39 @@ def free_memory(device: str) -> int:
 # Random models and prompts
 
 
-def random_model(plan: ModelPlan) -> XLSTM:
-    """A model with random weights, and gates that depend on their input."""
+def plan_model(plan: ModelPlan) -> XLSTM:
+    quantize = None if plan.quantize == "no" else plan.quantize
+    return random_model(plan.size, dtype=plan.dtype, device=plan.device, quantize=quantize)
+
+
+def random_model(
+    size: str,
+    *,
+    dtype: str = "bfloat16",
+    device: str = "cuda",
+    quantize: str | None = None,
+    config: ModelConfig | None = None,
+) -> XLSTM:
+    """A model with random weights, and gates that depend on their input.
+
+    With `config` it has this shape, and `size` is only its name. `quantize` is int8, fp8 or int4.
+    """
     torch.manual_seed(0)
-    dtype = to_dtype(plan.dtype)
-    kind = plan.dtype if plan.quantize == "no" else f"{plan.quantize} and {plan.dtype}"
-    print(f"{plan.size} in {kind}, state in {plan.state_dtype}, random weights", flush=True)
-    schemes = {} if plan.quantize == "no" else schemes_of(plan.config, plan.quantize)
+    config = config or ModelConfig.named(size)
+    float_dtype = to_dtype(dtype)
+    schemes = schemes_of(config, quantize) if quantize else {}
     try:
-        model = XLSTM.empty(plan.config, dtype=dtype, device=plan.device, quantized=schemes)
+        model = XLSTM.empty(config, dtype=float_dtype, device=device, quantized=schemes)
     except torch.OutOfMemoryError as error:
-        raise ValueError(f"a {plan.size} in {plan.dtype} does not fit into this GPU") from error
+        raise ValueError(f"a {size} in {dtype} does not fit into this GPU") from error
     with torch.device("meta"):
-        drawn = XLSTM(plan.config).to(dtype)
+        drawn = XLSTM(config).to(float_dtype)
     packed = model.packed_schemes(schemes)
     # One matrix at a time: the floats of all of them may not fit into memory. The head is the
     # largest, and comes first.
     with torch.no_grad():
         for path, part in reversed([*drawn.named_children()]):
-            for own, parameter in drawn_parameters(part, torch.device(plan.device)):
+            for own, parameter in drawn_parameters(part, torch.device(device)):
                 name = f"{path}.{own}"
                 if name in schemes:
                     weight = QuantizedWeight.quantize(parameter, schemes[name])
@@ -318,7 +333,7 @@ def random_model(plan: ModelPlan) -> XLSTM:
         for name, parameter in model.named_parameters():
             if name.endswith("gate_preact.weight"):
                 parameter.normal_(std=0.02)
-    release(plan.device)
+    release(device)
     return model
 
 
@@ -336,9 +351,9 @@ def random_module(make: Callable[[], Module], dtype: torch.dtype, device: str) -
 
 def make_generator(
     model: XLSTM,
-    plan: ModelPlan,
-    batch_size: int = 1,
     *,
+    state_dtype: str = "float32",
+    batch_size: int = 1,
     replay: bool | None = None,
     speculate: "Speculation" = None,
 ) -> "Generator":
@@ -349,11 +364,15 @@ def make_generator(
     return Generator(
         model,
         ByteTokenizer(),
-        state_dtype=to_dtype(plan.state_dtype),
+        state_dtype=to_dtype(state_dtype),
         batch_size=batch_size,
         replay=replay,
         speculate=speculate,
     )
+
+
+def plan_generator(model: XLSTM, plan: ModelPlan, batch_size: int = 1, **named: Any) -> "Generator":
+    return make_generator(model, state_dtype=plan.state_dtype, batch_size=batch_size, **named)
 
 
 def random_prompts(vocab_size: int, batch: int, length: int) -> list[list[int]]:
@@ -367,7 +386,7 @@ def random_prompts(vocab_size: int, batch: int, length: int) -> list[list[int]]:
 
 
 def find_peaks(
-    device: str, dtype: torch.dtype, tflops: float | None, tbs: float | None
+    device: str, dtype: torch.dtype, tflops: float | None = None, tbs: float | None = None
 ) -> tuple[float, float]:
     """FLOP/s and bytes/s: those given, those of an H200 on an H200, else measured now."""
     flops, bandwidth = (None if peak is None else 1e12 * peak for peak in (tflops, tbs))

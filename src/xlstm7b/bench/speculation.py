@@ -16,8 +16,8 @@ from xlstm7b.bench.cases import Result
 from xlstm7b.bench.measure import (
     GREEDY,
     attempt,
-    make_generator,
     measure_steps,
+    plan_generator,
     random_prompts,
     release,
 )
@@ -61,7 +61,7 @@ def _timed(
     vocab_size = plan.config.vocab_size
     prompts = random_prompts(vocab_size, case.batch, case.length)
     speculate: Speculation = None if share is None else "lookup"
-    generator = make_generator(model, plan, case.batch, speculate=speculate)
+    generator = plan_generator(model, plan, case.batch, speculate=speculate)
     drafted = accepted = 0
 
     def generate(tokens: int) -> None:

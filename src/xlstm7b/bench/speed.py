@@ -46,9 +46,9 @@ from xlstm7b.bench.measure import (
     failed,
     find_peaks,
     free_memory,
-    make_generator,
     measure_decoding,
-    random_model,
+    plan_generator,
+    plan_model,
     random_prompts,
     release,
     reset_peak,
@@ -208,7 +208,7 @@ class _OurParts:
     """This package through `Generator`, as users call it."""
 
     def __init__(self, name: str, plan: Speed) -> None:
-        self.name, self.plan, self.model = name, plan, random_model(plan)
+        self.name, self.plan, self.model = name, plan, plan_model(plan)
 
     def __call__(self, part: str) -> Iterator[Result]:
         own = {"generated": _generated, "full": _full}
@@ -229,7 +229,7 @@ class _OurParts:
 
 def _generated(model: XLSTM, plan: Speed) -> Iterator[Result]:
     """Generates one text without a prompt, as users stream it, then the memory of longer ones."""
-    counts, generator = plan.generated_counts, make_generator(model, plan)
+    counts, generator = plan.generated_counts, plan_generator(model, plan)
     prompt = random_prompts(plan.config.vocab_size, 1, 1)[0]
     generator.generate([prompt], max_new_tokens=4, **GREEDY)  # captures the graphs
     case = Result("generated", work="greedy", batch=1)
@@ -255,7 +255,7 @@ def _full(model: XLSTM, plan: Speed) -> Iterator[Result]:
     per_row += _LOGIT_BYTES * plan.config.vocab_size
 
     def timed(case: Result) -> Result:
-        generator = make_generator(model, plan, case.batch)
+        generator = plan_generator(model, plan, case.batch)
         prompts = random_prompts(plan.config.vocab_size, case.batch, START_TOKENS)
         step = measure_decoding(generator, prompts, seconds=plan.seconds, **GREEDY)
         interval = replay_interval(plan, case.batch)
