@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -121,3 +122,23 @@ def test_saving_does_not_hold_up_other_answers(
         finally:
             others_are_done.set()
         assert all(answer.result()["state_id"] for answer in answers)
+
+
+def test_long_work_rests_in_between() -> None:
+    long_work, times = off_loop._LongWork(), []
+
+    def work() -> None:
+        times.append(time.monotonic())
+        end = time.thread_time() + 0.02
+        while time.thread_time() < end:
+            pass
+        times.append(time.monotonic())
+
+    async def three() -> None:
+        await asyncio.gather(*(long_work.run(work) for _ in range(3)))
+
+    began = time.monotonic()
+    asyncio.run(three())
+    assert times[0] - began < 0.1  # the first one does not wait
+    for end, start in ((times[1], times[2]), (times[3], times[4])):
+        assert 0.17 < start - end

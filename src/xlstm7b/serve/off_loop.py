@@ -1,11 +1,13 @@
 """Work that would hold up the event loop: large bodies and answers, and what is done with them.
 
-A thread alone is not enough. A call into C such as `json.dumps` keeps Python's lock to its end, and
-with it the event loop and the engine wait. So large answers are encoded in slices.
+A thread alone is not enough. A call into C such as `json.loads` keeps Python's lock to its end, and
+with it the event loop and the engine wait. So large answers are encoded in slices, and work on
+large bodies rests in between: however many are sent, most tokens of other streams are on time.
 """
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,12 +23,35 @@ from xlstm7b.serve.body_errors import invalid_body
 
 SHORT = 4096  # tokens or characters
 _LONG = 1 << 16
-# Short work does not wait for long work, and few threads at a time take the lock from the engine.
-_LONG_WORK = ThreadPoolExecutor(2, thread_name_prefix="long")
+_REST = 9.0  # times as long as the work before, so that long work takes a tenth of the time
+_MOST_REST = 0.5  # seconds
 _SLICE = 256  # entries of a list that are encoded at once
 _Result = TypeVar("_Result")
 
 _dumps = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+class _LongWork:
+    """One thread for long work. After each piece it rests, then begins the next."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="long")
+        self._rests_until = 0.0
+
+    async def run(self, work: Callable[[], _Result]) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, work)
+
+    def _run(self, work: Callable[[], _Result]) -> _Result:
+        time.sleep(max(0.0, self._rests_until - time.monotonic()))
+        began = time.thread_time()
+        try:
+            return work()
+        finally:
+            rest = min(_MOST_REST, _REST * (time.thread_time() - began))
+            self._rests_until = time.monotonic() + rest
+
+
+_LONG_WORK = _LongWork()
 
 
 async def off_loop(work: Callable[[], _Result], size: int) -> _Result:
@@ -36,8 +61,9 @@ async def off_loop(work: Callable[[], _Result], size: int) -> _Result:
     """
     if size <= SHORT:
         return work()
-    pool = _LONG_WORK if size > _LONG else None
-    return await asyncio.get_running_loop().run_in_executor(pool, work)
+    if size > _LONG:  # short work does not wait for it
+        return await _LONG_WORK.run(work)
+    return await asyncio.to_thread(work)
 
 
 async def json_response(content: Any, size: int) -> Response:
