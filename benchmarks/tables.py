@@ -1,0 +1,464 @@
+"""The tables of the pages: which figures they show. render.py writes them.
+
+A function here takes all figures and returns a table. What it picks must exist and must be of one
+call in each row: else rendering fails and says what is missing. So a table has no row for what was
+not measured. The paper's values are text: they are the authors' published ones, on one H100.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from figures import (
+    Cell,
+    Row,
+    Table,
+    joined,
+    limit,
+    listed,
+    number,
+    percent,
+    pick,
+    ratio,
+    shown,
+    value,
+)
+from xlstm7b.bench.results import OURS
+
+LLAMA, LLAMA_2, FALCON, CODESTRAL = (
+    "Llama 3.1 8B",
+    "Llama 2 7B",
+    "Falcon-Mamba 7B",
+    "Codestral-Mamba 7B",
+)
+AUTHORS, TRANSFORMERS, RWKV = "xlstm", "transformers", "RWKV-7 7.2B"
+BF16 = {"weights": "bfloat16", "states": "float32"}  # how ours runs, if nothing else is said
+BF16_STATES = {"weights": "bfloat16", "states": "bfloat16"}
+
+Rows = list[Row]
+Pick = Callable[..., Row]
+Columns = Mapping[str, Callable[[int], Cell | str]]
+
+
+def table_over(
+    title: str, values: Sequence[int], columns: Columns, *, one_call: bool = False
+) -> Table:
+    """A table with a row for each value, such as each context length."""
+    header = [title, *columns]
+    lines = [[f"{each:,}", *(show(each) for show in columns.values())] for each in values]
+    return Table(header, lines, one_call)
+
+
+def _speed(rows: Rows, what: str, system: str = OURS, **shape: Any) -> Row:
+    """A figure that benchmarks/speed.py measured."""
+    if system == OURS:
+        shape = {"model": "7b"} | BF16 | shape
+    return pick(rows, "speed", what, system, **shape)
+
+
+# README.md
+
+
+def readme(rows: Rows) -> Table:
+    """Five comparisons, each from one call."""
+    contexts, million = (0, 131072), 1048576
+
+    def decode(system: str, *contexts: int, **shape: Any) -> list[Row]:
+        return [_speed(rows, "decode", system, batch=1, context=c, **shape) for c in contexts]
+
+    def memory(system: str, *contexts: int) -> list[Row]:
+        return [_speed(rows, "peak memory", system, context=c) for c in contexts]
+
+    def full(system: str, context: int, **shape: Any) -> Row:
+        return _speed(rows, "full GPU", system, context=context, **shape)
+
+    def training(system: str) -> list[Row]:
+        sizes = "160m", "400m", "1.4b"
+        return [pick(rows, "training", "training", system, model=size) for size in sizes]
+
+    def named(name: str, cell: Cell) -> Cell:
+        return joined(": ", name, cell)
+
+    ours = decode(OURS, *contexts, million)
+    llama = decode(LLAMA, *contexts)
+    same = decode(OURS, 0, **BF16_STATES)[0]
+    fastest = [full(OURS, context, weights="fp8", states="bfloat16") for context in (2048, 131072)]
+    falcon = [full(FALCON, context) for context in (2048, 131072)]
+    llamas = [full(LLAMA, context) for context in (2048, 131072)]
+    quantised = [decode(OURS, 0, weights=weights)[0] for weights in ("fp8", "int8", "int4")]
+    sizes = [
+        _speed(rows, "memory of the loaded model", weights=weights)
+        for weights in ("fp8", "int8", "int4")
+    ]
+    return Table(
+        ("", "xlstm7b", "limit", "beside it", "limit"),
+        [
+            [
+                "decode after 0 / 131,072 / 1,048,576 tokens",
+                joined(", ", listed(ours), listed(memory(OURS, *contexts, million))),
+                limit(ours[0]),
+                named(LLAMA, joined(", ", listed(llama), listed(memory(LLAMA, *contexts)))),
+                listed(llama, limit),
+            ],
+            [
+                "the same model in other libraries",
+                value(same),
+                limit(same),
+                joined(
+                    ", ",
+                    named("`xlstm`", value(decode(AUTHORS, 0)[0])),
+                    named("`transformers`", value(decode(TRANSFORMERS, 0)[0])),
+                ),
+                limit(decode(AUTHORS, 0)[0]),
+            ],
+            [
+                "a full GPU after 2,048 / 131,072 tokens",
+                listed(fastest),
+                listed(fastest, limit),
+                joined("; ", named(FALCON, listed(falcon)), named(LLAMA, listed(llamas))),
+                named(LLAMA, listed(llamas, limit)),
+            ],
+            [
+                "training 160M / 400M / 1.4B",
+                listed(training(OURS)),
+                listed(training(OURS), limit),
+                named("`xlstm`, compiled", listed(training(AUTHORS))),
+                listed(training(AUTHORS), limit),
+            ],
+            [
+                "fp8 / int8 / int4 weights",
+                joined(", ", listed(quantised), listed(sizes)),
+                listed(quantised, limit),
+                "",
+                "",
+            ],
+        ],
+    )
+
+
+# docs/benchmarks.md
+
+
+def decode_batches(rows: Rows) -> Table:
+    """Decoding at several batch sizes, beside the time to read weights and states."""
+    ours: Pick = partial(pick, rows, "generation", "decode", model="7b", sampling="greedy", **BF16)
+    return table_over(
+        "batch",
+        (1, 8, 64, 256),
+        {
+            "tok/s": lambda batch: number(ours(batch=batch)),
+            "limit": lambda batch: limit(ours(batch=batch)),
+            "of the limit": lambda batch: percent(ours(batch=batch)),
+        },
+    )
+
+
+def first_token(rows: Rows) -> Table:
+    """From a prompt to its first token and to 100 tokens."""
+    of: Pick = partial(pick, rows, "generation", model="7b", **BF16)
+    return table_over(
+        "prompt, tokens",
+        (128, 512, 2048, 16384),
+        {
+            "first token": lambda prompt: value(of("first token", prompt=prompt)),
+            "of the limit": lambda prompt: percent(of("first token", prompt=prompt)),
+            "100 tokens": lambda prompt: value(of("100 tokens", prompt=prompt)),
+        },
+    )
+
+
+def prefill(rows: Rows) -> Table:
+    """Reading 65,536 tokens as prompts of several lengths."""
+    of: Pick = partial(pick, rows, "generation", "prefill", model="7b", **BF16)
+    return table_over(
+        "tokens of each prompt",
+        (2048, 8192, 16384, 65536),
+        {
+            "tok/s": lambda length: number(of(length=length)),
+            "of the limit": lambda length: percent(of(length=length)),
+        },
+        one_call=True,
+    )
+
+
+def cell_steps(rows: Rows) -> Table:
+    """One step of the cell, beside the authors' kernel."""
+    of: Pick = partial(pick, rows, "kernels", "cell step", model="7b")
+    return table_over(
+        "batch",
+        (1, 8, 64),
+        {
+            "ours": lambda batch: value(of(batch=batch)),
+            "of the limit": lambda batch: percent(of(batch=batch)),
+            "`mlstm_kernels`": lambda batch: value(of("mlstm_kernels", batch=batch)),
+            "our speedup": lambda batch: ratio(of(batch=batch), of("mlstm_kernels", batch=batch)),
+        },
+    )
+
+
+def cell_sizes(rows: Rows) -> Table:
+    """The cell of smaller models, 8 sequences of 8,192 tokens."""
+    of: Pick = partial(pick, rows, "kernels", batch=8, length=8192)
+    kinds = {"forward": "cell forward", "forward + backward": "cell forward + backward"}
+    lines: list[list[Cell | str]] = []
+    for title, what in kinds.items():
+        for model in ("1.4b", "160m"):
+            row = of(what, model=model)
+            lines.append([f"{model}, {title}", value(row), percent(row)])
+    return Table(("model", "time", "of the limit"), lines)
+
+
+def engine(rows: Rows) -> Table:
+    """Continuous batching of 64 requests, beside the same requests in whole batches."""
+    of: Pick = partial(pick, rows, "engine", streams=64)
+    outputs = {"256 tokens": "256", "128 to 384 tokens": "128-384"}
+    gaps = "gap between tokens, median", "gap between tokens, 99%"
+    lines: list[list[Cell | str]] = []
+    for title, output in outputs.items():
+        extra = {"grammar": None, "output": output}
+        throughput = of("throughput", **extra)
+        gap = listed([of(what, **extra) for what in gaps], value_in_ms)
+        first = value(of("first token, median", **extra))
+        lines.append([title, number(throughput), percent(throughput), gap, first])
+    header = ("outputs", "new tok/s", "of whole batches", "gap p50 / p99, ms", "first token")
+    return Table(header, lines)
+
+
+def training(rows: Rows) -> Table:
+    """Training beside the authors' package, which is compiled too."""
+    lines: list[list[Cell | str]] = []
+    for model, batch, length in (
+        ("160m", 16, 4096),
+        ("400m", 16, 4096),
+        ("1.4b", 4, 8192),
+        ("7b", 1, 2048),
+    ):
+        shape: dict[str, Any] = {"model": model, "batch": batch, "length": length}
+        shape["activations"] = "none"
+        ours, peer = (pick(rows, "training", "training", each, **shape) for each in (OURS, AUTHORS))
+        memory = [pick(rows, "training", "peak memory", each, **shape) for each in (OURS, AUTHORS)]
+        case = f"{model}, {batch} × {length:,}"
+        lines.append(
+            [case, number(ours), percent(ours), number(peer), ratio(ours, peer), listed(memory)]
+        )
+    return Table(("", "tok/s", "MFU", "`xlstm`", "our speedup", "memory, ours / `xlstm`"), lines)
+
+
+def training_7b(rows: Rows) -> Table:
+    """The 7B on one GPU, by what is recomputed."""
+    lines: list[list[Cell | str]] = []
+    for length, activations in (
+        (8192, "selective"),
+        (8192, "block"),
+        (2048, "selective"),
+        (2048, "block"),
+    ):
+        shape = {"model": "7b", "length": length, "activations": activations}
+        speed = pick(rows, "training", "training", **shape)
+        memory = pick(rows, "training", "peak memory", **shape)
+        case = f"{length:,} tokens, {activations}"
+        lines.append([case, number(speed), percent(speed), value(memory)])
+    return Table(("context, recomputed", "tok/s", "MFU", "peak memory"), lines, one_call=True)
+
+
+def speculation_drafts(rows: Rows) -> Table:
+    """Decoding with drafts that are right as often as given."""
+    lines: list[list[Cell | str]] = []
+    for title, shape in (
+        ("none", {"drafts": "none"}),
+        ("never right, lengths adapt", {"drafts": "adaptive", "right": 0}),
+        ("never right", {"drafts": "up to 15", "right": 0}),
+        ("half are right", {"drafts": "up to 15", "right": 0.5}),
+        ("four of five are right", {"drafts": "up to 15", "right": 0.8}),
+        ("all are right", {"drafts": "up to 15", "right": 1}),
+    ):
+        of: Pick = partial(pick, rows, "speculation", "decode", model="7b", **shape)
+        lines.append([title, number(of(batch=1)), number(of(batch=8))])
+    return Table(("drafts", "batch 1, tok/s", "batch 8, tok/s"), lines, one_call=True)
+
+
+def speculation_texts(rows: Rows) -> Table:
+    """Decoding of real texts with and without lookup in the text."""
+    lines: list[list[Cell | str]] = []
+    for text in ("copy", "code", "question", "prose"):
+        of: Pick = partial(pick, rows, "speculation", batch=1, text=text)
+        plain, fast = (of("decode", drafts=drafts) for drafts in ("none", "lookup"))
+        lines.append(
+            [
+                text,
+                number(plain),
+                number(fast),
+                ratio(fast, plain),
+                number(of("accepted drafts", drafts="lookup")),
+            ]
+        )
+    header = ("text", "tok/s", "with lookup", "speedup", "drafts accepted, %")
+    return Table(header, lines)
+
+
+def drift(rows: Rows) -> Table:
+    """The loss of a text that is decoded token by token, by the dtype of the states."""
+    lines: list[list[Cell | str]] = []
+    for states in ("float32", "bfloat16"):
+        of: Pick = partial(pick, rows, "generation", "loss of a text", states=states)
+        lines.append([states, *(exact(of(replay=replay)) for replay in ("off", "on"))])
+    return Table(("states", "loss", "loss with replay"), lines, one_call=True)
+
+
+def grouped_scoring(rows: Rows) -> Table:
+    """100 questions with four answers each, after the same five examples."""
+    lines: list[list[Cell | str]] = []
+    for prefixes in ("read once", "read each time"):
+        of: Pick = partial(pick, rows, "evaluation", model="7b", prefixes=prefixes)
+        lines.append([prefixes, number(of("tokens read")), value(of("scoring"))])
+    return Table(("shared prefixes", "tokens read", "time"), lines, one_call=True)
+
+
+# docs/paper.md
+
+
+def paper_decode(rows: Rows) -> Table:
+    """The paper's figure of generation speed at batch size 1."""
+    of: Pick = partial(_speed, rows, "decode", batch=1)
+    paper = {0: "157", 16384: "157"}
+    return table_over(
+        "tokens before",
+        (0, 2048, 16384, 65536, 131072),
+        {
+            "the paper, xLSTM 7B": lambda context: paper.get(context, ""),
+            "ours": lambda context: number(of(context=context)),
+            "limit": lambda context: limit(of(context=context)),
+            "`xlstm`": lambda context: number(of(AUTHORS, context=context)),
+            LLAMA: lambda context: number(of(LLAMA, context=context)),
+            "its limit": lambda context: limit(of(LLAMA, context=context)),
+            FALCON: lambda context: number(of(FALCON, context=context)),
+        },
+        one_call=True,
+    )
+
+
+def paper_generation(rows: Rows) -> Table:
+    """The paper's figure of time and memory over the generated tokens."""
+    seconds: Pick = partial(_speed, rows, "generation time")
+    memory: Pick = partial(_speed, rows, "peak memory")
+
+    def cell(system: str, tokens: int) -> Cell:
+        figures = seconds(system, tokens=tokens), memory(system, tokens=tokens)
+        return joined(", ", *map(value, figures))
+
+    systems = {"ours": OURS, "`xlstm`": AUTHORS, LLAMA: LLAMA, FALCON: FALCON}
+    columns = {title: partial(cell, system) for title, system in systems.items()}
+    return table_over("tokens generated", (256, 1024, 4096), columns, one_call=True)
+
+
+def paper_first_token(rows: Rows) -> Table:
+    """The paper's figure of the time to the first token."""
+    of: Pick = partial(_speed, rows, "first token")
+    paper = {16384: "349 ms"}
+    return table_over(
+        "prompt, tokens",
+        (128, 512, 2048, 8192, 16384, 65536),
+        {
+            "the paper, xLSTM 7B": lambda prompt: paper.get(prompt, ""),
+            "ours": lambda prompt: value(of(prompt=prompt)),
+            "`xlstm`": lambda prompt: value(of(AUTHORS, prompt=prompt)),
+            LLAMA: lambda prompt: value(of(LLAMA, prompt=prompt)),
+            FALCON: lambda prompt: value(of(FALCON, prompt=prompt)),
+        },
+        one_call=True,
+    )
+
+
+def paper_prefill(rows: Rows) -> Table:
+    """The paper's figure of reading 65,536 tokens in prompts of several lengths."""
+    of: Pick = partial(_speed, rows, "prefill")
+    return table_over(
+        "tokens of each prompt",
+        (2048, 8192, 16384, 65536),
+        {
+            "the paper, xLSTM 7B": lambda length: "47.6K",
+            "ours": lambda length: number(of(length=length)),
+            "limit": lambda length: limit(of(length=length)),
+            "`xlstm`": lambda length: number(of(AUTHORS, length=length)),
+            LLAMA: lambda length: number(of(LLAMA, length=length)),
+            FALCON: lambda length: number(of(FALCON, length=length)),
+        },
+        one_call=True,
+    )
+
+
+def paper_full_gpu(rows: Rows) -> Table:
+    """Not in the paper: each model at its fastest setting and largest batch."""
+
+    def cell(context: int, system: str, **shape: Any) -> Cell:
+        row = _speed(rows, "full GPU", system, context=context, **shape)
+        batch = Cell(f" ({shown(row['shape']['batch'])})")
+        return joined("", number(row), batch)
+
+    return table_over(
+        "tokens before",
+        (2048, 16384, 65536, 131072),
+        {
+            "ours": lambda context: cell(context, OURS),
+            "ours, bf16 states": lambda context: cell(context, OURS, **BF16_STATES),
+            "ours, fp8": lambda context: cell(context, OURS, weights="fp8"),
+            FALCON: lambda context: cell(context, FALCON),
+            LLAMA: lambda context: cell(context, LLAMA),
+            "`xlstm`": lambda context: cell(context, AUTHORS),
+        },
+        one_call=True,
+    )
+
+
+def paper_cell(rows: Rows) -> Table:
+    """The cell beside FlashAttention: 65,536 tokens of the 7B's width, with the backward pass."""
+    forward: Pick = partial(pick, rows, "kernels", "cell forward", model="7b")
+    both: Pick = partial(pick, rows, "kernels", "cell forward + backward", model="7b")
+
+    def cell(length: int, system: str = OURS) -> Cell:
+        figures = [forward(system, length=length), both(system, length=length)]
+        return listed(figures, value_in_ms)
+
+    return table_over(
+        "tokens of each sequence",
+        (2048, 4096, 8192, 16384, 32768, 65536),
+        {
+            "ours, ms": cell,
+            "`mlstm_kernels`": lambda length: cell(length, "mlstm_kernels"),
+            "FlashAttention": lambda length: cell(length, "FlashAttention (SDPA)"),
+        },
+        one_call=True,
+    )
+
+
+def value_in_ms(row: Row) -> Cell:
+    """The milliseconds of a time in seconds."""
+    return Cell(shown(1e3 * row["value"]), (row,))
+
+
+def exact(row: Row) -> Cell:
+    """The value with four decimals, where differences are small."""
+    return Cell(f"{row['value']:.4f}", (row,))
+
+
+TABLES: dict[str, Callable[[Rows], Table]] = {
+    "readme": readme,
+    "decode-batches": decode_batches,
+    "first-token": first_token,
+    "prefill": prefill,
+    "cell-steps": cell_steps,
+    "cell-sizes": cell_sizes,
+    "engine": engine,
+    "training": training,
+    "training-7b": training_7b,
+    "speculation-drafts": speculation_drafts,
+    "speculation-texts": speculation_texts,
+    "drift": drift,
+    "grouped-scoring": grouped_scoring,
+    "paper-decode": paper_decode,
+    "paper-generation": paper_generation,
+    "paper-first-token": paper_first_token,
+    "paper-prefill": paper_prefill,
+    "paper-full-gpu": paper_full_gpu,
+    "paper-cell": paper_cell,
+}
