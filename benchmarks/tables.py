@@ -253,9 +253,9 @@ def training_7b(rows: Rows) -> Table:
         (2048, "selective"),
         (2048, "block"),
     ):
-        shape = {"model": "7b", "length": length, "activations": activations}
-        speed = pick(rows, "training", "training", **shape)
-        memory = pick(rows, "training", "peak memory", **shape)
+        shape: dict[str, Any] = {"length": length, "activations": activations}
+        speed = pick(rows, "training", "training", model="7b", **shape)
+        memory = pick(rows, "training", "peak memory", model="7b", **shape)
         case = f"{length:,} tokens, {activations}"
         lines.append([case, number(speed), percent(speed), value(memory)])
     return Table(("context, recomputed", "tok/s", "MFU", "peak memory"), lines, one_call=True)
