@@ -1,4 +1,4 @@
-"""Third-party clients against the server, each where it is installed: the table in docs/serving.md.
+"""Third-party clients against the server, each where it is installed: the table in docs/clients.md.
 
 With XLSTM7B_CLIENT_TABLE=FILE, the rows of the features that work are written to FILE. JavaScript
 clients are tried if XLSTM7B_NODE_MODULES names a folder with `ai`, `@ai-sdk/openai`,
@@ -39,7 +39,7 @@ OPENAI, LANGCHAIN = "openai (Python)", "langchain-openai"
 LLAMA, LITELLM, LLM = "llama-index-llms-openai-like", "litellm", "llm"
 SDK_CHAT, SDK_RESPONSES = "@ai-sdk/openai chat", "@ai-sdk/openai responses"
 SDK_COMPATIBLE = "@ai-sdk/openai-compatible"
-DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
+DOCS = Path(__file__).parents[2] / "docs" / "clients.md"
 NODE_MODULES = os.environ.get("XLSTM7B_NODE_MODULES")
 
 WORKING: dict[tuple[str, str], str] = {}  # versions by client and feature
