@@ -187,7 +187,7 @@ def quantity(amount: float, unit: str) -> str:
     """A number with its unit. Seconds below one are written in ms or µs."""
     if unit == "s" and 0 < abs(amount) < 1:
         amount, unit = (1e3 * amount, "ms") if abs(amount) >= 1e-3 else (1e6 * amount, "µs")
-    return f"{shown(amount)} {unit}"
+    return f"{shown(amount)}{unit}" if unit == "%" else f"{shown(amount)} {unit}"
 
 
 def shown(amount: float) -> str:

@@ -15,18 +15,20 @@ def speed_context(rows: list[Row]) -> Picture:
     """Tokens per second of one sequence over the tokens before it."""
 
     def of(system: str) -> list[Row]:
-        states = {"states": "float32", "weights": "bfloat16"} if system == OURS else {}
-        return series(rows, "context", "speed", "decode", system, batch=1, **states)
+        states = {"states": "float32"} if system == OURS else {}
+        return series(
+            rows, "context", "speed", "decode", system, batch=1, weights="bfloat16", **states
+        )
 
-    ours, llama = of(OURS), of("Llama 3.1 8B")
+    ours, llama, limit = of(OURS), of("Llama 3.1 8B"), of("limit of Llama 3.1 8B")
     others = {name: of(name) for name in ("Falcon-Mamba 7B", "xlstm", "transformers")}
-    check_one_call([*ours, *llama, *(row for each in others.values() for row in each)])
+    check_one_call([*ours, *llama, *limit, *(row for each in others.values() for row in each)])
     labels = {"xlstm": "xLSTM 7B, authors' package", "transformers": "xLSTM 7B, transformers"}
     longest, machine = llama[-1]["shape"]["context"], ours[0]["machine"]
     return Picture(
         title="Decode speed does not fall with context",
         conditions=f"One sequence, bfloat16 weights, {machine}. Dotted: the time to read Llama's "
-        "weights and KV cache.",
+        "weights and KV cache, also in bfloat16.",
         alt=f"Tokens per second over the context: xLSTM 7B stays at {ours[-1]['value']:.0f}, "
         f"Llama 3.1 8B falls from {llama[0]['value']:.0f} to {llama[-1]['value']:.0f} after "
         f"{longest:,} tokens",
@@ -36,7 +38,7 @@ def speed_context(rows: list[Row]) -> Picture:
         lines=[
             _line("xLSTM 7B, this package", "context", ours, ours=True),
             _line("Llama 3.1 8B", "context", llama),
-            _limit("limit of Llama 3.1 8B", "context", llama),
+            _line("limit of Llama 3.1 8B", "context", limit, limit=True),
             *(_line(labels.get(name, name), "context", each) for name, each in others.items()),
         ],
     )
@@ -66,10 +68,5 @@ PICTURES: dict[str, Callable[[list[Row]], Picture]] = {
 }
 
 
-def _line(label: str, x: str, rows: Sequence[Row], *, ours: bool = False) -> Line:
-    return Line(label, [row["shape"][x] for row in rows], [row["value"] for row in rows], ours)
-
-
-def _limit(label: str, x: str, rows: Sequence[Row]) -> Line:
-    values = [row["limit"] for row in rows]
-    return Line(label, [row["shape"][x] for row in rows], values, limit=True)
+def _line(label: str, x: str, rows: Sequence[Row], **named: bool) -> Line:
+    return Line(label, [row["shape"][x] for row in rows], [row["value"] for row in rows], **named)

@@ -25,13 +25,8 @@ from figures import (
 )
 from xlstm7b.bench.results import OURS
 
-LLAMA, LLAMA_2, FALCON, CODESTRAL = (
-    "Llama 3.1 8B",
-    "Llama 2 7B",
-    "Falcon-Mamba 7B",
-    "Codestral-Mamba 7B",
-)
-AUTHORS, TRANSFORMERS, RWKV = "xlstm", "transformers", "RWKV-7 7.2B"
+LLAMA, FALCON = "Llama 3.1 8B", "Falcon-Mamba 7B"
+AUTHORS, TRANSFORMERS, LLAMA_LIMIT = "xlstm", "transformers", f"limit of {LLAMA}"
 BF16 = {"weights": "bfloat16", "states": "float32"}  # how ours runs, if nothing else is said
 BF16_STATES = {"weights": "bfloat16", "states": "bfloat16"}
 
@@ -67,63 +62,61 @@ def readme(rows: Rows) -> Table:
         return [_speed(rows, "decode", system, batch=1, context=c, **shape) for c in contexts]
 
     def memory(system: str, *contexts: int) -> list[Row]:
-        return [_speed(rows, "peak memory", system, context=c) for c in contexts]
+        return [_speed(rows, "peak memory", system, batch=1, context=c) for c in contexts]
 
-    def full(system: str, context: int, **shape: Any) -> Row:
-        return _speed(rows, "full GPU", system, context=context, **shape)
+    def full(system: str, **shape: Any) -> list[Row]:
+        return [
+            _speed(rows, "full GPU", system, context=context, **shape) for context in (2048, 131072)
+        ]
 
-    def training(system: str) -> list[Row]:
+    def training(what: str, system: str) -> list[Row]:
         sizes = "160m", "400m", "1.4b"
-        return [pick(rows, "training", "training", system, model=size) for size in sizes]
+        return [pick(rows, "training", what, system, model=size) for size in sizes]
 
-    def named(name: str, cell: Cell) -> Cell:
-        return joined(": ", name, cell)
+    def named(name: str, *cells: Cell) -> Cell:
+        return joined(": ", name, joined(", ", *cells))
 
-    ours = decode(OURS, *contexts, million)
-    llama = decode(LLAMA, *contexts)
+    in_bf16: dict[str, Any] = {"weights": "bfloat16"}
+    in_8_bits: dict[str, Any] = {"weights": "8 bits"}
     same = decode(OURS, 0, **BF16_STATES)[0]
-    fastest = [full(OURS, context, weights="fp8", states="bfloat16") for context in (2048, 131072)]
-    falcon = [full(FALCON, context) for context in (2048, 131072)]
-    llamas = [full(LLAMA, context) for context in (2048, 131072)]
+    ours, llama = decode(OURS, *contexts, million), decode(LLAMA, *contexts)
+    peers = [decode(system, 0)[0] for system in (AUTHORS, TRANSFORMERS)]
+    fastest = full(OURS, weights="fp8", states="bfloat16")
     quantised = [decode(OURS, 0, weights=weights)[0] for weights in ("fp8", "int8", "int4")]
     sizes = [
-        _speed(rows, "memory of the loaded model", weights=weights)
+        _speed(rows, "peak memory", weights=weights, batch=1, context=0)
         for weights in ("fp8", "int8", "int4")
     ]
     return Table(
-        ("", "xlstm7b", "limit", "beside it", "limit"),
+        ("7B, if nothing else is said", "xlstm7b", "limit", "beside it", "limit"),
         [
             [
                 "decode after 0 / 131,072 / 1,048,576 tokens",
                 joined(", ", listed(ours), listed(memory(OURS, *contexts, million))),
                 limit(ours[0]),
-                named(LLAMA, joined(", ", listed(llama), listed(memory(LLAMA, *contexts)))),
-                listed(llama, limit),
+                named(LLAMA, listed(llama), listed(memory(LLAMA, *contexts))),
+                listed(decode(LLAMA_LIMIT, *contexts, **in_bf16)),
             ],
             [
                 "the same model in other libraries",
                 value(same),
                 limit(same),
-                joined(
-                    ", ",
-                    named("`xlstm`", value(decode(AUTHORS, 0)[0])),
-                    named("`transformers`", value(decode(TRANSFORMERS, 0)[0])),
-                ),
-                limit(decode(AUTHORS, 0)[0]),
+                joined("; ", *(named(f"`{row['system']}`", value(row)) for row in peers)),
+                listed(peers, limit),
             ],
             [
                 "a full GPU after 2,048 / 131,072 tokens",
                 listed(fastest),
-                listed(fastest, limit),
-                joined("; ", named(FALCON, listed(falcon)), named(LLAMA, listed(llamas))),
-                named(LLAMA, listed(llamas, limit)),
+                limit(fastest[0]),
+                joined("; ", *(named(name, listed(full(name))) for name in (FALCON, LLAMA))),
+                named(f"{LLAMA} in 8 bits", listed(full(LLAMA_LIMIT, **in_8_bits))),
             ],
             [
                 "training 160M / 400M / 1.4B",
-                listed(training(OURS)),
-                listed(training(OURS), limit),
-                named("`xlstm`, compiled", listed(training(AUTHORS))),
-                listed(training(AUTHORS), limit),
+                listed(training("training", OURS)),
+                named("MFU", listed(training("MFU", OURS))),
+                named("`xlstm`", listed(training("training", AUTHORS))),
+                named("MFU", listed(training("MFU", AUTHORS))),
             ],
             [
                 "fp8 / int8 / int4 weights",
@@ -141,7 +134,17 @@ def readme(rows: Rows) -> Table:
 
 def decode_batches(rows: Rows) -> Table:
     """Decoding at several batch sizes, beside the time to read weights and states."""
-    ours: Pick = partial(pick, rows, "generation", "decode", model="7b", sampling="greedy", **BF16)
+    ours: Pick = partial(
+        pick,
+        rows,
+        "generation",
+        "decode",
+        model="7b",
+        sampling=None,
+        replay=None,
+        context=16,
+        **BF16,
+    )
     return table_over(
         "batch",
         (1, 8, 64, 256),
@@ -162,7 +165,7 @@ def first_token(rows: Rows) -> Table:
         {
             "first token": lambda prompt: value(of("first token", prompt=prompt)),
             "of the limit": lambda prompt: percent(of("first token", prompt=prompt)),
-            "100 tokens": lambda prompt: value(of("100 tokens", prompt=prompt)),
+            "100 tokens": lambda prompt: value(of("first 100 tokens", prompt=prompt)),
         },
     )
 
@@ -174,8 +177,8 @@ def prefill(rows: Rows) -> Table:
         "tokens of each prompt",
         (2048, 8192, 16384, 65536),
         {
-            "tok/s": lambda length: number(of(length=length)),
-            "of the limit": lambda length: percent(of(length=length)),
+            "tok/s": lambda prompt: number(of(prompt=prompt)),
+            "of the limit": lambda prompt: percent(of(prompt=prompt)),
         },
         one_call=True,
     )
@@ -183,7 +186,7 @@ def prefill(rows: Rows) -> Table:
 
 def cell_steps(rows: Rows) -> Table:
     """One step of the cell, beside the authors' kernel."""
-    of: Pick = partial(pick, rows, "kernels", "cell step", model="7b")
+    of: Pick = partial(pick, rows, "kernels", "step", model="7b")
     return table_over(
         "batch",
         (1, 8, 64),
@@ -199,28 +202,25 @@ def cell_steps(rows: Rows) -> Table:
 def cell_sizes(rows: Rows) -> Table:
     """The cell of smaller models, 8 sequences of 8,192 tokens."""
     of: Pick = partial(pick, rows, "kernels", batch=8, length=8192)
-    kinds = {"forward": "cell forward", "forward + backward": "cell forward + backward"}
+    kinds = "forward", "forward + backward"
     lines: list[list[Cell | str]] = []
-    for title, what in kinds.items():
+    for what in kinds:
         for model in ("1.4b", "160m"):
             row = of(what, model=model)
-            lines.append([f"{model}, {title}", value(row), percent(row)])
+            lines.append([f"{model}, {what}", value(row), percent(row)])
     return Table(("model", "time", "of the limit"), lines)
 
 
 def engine(rows: Rows) -> Table:
     """Continuous batching of 64 requests, beside the same requests in whole batches."""
-    of: Pick = partial(pick, rows, "engine", streams=64)
-    outputs = {"256 tokens": "256", "128 to 384 tokens": "128-384"}
-    gaps = "gap between tokens, median", "gap between tokens, 99%"
     lines: list[list[Cell | str]] = []
+    outputs: dict[str, int | str] = {"256 tokens": 256, "128 to 384 tokens": "128-384"}
     for title, output in outputs.items():
-        extra = {"grammar": None, "output": output}
-        throughput = of("throughput", **extra)
-        gap = listed([of(what, **extra) for what in gaps], value_in_ms)
-        first = value(of("first token, median", **extra))
-        lines.append([title, number(throughput), percent(throughput), gap, first])
-    header = ("outputs", "new tok/s", "of whole batches", "gap p50 / p99, ms", "first token")
+        of: Pick = partial(pick, rows, "engine", streams=64, format=None, output=output)
+        speed, first = of("output"), of("first token")
+        gaps = [of(f"between tokens, p{percent}") for percent in (50, 99)]
+        lines.append([title, number(speed), percent(speed), listed(gaps), value(first)])
+    header = ("outputs", "new tok/s", "of whole batches", "gap p50 / p99", "first token")
     return Table(header, lines)
 
 
@@ -234,30 +234,28 @@ def training(rows: Rows) -> Table:
         ("7b", 1, 2048),
     ):
         shape: dict[str, Any] = {"model": model, "batch": batch, "length": length}
-        shape["activations"] = "none"
-        ours, peer = (pick(rows, "training", "training", each, **shape) for each in (OURS, AUTHORS))
-        memory = [pick(rows, "training", "peak memory", each, **shape) for each in (OURS, AUTHORS)]
+        of: Pick = partial(pick, rows, "training", recomputed=None, **shape)
+        ours, peer = (of("training", system) for system in (OURS, AUTHORS))
+        memory = [of("peak memory", system) for system in (OURS, AUTHORS)]
         case = f"{model}, {batch} × {length:,}"
-        lines.append(
-            [case, number(ours), percent(ours), number(peer), ratio(ours, peer), listed(memory)]
-        )
+        speeds = number(ours), value(of("MFU")), number(peer), ratio(ours, peer)
+        lines.append([case, *speeds, listed(memory)])
     return Table(("", "tok/s", "MFU", "`xlstm`", "our speedup", "memory, ours / `xlstm`"), lines)
 
 
 def training_7b(rows: Rows) -> Table:
     """The 7B on one GPU, by what is recomputed."""
     lines: list[list[Cell | str]] = []
-    for length, activations in (
+    for length, recomputed in (
         (8192, "selective"),
         (8192, "block"),
         (2048, "selective"),
         (2048, "block"),
     ):
-        shape: dict[str, Any] = {"length": length, "activations": activations}
-        speed = pick(rows, "training", "training", model="7b", **shape)
-        memory = pick(rows, "training", "peak memory", model="7b", **shape)
-        case = f"{length:,} tokens, {activations}"
-        lines.append([case, number(speed), percent(speed), value(memory)])
+        of: Pick = partial(pick, rows, "training", model="7b", length=length)
+        figures = [of(what, recomputed=recomputed) for what in ("training", "MFU", "peak memory")]
+        case = f"{length:,} tokens, {recomputed}"
+        lines.append([case, number(figures[0]), *map(value, figures[1:])])
     return Table(("context, recomputed", "tok/s", "MFU", "peak memory"), lines, one_call=True)
 
 
@@ -300,7 +298,7 @@ def drift(rows: Rows) -> Table:
     """The loss of a text that is decoded token by token, by the dtype of the states."""
     lines: list[list[Cell | str]] = []
     for states in ("float32", "bfloat16"):
-        of: Pick = partial(pick, rows, "generation", "loss of a text", states=states)
+        of: Pick = partial(pick, rows, "drift", "loss", states=states)
         lines.append([states, *(exact(of(replay=replay)) for replay in ("off", "on"))])
     return Table(("states", "loss", "loss with replay"), lines, one_call=True)
 
@@ -330,7 +328,9 @@ def paper_decode(rows: Rows) -> Table:
             "limit": lambda context: limit(of(context=context)),
             "`xlstm`": lambda context: number(of(AUTHORS, context=context)),
             LLAMA: lambda context: number(of(LLAMA, context=context)),
-            "its limit": lambda context: limit(of(LLAMA, context=context)),
+            "its limit": lambda context: number(
+                of(LLAMA_LIMIT, weights="bfloat16", context=context)
+            ),
             FALCON: lambda context: number(of(FALCON, context=context)),
         },
         one_call=True,
@@ -412,28 +412,23 @@ def paper_full_gpu(rows: Rows) -> Table:
 
 def paper_cell(rows: Rows) -> Table:
     """The cell beside FlashAttention: 65,536 tokens of the 7B's width, with the backward pass."""
-    forward: Pick = partial(pick, rows, "kernels", "cell forward", model="7b")
-    both: Pick = partial(pick, rows, "kernels", "cell forward + backward", model="7b")
+    forward: Pick = partial(pick, rows, "kernels", "forward", model="7b")
+    both: Pick = partial(pick, rows, "kernels", "forward + backward", model="7b")
 
     def cell(length: int, system: str = OURS) -> Cell:
         figures = [forward(system, length=length), both(system, length=length)]
-        return listed(figures, value_in_ms)
+        return listed(figures)
 
     return table_over(
         "tokens of each sequence",
         (2048, 4096, 8192, 16384, 32768, 65536),
         {
-            "ours, ms": cell,
+            "ours": cell,
             "`mlstm_kernels`": lambda length: cell(length, "mlstm_kernels"),
             "FlashAttention": lambda length: cell(length, "FlashAttention (SDPA)"),
         },
         one_call=True,
     )
-
-
-def value_in_ms(row: Row) -> Cell:
-    """The milliseconds of a time in seconds."""
-    return Cell(shown(1e3 * row["value"]), (row,))
 
 
 def exact(row: Row) -> Cell:
