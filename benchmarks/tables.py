@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from ablation_tables import ABLATION_TABLES
 from figures import (
     Cell,
     Row,
@@ -456,4 +457,5 @@ TABLES: dict[str, Callable[[Rows], Table]] = {
     "paper-prefill": paper_prefill,
     "paper-full-gpu": paper_full_gpu,
     "paper-cell": paper_cell,
+    **ABLATION_TABLES,
 }

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import typer
 
-import xlstm7b
+from ablations import ABLATIONS
+from recall import EXPERIMENTS
 from xlstm7b.cli import app
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAPER = (DOCS / "paper.md").read_text(encoding="utf-8")
-EXPERIMENTS = Path(xlstm7b.__file__).parent / "experiments"
 
 
 def commands(text: str) -> list[list[str]]:
@@ -47,14 +47,13 @@ def check_command(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("arguments", commands(PAPER), ids=" ".join)
 def test_commands_of_the_paper_exist(arguments: list[str]) -> None:
-    if arguments[0] == "experiment":
-        assert arguments[1] in {"speed", *(path.stem for path in EXPERIMENTS.iterdir())}
     check_command(arguments)
 
 
 def test_every_experiment_is_in_the_paper() -> None:
-    shown = {arguments[1] for arguments in commands(PAPER) if arguments[0] == "experiment"}
-    assert {path.stem for path in EXPERIMENTS.glob("*.toml")} <= shown
+    shown = set(re.findall(r"python experiments/(\w+)\.py ([\w-]+)", PAPER))
+    named = {"ablations": ABLATIONS, "recall": EXPERIMENTS}
+    assert shown == {(script, name) for script, names in named.items() for name in names}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
-from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
@@ -26,7 +25,6 @@ from xlstm7b.bench.measure import Timing
 from xlstm7b.bench.peer_models import COMPILED, EAGER, GRAPH, PEERS, check
 from xlstm7b.bench.plans import SPEED_PARTS, Speed
 from xlstm7b.bench.speed_figures import draw
-from xlstm7b.cli import app
 from xlstm7b.report import figure
 
 PLAN = Speed.of(device="cpu", peak_tflops=1.0, peak_tbs=0.1)
@@ -705,55 +703,3 @@ def test_numbers_of_sequences_do_not_lie_on_the_lines(tmp_path: Path) -> None:
         for text in axis.texts:
             box = text.get_window_extent()
             assert not any(path.intersects_bbox(box, filled=False) for path in paths)
-
-
-# The command
-
-
-def invoke(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["experiment", "speed", *arguments])
-
-
-@pytest.mark.long
-def test_the_command_measures_in_a_process_and_draws(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    result = invoke("--smoke", "--runs", "codestral-mamba", "--output", str(out))
-    assert result.exit_code == 0, result.output
-    written = json.loads((out / speed.NAME).read_text())
-    found = written["runs"]["codestral-mamba"]
-    assert found["status"] == "finished"
-    assert found["packages"]["transformers"]
-    assert [row["equal_tokens"] for row in found["check"]] == [16]
-    assert [row.get("summed") for row in found["figures"]["generated"]] == [None, None, True, True]
-    assert "speed-full.png" in result.output
-    (out / "speed-full.png").unlink()
-    found["figures"] = {"full": found["figures"]["full"]}  # one figure is enough to draw
-    (out / speed.NAME).write_text(json.dumps(written))
-    drawn = invoke("--device", "cpu", "--output", str(out))  # as on a machine with no GPU
-    assert drawn.exit_code == 0, drawn.output
-    assert (out / "speed-full.png").is_file()
-    assert json.loads((out / speed.NAME).read_text()) == written
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--smoke", "--runs", "llama4"], "speed has no run 'llama4'"),
-        (["--smoke", "--figures", "first,last"], "speed has no figure 'last'"),
-        (["--smoke", "--figures", "cell"], "kernels has only the figure cell"),
-        (["--smoke", "--runs", "kernels", "--figures", "full"], "kernels has only the figure cell"),
-        (["--smoke", "--runs", "ours,kernels"], "the run kernels needs a GPU"),
-        (["--smoke", "--steps", "3"], "speed trains nothing"),
-        (["--device", "cpu"], "on a CPU, try it with --smoke"),
-    ],
-)
-def test_mistakes_are_one_sentence(arguments: list[str], message: str, tmp_path: Path) -> None:
-    result = invoke(*arguments, "--output", str(tmp_path / "out"))
-    assert result.exit_code != 0
-    assert message in str(result.exception)
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_runs_are_listed() -> None:
-    assert "Codestral-Mamba 7B" in invoke("--list").output
-    assert "speed" in CliRunner().invoke(app, ["experiment", "--list"]).output

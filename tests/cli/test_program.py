@@ -241,7 +241,6 @@ def test_options_of_generate_chat_and_serve_say_what_their_default_does() -> Non
         (["train", "quickstart", "--run", "", "--dry-run"], "--run"),
         (["export", "", "out"], "RUN"),
         (["plot", ""], "RUNS"),
-        (["experiment", "schedule", "--output", ""], "--output"),
         (["eval", "ppl", "model", ""], "TEXTS"),
         (["eval", "model", "--tasks", "x", "--output", ""], "--output"),
         (["bench", "generation", "--json", ""], "--json"),

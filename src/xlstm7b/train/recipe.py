@@ -621,7 +621,8 @@ def model_of(init_from: str, start_step: int) -> ModelConfig:
 
 def recipe_names() -> list[str]:
     """The recipes that come with the package."""
-    return packaged_names("recipe")
+    names = (file.name for file in (files("xlstm7b") / "recipes").iterdir())
+    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
 
 
 def parse_overrides(settings: Iterable[str]) -> list[tuple[list[str], Any]]:
@@ -651,7 +652,7 @@ def _read_tables(name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
     wanted, folder = str(name_or_path), None
     seen: list[str] = []
     while wanted or not seen:
-        label, folder, base = read_toml("recipe", wanted, folder)
+        label, folder, base = _read_toml(wanted, folder)
         if label in seen:
             raise ValueError(f"recipes extend each other: {' → '.join([*seen, label])}")
         seen.append(label)
@@ -666,49 +667,33 @@ def _read_tables(name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
     return Path(seen[0]).name.removesuffix(".toml"), tables
 
 
-FileKind = Literal["recipe", "experiment"]
-
-
-def packaged_names(kind: FileKind) -> list[str]:
-    """The files of this kind that come with the package."""
-    names = (file.name for file in (files("xlstm7b") / f"{kind}s").iterdir())
-    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
-
-
-def is_path(wanted: str) -> bool:
-    """True for the path of a recipe or experiment, False for a name."""
-    return "/" in wanted or wanted.endswith(".toml")
-
-
-def read_toml(
-    kind: FileKind, wanted: str, folder: Path | None = None
-) -> tuple[str, Path | None, dict[str, Any]]:
-    """Name or path, folder that relative paths start from, and tables of a recipe or experiment.
+def _read_toml(wanted: str, folder: Path | None = None) -> tuple[str, Path | None, dict[str, Any]]:
+    """Name or path, folder that relative paths start from, and tables of a recipe.
 
     `wanted` is the name of one in the package, or a path that starts at `folder`.
     """
-    if is_path(wanted):
+    if "/" in wanted or wanted.endswith(".toml"):
         path = (folder or Path()) / wanted
         if not path.is_file():
-            raise ValueError(f"there is no {kind} file {path}")
+            raise ValueError(f"there is no recipe file {path}")
         label, folder = str(path.resolve()), path.resolve().parent
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{kind} {path} is not a text file: {error}") from error
+            raise ValueError(f"recipe {path} is not a text file: {error}") from error
     else:
-        names = packaged_names(kind)
+        names = recipe_names()
         if wanted not in names:
             raise ValueError(
-                f"unknown {kind} {wanted!r}; choose from {', '.join(names)}, "
+                f"unknown recipe {wanted!r}; choose from {', '.join(names)}, "
                 "or give the path of a .toml file"
             )
         label, folder = wanted, None
-        text = (files("xlstm7b") / f"{kind}s" / f"{wanted}.toml").read_text(encoding="utf-8")
+        text = (files("xlstm7b") / "recipes" / f"{wanted}.toml").read_text(encoding="utf-8")
     try:
         return label, folder, tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{kind} {label} is not a TOML file: {error}") from error
+        raise ValueError(f"recipe {label} is not a TOML file: {error}") from error
 
 
 def _merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:

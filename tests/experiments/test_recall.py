@@ -1,5 +1,8 @@
+"""experiments/recall.py: its sequences, its recipes, and what it measures of a model."""
+
 import json
 import math
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,30 +11,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recall import (
+    EXPERIMENTS,
+    FIRST_BYTE,
+    FIRST_KEY,
+    Sampler,
+    Task,
+    accuracies,
+    app,
+    read_text,
+    stages_of,
+    wilson,
+    write_data,
+)
 from xlstm7b import XLSTM
+from xlstm7b.bench.results import read_rows
 from xlstm7b.config import ModelConfig
 from xlstm7b.data.pack import PackedDataset
 from xlstm7b.data.shards import open_folder
-from xlstm7b.evaluate.recall import (
-    FIRST_BYTE,
-    FIRST_KEY,
-    EvaluationSettings,
-    Sampler,
-    TrainingSettings,
-    evaluate,
-    read_text,
-    wilson,
-    write_task,
-)
-from xlstm7b.experiment.file import load_experiment
-from xlstm7b.experiment.runs import run_experiment
 from xlstm7b.train import Trainer, load_recipe
 from xlstm7b.train.run_checkpoints import read_model
 
-SMALL = {"keys": 8, "values": 4}
+SMALL = Task(keys=8, values=4, pairs=(1,))
 FIRST_VALUE, FIRST_PAIR, VOCABULARY = FIRST_KEY + 8, FIRST_KEY + 12, FIRST_KEY + 12 + 32
 
 
@@ -53,8 +58,7 @@ def pairs_of(tokens: Any) -> dict[int, int]:
 def test_every_answer_is_the_value_of_its_key(
     task: Any, length: int, pairs: int, exactly: bool, seed: int
 ) -> None:
-    chosen = EvaluationSettings.read({**SMALL, "seed": seed, "pairs": [1]})
-    sampler = Sampler(chosen, held_out=False)
+    sampler = Sampler(replace(SMALL, seed=seed), held_out=False)
     for tokens, answers in islice(sampler.samples(task, length, pairs, exactly=exactly), 3):
         assert len(tokens) == length - 1
         stated = pairs_of(tokens)
@@ -73,8 +77,7 @@ def test_every_answer_is_the_value_of_its_key(
 
 def test_a_needle_is_a_sentence_in_the_given_text(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("It was a dark and stormy night. " * 40)
-    chosen = EvaluationSettings.read(SMALL | {"pairs": [1], "texts": [str(tmp_path / "book.txt")]})
-    sampler = Sampler(chosen, held_out=True)
+    sampler = Sampler(replace(SMALL, text=str(tmp_path / "book.txt")), held_out=True)
     tokens = next(sampler.samples("needle", 128, 1, exactly=True)).tokens
 
     def shown(token: int) -> str:
@@ -91,9 +94,7 @@ def test_a_needle_is_a_sentence_in_the_given_text(tmp_path: Path) -> None:
 
 def test_the_same_seed_gives_the_same_sequences() -> None:
     def draw(seed: int, held_out: bool = False) -> list[list[int]]:
-        sampler = Sampler(
-            EvaluationSettings.read(SMALL | {"pairs": [1], "seed": seed}), held_out=held_out
-        )
+        sampler = Sampler(replace(SMALL, seed=seed), held_out=held_out)
         samples = islice(sampler.samples("recall", 64, 4, exactly=False), 4)
         return [sample.tokens.tolist() for sample in samples]
 
@@ -104,23 +105,24 @@ def test_the_same_seed_gives_the_same_sequences() -> None:
 
 def test_held_out_text_is_not_in_the_training_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(bytes(range(32, 122)) + b"0123456789")
-    texts = [str(tmp_path / "a.txt")]
-    assert bytes(read_text(texts, held_out=True)) == b"0123456789"
-    assert bytes(read_text(texts, held_out=False)) == bytes(range(32, 122))
+    text = str(tmp_path / "a.txt")
+    assert bytes(read_text(text, held_out=True)) == b"0123456789"
+    assert bytes(read_text(text, held_out=False)) == bytes(range(32, 122))
 
 
-TRAINING = SMALL | {
-    "context_lengths": [64, 128],
-    "shortest": 32,
-    "pairs": 4,
-    "needles": 1,
-    "tokens": 4096,
-    "validation_tokens": 1024,
-}
+TRAINING = replace(
+    SMALL,
+    context_lengths=(64, 128),
+    shortest=32,
+    most_pairs=4,
+    most_needles=1,
+    tokens=4096,
+    validation_tokens=1024,
+)
 
 
 def test_training_data_counts_the_answers_only(tmp_path: Path) -> None:
-    write_task(tmp_path, TRAINING)
+    write_data(tmp_path, TRAINING)
     for context in (64, 128):
         for part, tokens in (("train", 4096), ("valid", 1024)):
             folder = open_folder(tmp_path / str(context) / part, verify=True)
@@ -142,7 +144,7 @@ def test_training_data_counts_the_answers_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize("packing", ["windows", "best-fit"])
 def test_no_sequence_is_cut(tmp_path: Path, packing: Any) -> None:
     """Windows in the order on disk, as in validation, and best-fit in any order."""
-    write_task(tmp_path, TRAINING)
+    write_data(tmp_path, TRAINING)
     folder = open_folder(tmp_path / "128" / "train")
     seed = None if packing == "windows" else 3
     dataset = PackedDataset(folder, context_length=128, seed=seed, packing=packing)
@@ -157,14 +159,14 @@ def test_no_sequence_is_cut(tmp_path: Path, packing: Any) -> None:
 
 
 def test_complete_data_is_kept_and_other_settings_are_refused(tmp_path: Path) -> None:
-    write_task(tmp_path, TRAINING)
+    write_data(tmp_path, TRAINING)
     manifest = tmp_path / "64" / "train" / "manifest.json"
     before = manifest.stat().st_mtime_ns
     assert json.loads(manifest.read_bytes())["documents"] > 10
-    write_task(tmp_path, TRAINING)
+    write_data(tmp_path, TRAINING)
     assert manifest.stat().st_mtime_ns == before
-    with pytest.raises(ValueError, match="was not written with these settings"):
-        write_task(tmp_path, TRAINING | {"seed": 1})
+    with pytest.raises(ValueError, match="was written with other settings"):
+        write_data(tmp_path, replace(TRAINING, seed=1))
 
 
 class Reader(torch.nn.Module):
@@ -195,28 +197,23 @@ def answer_from_the_sequence(read: torch.Tensor, count: int) -> torch.Tensor:
     return logits
 
 
-EVALUATION = SMALL | {"lengths": [32, 64, 128], "pairs": [2, 8], "needles": 2, "batch_size": 16}
+EVALUATION = replace(
+    SMALL, lengths=(32, 64, 128), pairs=(2, 8), needles=2, batch_size=16, samples=20
+)
 
 
 @pytest.mark.parametrize("chunk", [1 << 26, 320 * 16 * 10])
 def test_a_model_that_looks_up_the_value_is_always_right(
     chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xlstm7b.evaluate.recall.MAX_CHUNK_LOGITS", chunk)
-    read: list[int] = []
+    monkeypatch.setattr("recall.MAX_CHUNK_LOGITS", chunk)
     model = Reader(answer_from_the_sequence)
-    found = evaluate(model, EVALUATION | {"samples": 20}, read.append)  # type: ignore[arg-type]
-    assert {name: list(lengths) for name, lengths in found.items()} == {
-        "recall 2": ["32", "64", "128"],
-        "recall 8": ["32", "64", "128"],
-        "needle 2": ["64", "128"],  # 32 tokens are too few
+    found = accuracies(model, EVALUATION)  # type: ignore[arg-type]
+    assert found == {
+        "recall 2": {32: 1, 64: 1, 128: 1},
+        "recall 8": {32: 1, 64: 1, 128: 1},
+        "needle 2": {64: 1, 128: 1},  # 32 tokens are too few
     }
-    for lengths in found.values():
-        for point in lengths.values():
-            assert point["accuracy"] == point["high"] == 1
-            assert 0.8 < point["low"] < 1
-            assert point["samples"] == 20
-    assert sum(read) == 8 * 20
     assert model.longest <= max(chunk // 320, 16)
 
 
@@ -229,9 +226,10 @@ def test_guessing_and_new_weights_are_right_by_chance() -> None:
     torch.manual_seed(0)
     new = XLSTM(ModelConfig(embedding_dim=16, num_blocks=1, num_heads=1, vocab_size=320))
     for model in (Reader(guess), new):
-        found = evaluate(model, EVALUATION | {"samples": 100, "lengths": [64]})  # type: ignore[arg-type]
-        point = found["recall 8"]["64"]  # 800 answers among 4 values
-        assert abs(point["accuracy"] - 1 / 4) < 4 * math.sqrt(1 / 4 * 3 / 4 / 800)
+        task = replace(EVALUATION, samples=100, lengths=(64,))
+        share = accuracies(model, task)["recall 8"][64]  # type: ignore[arg-type]
+        # 800 answers among 4 values
+        assert abs(share - 1 / 4) < 4 * math.sqrt(1 / 4 * 3 / 4 / 800)
 
 
 def test_the_interval_is_wilsons() -> None:
@@ -242,18 +240,17 @@ def test_the_interval_is_wilsons() -> None:
 
 @pytest.mark.long
 def test_a_small_model_learns_to_recall(tmp_path: Path) -> None:
-    write_task(
-        tmp_path,
-        SMALL
-        | {
-            "tasks": ["recall"],
-            "context_lengths": [32],
-            "shortest": 32,
-            "pairs": 3,
-            "tokens": 200 * 24 * 32,  # as many as are read
-            "validation_tokens": 1024,
-        },
+    task = replace(
+        SMALL,
+        context_lengths=(32,),
+        shortest=32,
+        most_pairs=3,
+        tokens=2 * 200 * 24 * 32,  # half of them are of the task recall
+        validation_tokens=1024,
+        lengths=(32,),
+        pairs=(3,),
     )
+    write_data(tmp_path, task)
     recipe = load_recipe(
         "quickstart",
         [
@@ -274,58 +271,63 @@ def test_a_small_model_learns_to_recall(tmp_path: Path) -> None:
     )
     Trainer(recipe, tmp_path / "run").train()
     model = read_model(tmp_path / "run/checkpoints/step-00000200", recipe.model)
-    found = evaluate(model, SMALL | {"lengths": [32], "pairs": [3], "needles": 0})
-    assert found["recall 3"]["32"]["accuracy"] > 0.9
+    assert accuracies(model, task)["recall 3"][32] > 0.9
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_variant_has_recipes_that_fit_the_task(name: str) -> None:
+    for variant in EXPERIMENTS[name]:
+        stages = stages_of(name, variant, Path("out"), [], smoke=False)
+        for (folder, recipe), length in zip(stages.items(), Task().context_lengths, strict=True):
+            assert folder.parent == Path("out") / variant
+            assert recipe.model.vocab_size >= Task().vocab_size
+            assert recipe.data.packing == "best-fit"
+            assert recipe.data.context_length == length
+            assert recipe.data.sources["data"].path == f"out/data/{length}/train"
+            assert min(recipe.model.d_qk, recipe.model.d_hv) >= 64  # the fast kernels
+            assert 20e6 < sum(map(math.prod, recipe.model.parameter_shapes().values())) < 60e6
+            assert recipe.run.steps == {2048: 500, 8192: 700}[length]
+            assert recipe.learning_rate(499) == 1e-3
+            assert (recipe.start_step, recipe.init_from) == (
+                (0, "") if length == 2048 else (500, f"out/{variant}/stage-1")
+            )
+
+
+def test_smoke_trains_both_stages_and_draws_the_figure(script: Any, tmp_path: Path) -> None:
+    command = (app, "recall-heads", "--smoke", "--output", tmp_path, "--variants", "heads-8")
+    stop = ("--set", "run.time_limit=1e-9")
+    for stage, step in ((1, 1), (1, 2), (2, 4)):  # stage 1 ends with step 3
+        printed = script(*command, *stop).out
+        assert f"{tmp_path / 'heads-8'}/stage-{stage}: stopped at step {step}; " in printed
+    code, printed, _ = script(*command)
+    assert code == 0
+    assert printed.endswith(f"wrote {tmp_path / 'recall-heads.png'}\n")
+    rows = read_rows(tmp_path / "results.jsonl")
+    assert [(row["what"], row["x"]) for row in rows] == [
+        ("recall 4", [64, 128]),
+        ("needle 1", [64, 128]),
+    ]
+    assert all(0 <= share <= 1 for row in rows for share in row["y"])
+    assert rows[0]["shape"]["steps"] == 6
+    assert rows[0]["note"].endswith("; guessing: 0.25")
+    assert not [*tmp_path.rglob("checkpoints")]
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
-        ({"kyes": 3}, "unknown setting kyes; known: keys"),
-        ({"keys": 0}, "keys must be greater than or equal to 1, not 0"),
-        ({"keys": 4, "pairs": 5, "needles": 1}, "5 pairs need as many keys, but keys is 4"),
-        ({"context_lengths": [100]}, "context length 100 is not 64"),
-        ({"context_lengths": []}, "context_lengths must have at least one value"),
-        ({"shortest": 16, "context_lengths": [16]}, "shortest must be at least 28"),
-        ({"tasks": ["ruler"]}, "tasks"),
+        (["soft-cap"], "unknown experiment 'soft-cap'; choose from recall-heads, "),
+        (["recall-gate", "--smoke", "--data", "nowhere.txt"], "there is no nowhere.txt"),
+        (["recall-gate", "--smoke", "--variants", "x"], "there is no variant 'x'; choose from "),
     ],
 )
-def test_wrong_settings_are_named(given: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        write_task(tmp_path / "data", given)
-    assert not (tmp_path / "data").exists()
-
-
-def test_a_vocabulary_that_is_too_small_is_refused() -> None:
-    model = Reader(answer_from_the_sequence)
-    with pytest.raises(ValueError, match="need a vocabulary of 2450, but the model has 320"):
-        evaluate(model, {})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["recall-heads", "recall-gate", "recall-bias"])
-def test_experiment_files_fit_together(name: str) -> None:
-    experiment = load_experiment(name)
-    for smoke in (False, True):
-        _, data = experiment.task("data", smoke=smoke) or ("", {})
-        _, evaluation = experiment.task("evaluate", smoke=smoke) or ("", {})
-        training, measured = TrainingSettings.read(data), EvaluationSettings.read(evaluation)
-        assert training.vocab_size == measured.vocab_size
-        for run, about in experiment.runs.items():
-            recipe = experiment.recipe_of(run, data=Path("d"), output=Path("o"), smoke=smoke)
-            assert recipe.model.vocab_size >= training.vocab_size
-            assert recipe.data.context_length in training.context_lengths
-            if not smoke:
-                assert recipe.data.packing == "best-fit"
-                assert min(recipe.model.d_qk, recipe.model.d_hv) >= 64  # the fast kernels
-                assert 20e6 < sum(map(math.prod, recipe.model.parameter_shapes().values())) < 60e6
-                assert recipe.data.context_length == (8192 if about.after else 2048)
-                assert recipe.run.steps == (700 if about.after else 500)
-                assert recipe.learning_rate(499) == 1e-3
-
-
-def test_an_experiment_runs_on_a_cpu(tmp_path: Path) -> None:
-    experiment = load_experiment("recall-heads")
-    runs = ["heads-32-2k", "heads-32"]
-    found = run_experiment(experiment, tmp_path / "out", runs=runs, smoke=True)
-    assert "evaluation" not in found["heads-32-2k"]  # only the last stage is measured
-    assert set(found["heads-32"]["evaluation"]) == {"recall 4", "needle 1"}
+def test_mistakes_are_named_and_nothing_is_written(
+    arguments: list[str],
+    message: str,
+    script: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refused(script(app, *arguments)).startswith(message)
+    assert not any(tmp_path.iterdir())
