@@ -1,24 +1,25 @@
-"""`xlstm7b eval`: tasks, perplexity and comparisons from the command line."""
+"""`xlstm7b eval`: tasks, perplexity, RULER and comparisons from the command line."""
 
 import errno
 import io
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Cli, refused, succeeded
+from checkpoint_files import names_in
+from commands import Cli, refused, succeeded, write_config
 from harness_tasks import add_answered, add_choices, add_last_words, machine_info
 from naive_scoring import save_byte_model
+from ruler_cases import write_datasets
 
 from xlstm7b.cli import main
 from xlstm7b.config import ModelConfig
 from xlstm7b.evaluate.scoring import Scorer
 from xlstm7b.files import lock_folder
-from xlstm7b.model import XLSTM
+from xlstm7b.generate import Generator
 
 
 @pytest.fixture(scope="module")
@@ -174,15 +175,7 @@ def test_a_stopped_run_continues_and_logs_samples(
     kept = tmp_path / "out.json.unfinished"
     assert not out.exists()
     before = kept.read_bytes()
-    kept.write_bytes(before + b'{"half')
-    for options, message in (
-        (["--limit", 2], "with limit none, not 2: use the same settings, or delete the file"),
-        (["--num-fewshot", 2], "with num_fewshot none, not 2"),
-        (["--dtype", "bfloat16"], "with dtype as stored, not bfloat16"),
-    ):
-        code, printed, err = cli(*command, "--output", out, *options)
-        assert (code, printed) == (2, "")
-        assert message in err.splitlines()[-1]
+    kept.write_bytes(before + b'["half')
     third = ["--tasks", "third"]  # leaves out the first task, which is finished
     assert cli(*command, *third, "--output", out).code == 0
     assert kept.read_bytes().startswith(before)
@@ -238,28 +231,6 @@ def test_perplexity_is_printed_written_and_drawn(
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_results_replace_only_results(cli: Cli, byte_model: Path, tmp_path: Path) -> None:
-    text = tmp_path / "a.txt"
-    text.write_text("so much depends upon a red wheel barrow")
-    model = shutil.copytree(byte_model, tmp_path / "model")
-    before = (model / "config.json").read_bytes()
-    command = ["eval", "ppl", model, text, "--device", "cpu"]
-    for name in ("config.json", "note.txt"):
-        (model / "note.txt").write_text("a note")
-        message = refused(cli(*command, "--output", model / name))
-        assert message == f"{model / name} exists and holds no results: choose another file"
-    assert ((model / "config.json").read_bytes(), (model / "note.txt").read_text()) == (
-        before,
-        "a note",
-    )
-    for _ in range(2):
-        succeeded(cli(*command, "--output", tmp_path / "out.json"))
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks/bad.yaml").write_text("task: [")
-    message = refused(cli("eval", model, "--tasks-dir", tmp_path / "tasks", "--device", "cpu"))
-    assert message.startswith(f"{tmp_path / 'tasks/bad.yaml'} is not a YAML file: while parsing")
-
-
 def test_a_quantised_model_is_compared_with_its_source(
     cli: Cli, byte_model: Path, tmp_path: Path
 ) -> None:
@@ -272,35 +243,51 @@ def test_a_quantised_model_is_compared_with_its_source(
     assert 0 < measured["kl"] < 0.01
     assert 0.9 < measured["top1_agreement"] <= 1
     assert f"beside the reference: KL {measured['kl']:.5f} nats per token" in out
-    message = refused(cli(*command, "--reference", byte_model, "--load-state", "state"))
-    assert message == "--reference cannot be combined with --peer or --load-state"
-    small = tmp_path / "small"
-    XLSTM(ModelConfig(32, 1, 2, vocab_size=384)).save_pretrained(small)
-    message = refused(cli(*command, "--reference", small))
-    assert message == (f"--reference {small} has a vocabulary of 384 tokens, the model has 320")
 
 
-@pytest.mark.usefixtures("no_weights")
+@pytest.mark.usefixtures("no_weights", "offline")
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
-        (["model"], "no tasks are given; use --tasks NAME,NAME or --tasks-dir FOLDER"),
-        (
-            ["model", "--tasks", "a", "--batch-size", "0"],
-            "--batch-size must be auto or at least 1, not 0",
-        ),
-        (["model", "--tasks", "a", "--limit", "0"], "--limit must be at least 1, not 0"),
-        (["model", "--tasks", "a", "--dtype", "int8"], "unknown dtype 'int8'"),
-        (["model", "--tasks", "a", "--output", "no/a.json"], "there is no folder "),
-        (["nowhere", "--tasks", "a"], "'nowhere' is neither a folder nor"),
-        (["ppl", "model", "nothing.txt"], "there is no file or folder nothing.txt"),
-        (["ppl", "model", "a.jsonl", "--column", "body"], "the column 'body' is missing"),
-        (["compare", "a.jsonl"], "there is nothing to compare; give at least two results files"),
-        (["compare", "a.jsonl", "a.jsonl"], "a.jsonl is not a results file"),
-        (["compare", "a.json", "b.json"], "there is no results file a.json"),
-        (["compare", "a.jsonl", "model"], "a.jsonl is not a results file"),
-        (["compare", "model", "a.jsonl"], "there is no results file model"),
-        (["model", "--tasks", "a", "--log-samples"], "--log-samples needs --output: its files are"),
+        ("MODEL", "--tasks NAME,NAME or --tasks-dir FOLDER"),
+        ("MODEL --tasks a --batch-size 0", "--batch-size must be auto or at least 1, not 0"),
+        ("MODEL --tasks a --limit 0", "--limit must be at least 1, not 0"),
+        ("MODEL --tasks a --num-fewshot -1", "--num-fewshot must be at least 0, not -1"),
+        ("MODEL --tasks a --dtype int8", "'int8'"),
+        ("MODEL --tasks a --output no/a.json", "no folder"),
+        ("MODEL --tasks a --output a.jsonl", "a.jsonl exists and holds no results"),
+        ("MODEL --tasks a --log-samples", "--log-samples needs --output"),
+        ("MODEL --tasks-dir no", "tasks folder no"),
+        ("MODEL --tasks-dir tasks --apply-chat-template", "--apply-chat-template"),
+        ("MODEL --tasks-dir tasks --num-fewshot 6", "num_fewshot is 6"),
+        ("nowhere --tasks a", "'nowhere'"),
+        ("runn MODEL", "eval runn"),
+        ("ppl MODEL nothing.txt", "nothing.txt"),
+        ("ppl MODEL a.jsonl --column body", "'body'"),
+        ("ppl MODEL empty.jsonl", "no text"),
+        ("ppl MODEL b.txt --output b.txt", "--output b.txt is one of the texts"),
+        ("ppl MODEL b.txt --output link", "--output link is one of the texts"),
+        ("ppl MODEL b.txt --output MODEL/config.json", "config.json exists and holds no results"),
+        ("ppl MODEL b.txt --plot a.xyz", "a.xyz"),
+        ("ppl MODEL b.txt --reference MODEL --load-state a", "--reference cannot be combined with"),
+        ("ppl MODEL b.txt --reference other", "--reference other has a vocabulary of 384"),
+        ("compare a.jsonl", "at least two results files"),
+        ("compare a.jsonl a.jsonl", "a.jsonl is not a results file"),
+        ("compare a.json b.json", "a.json"),
+        ("ruler a/hub-id --output run --tasks niah", "'niah'"),
+        ("ruler a/hub-id --output run --lengths 4k", "--lengths must be numbers"),
+        ("ruler a/hub-id --output run --seed -1", "the seed"),
+        ("ruler a/hub-id --output run --samples 0", "samples must be at least 1, not 0"),
+        ("ruler a/hub-id --output run --squad nothing", "nothing"),
+        ("ruler a/hub-id --output run --haystack binary", "binary is not UTF-8 text"),
+        ("ruler MODEL --output run --tasks qa_1", "no --squad"),
+        ("ruler MODEL --output run --lengths 256 --tasks fwe", "256 is too short for fwe"),
+        ("ruler MODEL --output run --batch-size 0", "batch_size must be at least 1, not 0"),
+        ("ruler MODEL --output tasks --tasks fwe", "tasks has files, but not of a RULER run"),
+        ("ruler MODEL --output b.txt --tasks fwe", "b.txt is a file"),
+        ("ruler MODEL --output b.txt/run --tasks fwe", "b.txt is not a folder"),
+        ("ruler-plot results.json", "results.json has no RULER scores"),
+        ("ruler-plot a.jsonl", "a.jsonl is not a results file"),
     ],
 )
 def test_wrong_arguments_are_refused_before_weights_are_loaded(
@@ -308,36 +295,26 @@ def test_wrong_arguments_are_refused_before_weights_are_loaded(
     byte_model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    message: str,
+    arguments: str,
+    named: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(byte_model, "model")
+    Path("MODEL").symlink_to(byte_model)
     Path("a.jsonl").write_text('{"text": "a"}\n')
-    assert message in refused(cli("eval", *arguments))
-
-
-@pytest.mark.usefixtures("offline", "no_weights")
-def test_a_missing_folder_of_tasks_is_refused(cli: Cli, byte_model: Path, tmp_path: Path) -> None:
-    code, _, err = cli("eval", byte_model, "--tasks-dir", tmp_path / "no")
-    assert (code, err) == (2, f"xlstm7b: the tasks folder {tmp_path / 'no'} does not exist\n")
-
-
-@pytest.mark.usefixtures("offline", "no_weights")
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--num-fewshot", 6], "num_fewshot is 6, but the task 'choices' has 5 examples"),
-        (["--apply-chat-template"], "model has no chat template; leave --apply-chat-template out"),
-    ],
-)
-def test_wrong_options_for_tasks_are_refused(
-    cli: Cli, byte_model: Path, tmp_path: Path, options: list[object], message: str
-) -> None:
-    add_choices(tmp_path, "choices", questions=2, shots=1, words=3)
-    code, _, err = cli("eval", byte_model, "--tasks-dir", tmp_path, *options)
-    assert code == 2
-    assert err.splitlines()[-1].endswith(message)
+    Path("empty.jsonl").write_text('{"text": ""}\n')
+    Path("b.txt").write_text("a text")
+    Path("link").symlink_to("b.txt")
+    Path("binary").write_bytes(b"\xff\xfe")
+    Path("results.json").write_text('{"results": {"ppl": {"loss,none": 1}}}')
+    Path("tasks").mkdir()
+    add_choices(Path("tasks"), "choices", questions=2, shots=1, words=3)
+    write_config(Path("other"), ModelConfig(32, 1, 2, vocab_size=384))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    code, out, err = cli("eval", *arguments.split())
+    assert (code, out) == (2, "")
+    assert named in err.splitlines()[-1]  # the harness may print more above
+    assert {path: path.read_bytes() for path in before} == before
+    assert not Path("run").exists()
 
 
 @pytest.mark.usefixtures("offline", "no_weights")
@@ -354,34 +331,16 @@ def test_a_missing_package_of_a_task_is_named(
     assert (code, err) == (2, "xlstm7b: `math-verify` is required. Please install it\n")
 
 
-def test_files_with_equal_names_are_shown_by_path(cli: Cli, tmp_path: Path) -> None:
-    paths = [tmp_path / name / "scores.json" for name in "ab"]
-    for path in paths:
-        path.parent.mkdir()
-        path.write_text('{"results": {"vt": {"4096,none": 1.5}}}')
-    heading = succeeded(cli("eval", "compare", *paths)).splitlines()[0]
-    assert heading.split() == ["task", "metric", *map(str, paths), "difference"]
-
-
-@pytest.mark.usefixtures("no_weights")
-def test_texts_are_checked_before_the_model_is_loaded(
+def test_a_missing_matplotlib_is_named(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
-    ppl = ("eval", "ppl", "a/hub-id", tmp_path / "a.jsonl")
-    assert refused(cli(*ppl)) == "there is no text to measure"
-    (tmp_path / "b.txt").write_text("a text")
-    (tmp_path / "link").symlink_to(tmp_path / "b.txt")
-    for output in ("b.txt", "link"):
-        message = refused(cli("eval", "ppl", "a/hub-id", tmp_path, "--output", tmp_path / output))
-        said = f"--output {tmp_path / output} is one of the texts to measure: choose another file"
-        assert (message, (tmp_path / "b.txt").read_text()) == (said, "a text")
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    message = refused(cli(*ppl, "--plot", tmp_path / "a.xyz"))
-    assert message == f"cannot draw {tmp_path / 'a.xyz'}: a figure is a .png, .pdf or .svg file"
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    message = refused(cli(*ppl, "--plot", tmp_path / "a.png"))
-    assert message == "drawing a figure needs matplotlib: pip install matplotlib"
+    for arguments in (
+        ("ppl", "a/hub-id", tmp_path, "--plot", tmp_path / "a.png"),
+        ("ruler", "a/hub-id", "--output", tmp_path / "run", "--plot"),
+    ):
+        message = refused(cli("eval", *arguments))
+        assert message == "drawing a figure needs matplotlib: pip install matplotlib"
 
 
 def test_results_are_named_after_the_folder(
@@ -394,6 +353,91 @@ def test_results_are_named_after_the_folder(
     Path("out.json").rename("out.html")
     code, _, err = cli("eval", "ppl", byte_model, ".", "--device", "cpu")
     assert (code, err) == (0, "read: 1 .txt\nleft out, of other types: 1 (out.html)\n")
+
+
+# RULER
+
+SMALL = ("--lengths", "1536,2048", "--samples", 2, "--tasks", "fwe,niah_single_1")
+
+
+def test_a_ruler_run_writes_answers_and_is_not_repeated(
+    cli: Cli, speller: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    called = ("eval", "ruler", speller, *SMALL, "--output", folder, "--batch-size", 2)
+    table = succeeded(cli(*called))
+    assert [line.split() for line in table.splitlines()] == [
+        ["1536", "2048"],
+        ["fwe", "0.0", "0.0"],
+        ["niah_single_1", "0.0", "0.0"],
+        ["average", "0.0", "0.0"],
+    ]
+    assert names_in(folder) == {"scores.json", "1536", "2048"}
+    for length in ("1536", "2048"):
+        assert names_in(folder / length) == {"fwe.jsonl", "niah_single_1.jsonl"}
+    generator = Generator.from_pretrained(speller)
+    for line in map(json.loads, (folder / "1536" / "niah_single_1.jsonl").open()):
+        (wanted,) = generator.generate([line["input"]], max_new_tokens=128, temperature=0)
+        assert line["pred"] == wanted.text
+        assert line["length"] == wanted.prompt_tokens - 1 + 128  # without the first token
+        assert line["length"] <= 1536
+    scores = json.loads((folder / "scores.json").read_text())
+    assert (scores["seed"], scores["samples"], scores["lengths"]) == (42, 2, [1536, 2048])
+    assert (scores["model"], scores["tokenizer"]) == (str(speller), "bytes")
+    assert scores["versions"]["fwe"] == "2025-01"
+    assert scores["tasks"] == ["fwe", "niah_single_1"]
+    assert scores["xlstm7b"]["model"]["fingerprint"] == scores["model_fingerprint"]
+    assert "torch" in scores["xlstm7b"]["versions"]
+    assert "ruler" in scores["xlstm7b"]["command"]
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("weights were loaded, although every sample has an answer")
+
+    monkeypatch.setattr(Generator, "__init__", load)
+    with lock_folder(folder, "answering in"):
+        assert refused(cli(*called)) == f"another process is answering in {folder} right now"
+    assert succeeded(cli(*called)) == table
+    message = refused(cli(*called, "--seed", 1))
+    assert message == f"{folder} holds a run with seed 42, not 1; choose another --output"
+
+
+def test_tasks_without_data_are_left_out_and_named(cli: Cli, speller: Path, tmp_path: Path) -> None:
+    paths = write_datasets(tmp_path)
+    options = {
+        "--output": tmp_path / "run",
+        "--lengths": 4096,
+        "--samples": 1,
+        "--haystack": paths["haystack"],
+        "--hotpotqa": paths["hotpotqa"],
+        "--tasks": "niah_single_2,qa_1,qa_2",
+    }
+    called = ("eval", "ruler", speller, *(part for option in options.items() for part in option))
+    code, out, err = cli(*called)
+    assert code == 0
+    assert err.endswith("qa_1 is left out: no --squad is given\n")
+    splitter = json.loads((tmp_path / "run" / "scores.json").read_text())["sentences"]
+    assert ("python -m nltk.downloader punkt_tab\n" in err) == (splitter == "simple")
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[1:5] == [
+        ["niah_single_2", "0.0"],
+        ["qa_1", "–"],
+        ["qa_2", "0.0"],
+        ["average", "0.0"],
+    ]
+    assert out.splitlines()[5] == "– qa_1 is not in the average: no --squad is given"
+    code, table, _ = cli(*called, "--squad", paths["squad"])
+    assert (code, "–" in table) == (0, False)
+
+
+def test_ruler_scores_are_drawn(cli: Cli, speller: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    called = ("eval", "ruler", speller, "--lengths", 1024, "--samples", 1, "--tasks", "fwe")
+    succeeded(cli(*called, "--output", tmp_path / "run", "--plot"))
+    assert (tmp_path / "run" / "ruler.png").read_bytes().startswith(b"\x89PNG")
+    scores, drawn = tmp_path / "run" / "scores.json", tmp_path / "both.png"
+    printed = succeeded(cli("eval", "ruler-plot", scores, scores, "--output", drawn))
+    assert printed == f"wrote {drawn}\n"
+    assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
 def test_help_lists_the_commands(cli: Cli) -> None:

@@ -92,5 +92,3 @@ def test_a_text_becomes_a_state_file(
         assert "belongs to other weights than those in" in refused(command)
     said = cli("chat", "other", stdin="/load ab.safetensors\n").err
     assert "belongs to other weights" in said
-    message = refused(cli("eval", "ppl", "--peer", "x", "texts.jsonl", *state))
-    assert message == "--load-state is for our model, not for a peer"

@@ -10,13 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xlstm7b.evaluate.leaderboards import (
-    _BBH,
-    _GPQA,
-    _MMLU_PRO,
-    _MUSR,
+    BBH,
+    GPQA,
+    MMLU_PRO,
+    MUSR,
     leaderboard_table,
     leaderboards,
 )
+
+CHOICES = {task: choices for choices, names in BBH.items() for task in names.split()}
+PARTS = {"bbh": CHOICES, "musr": [task for names in MUSR.values() for task in names.split()]}
 
 # The released model's scores on its card, which the paper has too.
 CARD = {"BBH": 38.1, "MMLU-Pro": 24.2, "MATH": 3.6, "MuSR": 37.9, "GPQA": 28.0, "IFEval": 24.4}
@@ -37,7 +40,7 @@ def v2_results(parts: dict[str, float] | None = None, **scores: float) -> dict[s
             "inst_level_strict_acc,none": share["ifeval"] + 0.05,
         },
     }
-    for group, tasks in (("bbh", _BBH), ("musr", _MUSR)):
+    for group, tasks in PARTS.items():
         for task in ("", *(f"_{name}" for name in tasks)):
             results[f"leaderboard_{group}{task}"] = {"acc_norm,none": share[group]}
     for task, value in (parts or {}).items():
@@ -54,10 +57,10 @@ def test_choices_are_those_of_the_harness() -> None:
         return len(json.loads(found))
 
     names = {path.stem for path in (folder / "bbh_mc").glob("[a-z]*.yaml")}
-    assert {name: choices(f"bbh_mc/{name}.yaml") for name in names} == _BBH
-    assert choices("gpqa/_template_yaml") == _GPQA
+    assert {name: choices(f"bbh_mc/{name}.yaml") for name in names} == CHOICES
+    assert choices("gpqa/_template_yaml") == GPQA
     parts = re.findall(r"leaderboard_musr_(\w+)$", (folder / "musr/_musr.yaml").read_text(), re.M)
-    assert sorted(parts) == sorted(_MUSR)
+    assert sorted(parts) == sorted(PARTS["musr"])
 
 
 def test_the_average_of_the_scores_is_the_papers() -> None:
@@ -65,6 +68,9 @@ def test_the_average_of_the_scores_is_the_papers() -> None:
     for name, score in CARD.items():
         assert rows[name].score == pytest.approx(score)
     assert f"{rows['average'].score / 100:.3f}" == "0.260"
+    lines = leaderboard_table("leaderboard-v2", [*rows.values()]).splitlines()
+    assert lines[0].split() == ["leaderboard-v2,", "%", "score", "normalised"]
+    assert lines[3].split() == ["MATH", "3.60", "3.60"]
 
 
 def test_v2_scores_are_normalised_as_on_the_board() -> None:
@@ -89,7 +95,7 @@ def test_v2_scores_are_normalised_as_on_the_board() -> None:
 def test_normalised_scores_are_between_0_at_chance_and_100(share: float) -> None:
     results = v2_results(gpqa=share, bbh=share, mmlu_pro=share)
     rows = {row.name: row for row in leaderboards(results)["leaderboard-v2"]}
-    for name, choices in (("GPQA", [_GPQA]), ("MMLU-Pro", [_MMLU_PRO]), ("BBH", _BBH.values())):
+    for name, choices in (("GPQA", [GPQA]), ("MMLU-Pro", [MMLU_PRO]), ("BBH", CHOICES.values())):
         wanted = [max(0, 100 * (share * count - 1) / (count - 1)) for count in choices]
         assert rows[name].normalised == pytest.approx(sum(wanted) / len(wanted), abs=1e-9)
 
@@ -115,9 +121,10 @@ def v1_results() -> dict[str, Any]:
 
 
 def test_v1_averages_mmlu_over_its_subjects() -> None:
-    (rows,) = leaderboards(v1_results()).values()
+    rows = leaderboards(v1_results())["leaderboard-v1"]
     scores = {row.name: row.score for row in rows}
     assert scores["MMLU"] == pytest.approx(40)
+    assert (scores["OpenBookQA"], scores["PIQA"]) == pytest.approx((30, 80))
     assert scores["average of the board's five"] == pytest.approx((50 + 60 + 40 + 40 + 70) / 5)
     assert scores["average of all"] == pytest.approx((50 + 60 + 40 + 40 + 70 + 30 + 80) / 7)
     lines = leaderboard_table("leaderboard-v1", rows).splitlines()

@@ -87,12 +87,6 @@ def test_predictions_are_compared_with_those_of_a_reference(
     assert results["higher_is_better"]["books"]["top1_agreement"]
 
 
-def test_a_reference_must_have_the_same_vocabulary(model: XLSTM) -> None:
-    other = XLSTM(ModelConfig(32, 2, 2, vocab_size=384)).double()
-    with pytest.raises(ValueError, match="the reference has a vocabulary of 384, the model one of"):
-        perplexity(Scorer(model), ByteTokenizer(), DOCUMENTS, reference=other)
-
-
 def test_results_are_in_the_harness_layout(model: XLSTM) -> None:
     found = perplexity(Scorer(model), ByteTokenizer(), DOCUMENTS)
     results = found.to_results("text")
@@ -108,15 +102,8 @@ def test_documents_are_read_from_files(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     assert list(read_documents([tmp_path / "b.jsonl.gz"], "body")) == ["three", "four"]
     assert list(read_documents([tmp_path / "a.txt"])) == ["one\ntwo"]
-    with pytest.raises(
-        ValueError, match="line 1: the column 'text' is missing; the columns are body"
-    ):
+    with pytest.raises(ValueError, match="line 1: the column 'text' is missing"):
         list(read_documents([tmp_path]))
-
-
-def test_empty_documents_are_refused(model: XLSTM) -> None:
-    with pytest.raises(ValueError, match="there is no text to measure"):
-        perplexity(Scorer(model), ByteTokenizer(), ["", ""])
 
 
 def test_damaged_weights_have_no_perplexity(model: XLSTM) -> None:
@@ -154,7 +141,3 @@ def test_documents_continue_a_state(model: XLSTM, has_first: bool) -> None:
         found = perplexity(scorer, ByteTokenizer(), DOCUMENTS, state=state)
         assert (found.documents, found.tokens, found.bytes) == (5, len(every), len(every))
         assert found.loss == pytest.approx(sum(every) / len(every), abs=1e-10)
-    with pytest.raises(ValueError, match="documents continue one state, not 2"):
-        scorer.logprobs([[5, 6]], state=state.fork(2))
-    with pytest.raises(ValueError, match="saved by another model"):
-        Scorer(XLSTM(ModelConfig(32, 1, 2, vocab_size=320))).logprobs([[5]], state=state)

@@ -11,11 +11,10 @@ from checkpoint_files import save_small
 from xlstm7b.checkpoint import open_checkpoint, save_checkpoint
 from xlstm7b.evaluate.results import (
     Metric,
-    compare,
     comparison_table,
     fingerprint,
+    read_metrics,
     run_info,
-    setting_differences,
 )
 from xlstm7b.files import write_json
 
@@ -39,40 +38,27 @@ def test_a_file_says_what_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     folder, _ = save_small(tmp_path)
     monkeypatch.setattr("sys.argv", ["/usr/bin/xlstm7b", "eval", "a b", "--tasks", "arc"])
     given = results(**{"acc,none": torch.tensor(0.5), "f,none": print})
-    write_json(tmp_path / "out.json", {**given, "xlstm7b": run_info(folder)})
+    write_json(tmp_path / "out.json", {**given, "xlstm7b": run_info(fingerprint(folder))})
     read = json.loads((tmp_path / "out.json").read_text())
     assert read["results"]["arc"]["acc,none"] == 0.5
     info = read["xlstm7b"]
     assert info["command"] == "xlstm7b eval 'a b' --tasks arc"
     assert info["model"] == fingerprint(folder)
+    assert "settings" not in info
+    assert run_info({}, limit=None)["settings"] == {"limit": None}
     assert info["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out.json"]
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    path.write_text("old")
-
-    class Stubborn:
-        def __str__(self) -> str:
-            raise RuntimeError("no")
-
-    with pytest.raises(RuntimeError, match="no"):
-        write_json(path, {"results": Stubborn()})
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_files_are_compared_with_the_first(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", results(**{"acc,none": 0.5, "acc_stderr,none": 0.01}))
     other = results(**{"acc,none": 0.75, "acc_stderr,none": "N/A", "em,strict": 1, "x": True})
     write_json(tmp_path / "b.json", other)
-    lines = compare([tmp_path / "a.json", tmp_path / "b.json"])
-    assert [(line.task, line.metric) for line in lines] == [("arc", "acc"), ("arc", "em,strict")]
-    assert lines[0].values == [Metric(0.5, 0.01), Metric(0.75, None)]
-    assert lines[0].differences == [0.25]
-    assert lines[1].values == [None, Metric(1, None)]
-    assert lines[1].differences == [None]
+    assert read_metrics(tmp_path / "a.json") == {("arc", "acc"): Metric(0.5, 0.01)}
+    assert read_metrics(tmp_path / "b.json") == {
+        ("arc", "acc"): Metric(0.75, None),
+        ("arc", "em,strict"): Metric(1, None),
+    }
     assert comparison_table([tmp_path / "a.json", tmp_path / "b.json"]).splitlines() == [
         "task     metric                a       b  difference",
         "arc         acc  0.5000 ± 0.0100  0.7500     +0.2500",
@@ -96,6 +82,7 @@ PERPLEXITY = {
 RULER = {
     "results": {"vt": {"4096,none": 1.5}, "average": {"4096,none": 1.5}},
     "lengths": [4096],
+    "tasks": ["vt"],
     "samples": 500,
     "seed": 42,
     "tokenizer": "bytes",
@@ -123,10 +110,10 @@ def changed(content: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
             HARNESS,
             "n-shot",
             {"arc": 0, "boolq": 1},
-            "few-shot examples of arc 5 and 0, and of 1 more task",
+            "few-shot examples of arc 5 and 0; few-shot examples of boolq 0 and 1",
         ),
         (HARNESS, "versions/boolq", 3, "version of boolq 2.0 and 3"),
-        (HARNESS, "n-samples/arc/effective", 8, "number of questions of arc 9 and 8"),
+        (HARNESS, "n-samples/arc/effective", 8, "questions of arc 9 and 8"),
         (HARNESS, "xlstm7b/settings/tokenizer", "bytes", "tokenizer aaaaaaaaaaaa and bytes"),
         (
             HARNESS,
@@ -141,11 +128,11 @@ def changed(content: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         (RULER, "tokenizer", "a" * 64, "tokenizer bytes and aaaaaaaaaaaa"),
         (
             RULER,
-            "results/cwe",
-            {"4096,none": 2.5},
-            "average over other tasks: only one of the files has cwe",
+            "tasks",
+            ["cwe", "vt"],
+            "tasks vt and cwe, vt",
         ),
-        (RULER, "results/cwe", {"8192,none": 2.5}, None),
+        (RULER, "results/vt", {"8192,none": 2.5}, None),
         (HARNESS, "config/batch_size", 8, None),
         (HARNESS, "xlstm7b/command", "y", None),
         (HARNESS, "n-shot", {"other": 1}, None),
@@ -165,23 +152,38 @@ def test_results_that_are_not_comparable_say_why(
     )
 
 
+def said(tmp_path: Path, other: dict[str, Any]) -> str:
+    for name, content in (("a.json", HARNESS), ("b.json", other)):
+        write_json(tmp_path / name, content)
+    *_, last = comparison_table([tmp_path / "a.json", tmp_path / "b.json"]).splitlines()
+    return last.removeprefix("a and b are not comparable: ")
+
+
 def test_a_limit_explains_the_number_of_questions(tmp_path: Path) -> None:
-    write_json(tmp_path / "a.json", HARNESS)
     other = changed(changed(HARNESS, "config/limit", 2), "n-samples/arc/effective", 2)
-    write_json(tmp_path / "b.json", other)
-    assert setting_differences(tmp_path / "a.json", tmp_path / "b.json") == ["limit none and 2"]
+    assert said(tmp_path, other) == "limit none and 2"
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "is not a JSON file"),
-        ("[]", 'is not a results file: it has no "results"'),
-        ('{"results": {"arc": 1}}', "is not a results file: 'arc' has no metrics"),
-        ('{"results": {}}', "none of these files contains a metric"),
-    ],
-)
-def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
-    (tmp_path / "a.json").write_text(content)
-    with pytest.raises(ValueError, match=message):
-        compare([tmp_path / "a.json"] * 2)
+def test_three_differences_are_shown(tmp_path: Path) -> None:
+    other = changed(HARNESS, "versions", {"arc": 7, "boolq": 7})
+    other = changed(other, "n-shot", {"arc": 7, "boolq": 0})
+    three = "few-shot examples of arc 5 and 7; version of arc 1.0 and 7; version of boolq 2.0 and 7"
+    assert said(tmp_path, other) == three
+    other = changed(other, "config/limit", 9)
+    assert said(tmp_path, other).startswith("limit none and 9; few-shot")
+    assert said(tmp_path, other).endswith("; 1 more difference")
+
+
+def test_the_chat_template_of_lm_eval_is_compared(tmp_path: Path) -> None:
+    other = changed(HARNESS, "chat_template_sha", "b" * 64)
+    del other["xlstm7b"]
+    assert said(tmp_path, other) == "chat template none and bbbbbbbbbbbb"
+
+
+def test_files_with_equal_names_are_shown_by_path(tmp_path: Path) -> None:
+    paths = [tmp_path / name / "scores.json" for name in "ab"]
+    for path in paths:
+        path.parent.mkdir()
+        write_json(path, RULER)
+    heading = comparison_table(paths).splitlines()[0]
+    assert heading.split() == ["task", "metric", *map(str, paths), "difference"]

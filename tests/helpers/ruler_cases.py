@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,6 +13,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from xlstm7b.evaluate.ruler.datasets import Datasets
+from xlstm7b.evaluate.ruler.samples import Builder, Sample, Setting
+from xlstm7b.evaluate.ruler.tasks import TASKS
 from xlstm7b.tokenizer import ByteTokenizer, FileTokenizer
 
 ESSAY = " ".join(
@@ -77,6 +80,28 @@ def count_bpe() -> Callable[[str], int]:
         backend.save(f"{folder}/tokenizer.json")
         tokenizer = FileTokenizer(Path(folder) / "tokenizer.json")
     return lambda text: len(tokenizer.encode(text))
+
+
+def builder(
+    name: str,
+    length: int = 8192,
+    seed: int = 42,
+    count: Callable[[str], int] = count_bytes,
+    data: Datasets | None = None,
+) -> Builder:
+    return TASKS[name].build(Setting(name, length, seed, data or datasets(), count))
+
+
+def build(
+    name: str,
+    number: int,
+    length: int = 8192,
+    seed: int = 42,
+    count: Callable[[str], int] = count_bytes,
+    data: Datasets | None = None,
+) -> list[Sample]:
+    """The first samples of a task."""
+    return [*islice(builder(name, length, seed, count, data).samples(), number)]
 
 
 def solve(prompt: str) -> str:

@@ -40,13 +40,6 @@ _data = partial(option, panel="Data")
 _BatchSize = Annotated[
     str, option("Sequences in a batch. auto chooses by free memory.", panel="Model")
 ]
-_Peer = Annotated[
-    Path | None,
-    option(
-        "Folder of any causal language model of transformers, measured in place of MODEL.",
-        panel="Model",
-    ),
-]
 _Output = Annotated[Path | None, option("JSON file for the results, in the harness's layout.")]
 
 
@@ -113,7 +106,7 @@ def run(
         raise ValueError(f"{folder} has no chat template; leave --apply-chat-template out")
     from xlstm7b.evaluate.harness import (
         XLSTM7B,
-        FinishedTasks,
+        KeptResponses,
         load_tasks,
         run_tasks,
         write_samples,
@@ -129,7 +122,7 @@ def run(
         chat_template=template and hashlib.sha256(template.source.encode()).hexdigest(),
     )
     with ExitStack() as stack:
-        finished = None
+        kept = None
         if target is not None:
             unfinished = target.with_name(f"{target.name}.unfinished")
             unfinished.touch()
@@ -138,11 +131,9 @@ def run(
                 "model": info["model"]["fingerprint"],
                 **info["settings"],
                 "dtype": _dtype_name(opened.dtype),
-                "limit": limit,
-                "num_fewshot": num_fewshot,
                 "lm_eval": info["versions"]["lm_eval"],
             }
-            finished = FinishedTasks(unfinished, settings)
+            kept = KeptResponses(unfinished, settings)
         lm = XLSTM7B(
             str(opened.folder),
             tokenizer=None if tokenizer is None else str(tokenizer),
@@ -157,7 +148,7 @@ def run(
             limit=limit,
             apply_chat_template=apply_chat_template,
             log_samples=log_samples,
-            finished=finished,
+            kept=kept,
         )
         from lm_eval.utils import make_table
 
@@ -169,30 +160,22 @@ def run(
         tables += [leaderboard_table(name, rows) for name, rows in boards.items()]
         info["leaderboards"] = {name: [row._asdict() for row in boards[name]] for name in boards}
         with _printing("\n".join(tables)):
-            if target is not None and finished is not None:
+            if target is not None and kept is not None:
                 write_samples(target, samples)
                 _write_results(target, results, info)
-                finished.remove()
+                kept.remove()
 
 
 @app.command(cls=Command)
 def ppl(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="Checkpoint folder, or Hugging Face hub id. With --peer, only texts are given.",
-            show_default=False,
-        ),
-    ] = None,
+    model: options.Model,
     texts: Annotated[
-        list[Path] | None,
+        list[Path],
         typer.Argument(
             help="Files: .txt, .md, .jsonl, .ndjson, .json (also .gz, .zst), .parquet; or folders "
             "of them.",
-            show_default=False,
         ),
-    ] = None,
-    peer: _Peer = None,
+    ],
     column: Annotated[str, option("Field with the text, in JSON and parquet files.")] = "text",
     output: _Output = None,
     plot: Annotated[
@@ -220,16 +203,8 @@ def ppl(
     Every document is read from its beginning to its end, whatever its length.
     """
     rows = _to_rows(batch_size)
-    if model is None:
-        raise ValueError("give a model, or --peer FOLDER, and the texts to measure")
-    texts = ([] if peer is None else [Path(model)]) + (texts or [])
-    if not texts:
-        raise ValueError("no text is given; name files or folders after the model")
-    _check_peer(peer, tokenizer, adapter)
-    if peer is not None and load_state is not None:
-        raise ValueError("--load-state is for our model, not for a peer")
-    if reference is not None and (peer is not None or load_state is not None):
-        raise ValueError("--reference cannot be combined with --peer or --load-state")
+    if reference is not None and load_state is not None:
+        raise ValueError("--reference cannot be combined with --load-state")
     target = None if output is None else to_target(output)
     picture = None if plot is None else to_target(plot)
     from xlstm7b.data.input_files import Columns, check_input_file, find_input_files
@@ -247,34 +222,25 @@ def ppl(
         check_input_file(source, Columns(text=column))
     if not any(read_documents(texts, column)):
         raise ValueError("there is no text to measure")
-    from xlstm7b.evaluate.peer import Peer
     from xlstm7b.evaluate.scoring import Scorer
 
     if found.left_out:
         print(found, file=sys.stderr)
-    opened: Any
-    scorer: Any
+    opened = open_model(model, tokenizer, dtype, device, adapter=adapter)
     state = other = None
-    if peer is None:
-        opened = open_model(model, tokenizer, dtype, device, adapter=adapter)
-        if reference is not None:
-            other = _open_reference(reference, opened, tokenizer, dtype, device)
-        if load_state is not None:
-            from xlstm7b.model.saved_state import SavedState
+    if reference is not None:
+        other = _open_reference(reference, opened, tokenizer, dtype, device)
+    if load_state is not None:
+        from xlstm7b.model.saved_state import SavedState
 
-            opened.check_state(load_state)
-            state = SavedState.load(load_state, opened.config, device="cpu")
-        described = _described(opened, load_state)
-        info = run_info(described, tokenizer=opened.tokenizer.fingerprint)
-        scorer, encoder = Scorer(opened.load_model(), batch_size=rows), opened.tokenizer
-    else:
-        opened = Peer(peer, dtype, device)
-        info = run_info(opened.fingerprint, tokenizer=opened.tokenizer_fingerprint)
-        scorer = encoder = opened.load()
+        opened.check_state(load_state)
+        state = SavedState.load(load_state, opened.config, device="cpu")
+    info = run_info(_described(opened, load_state), tokenizer=opened.tokenizer.fingerprint)
+    scorer = Scorer(opened.load_model(), batch_size=rows)
     with count_progress("reading", None, shown=True) as progress:
         measured = perplexity(
             scorer,
-            encoder,
+            opened.tokenizer,
             read_documents(texts, column),
             progress,
             state=state,
@@ -306,24 +272,10 @@ def compare(
 
 @app.command(cls=Command)
 def ruler(
+    model: options.Model,
     output: Annotated[
         Path, option("Folder for answers and scores. If it holds a run, that run is continued.")
     ],
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="Checkpoint folder, or Hugging Face hub id. With --peer, leave it out.",
-            show_default=False,
-        ),
-    ] = None,
-    peer: _Peer = None,
-    version: Annotated[
-        str,
-        option(
-            "RULER's code of January 2025 (2025-01), used around the paper, or of July 2026 "
-            "(2026-07): their prompts differ."
-        ),
-    ] = "2025-01",
     lengths: Annotated[
         str, option("Lengths in tokens, with the answer, separated by commas.")
     ] = "4096,8192,16384,32768,65536,131072",
@@ -343,9 +295,6 @@ def ruler(
     hotpotqa: Annotated[
         Path | None, _data("HotpotQA's hotpot_dev_distractor_v1.json, for qa_2.")
     ] = None,
-    english_words: Annotated[
-        Path | None, _data("RULER's english_words.json, for cwe of 2026-07 at 131072 tokens.")
-    ] = None,
     adapter: options.Adapter = None,
     tokenizer: options.TokenizerPath = None,
     dtype: options.DType = None,
@@ -358,9 +307,8 @@ def ruler(
     The same command continues a run that was stopped. Tasks whose data is not given with
     --haystack, --squad or --hotpotqa are left out.
     """
-    from xlstm7b.evaluate.peer import Peer
     from xlstm7b.evaluate.results import run_info
-    from xlstm7b.evaluate.ruler.datasets import Datasets
+    from xlstm7b.evaluate.ruler.datasets import Datasets, sentence_splitter
     from xlstm7b.evaluate.ruler.run import (
         SCORES,
         Answer,
@@ -370,54 +318,36 @@ def ruler(
         plot_scores,
         score_table,
     )
-    from xlstm7b.evaluate.ruler.sentences import splitter
     from xlstm7b.evaluate.ruler.tasks import TASKS
     from xlstm7b.files import file_sha256, lock_folder
 
-    if (model is None) == (peer is None):
-        raise ValueError("give either a model or --peer FOLDER")
-    _check_peer(peer, tokenizer, adapter)
     if plot:
         check_matplotlib()
     chosen = tuple(TASKS) if tasks is None else tuple(listed(tasks))
-    plan = Plan(chosen, _to_lengths(lengths), samples, seed, version)
-    files = {
-        "haystack": haystack,
-        "squad": squad,
-        "hotpotqa": hotpotqa,
-        "english_words": english_words,
-    }
+    plan = Plan(chosen, _to_lengths(lengths), samples, seed)
+    files = {"haystack": haystack, "squad": squad, "hotpotqa": hotpotqa}
     datasets = Datasets.read(**files)
-    opened: Any
-    state = None
-    if peer is not None:
-        opened = Peer(peer, dtype, device)
-        encode = opened.encode
-        info, vocabulary = run_info(opened.fingerprint), opened.tokenizer_fingerprint
-    else:
-        opened = open_model(
-            str(model),
-            tokenizer=tokenizer,
-            dtype=dtype,
-            device=device,
-            state_dtype=state_dtype,
-            batch_size=batch_size,
-            adapter=adapter,
-        )
-        encode, state = opened.tokenizer.encode, state_dtype
-        info, vocabulary = run_info(_described(opened)), opened.tokenizer.fingerprint
+    opened = open_model(
+        model,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        device=device,
+        state_dtype=state_dtype,
+        batch_size=batch_size,
+        adapter=adapter,
+    )
+    info, encode = run_info(_described(opened)), opened.tokenizer.encode
     identity = {
-        "version": version,
         "model_fingerprint": info["model"]["fingerprint"],
-        "tokenizer": vocabulary,
+        "tokenizer": opened.tokenizer.fingerprint,
         "seed": seed,
         "dtype": _dtype_name(opened.dtype),
-        "state_dtype": state,
-        "sentences": None if haystack is None else splitter()[0],
+        "state_dtype": state_dtype,
+        "sentences": None if haystack is None else sentence_splitter()[0],
     }
     for name, path in files.items():
         identity[name] = None if path is None else file_sha256(path)
-    about = {"model": model or str(peer), "xlstm7b": info}
+    about = {"model": model, "xlstm7b": info}
     started = Run(
         output, plan, datasets, lambda text: len(encode(text)), identity=identity, about=about
     )
@@ -431,8 +361,7 @@ def ruler(
         print(f"{name} is left out: {reason}", file=sys.stderr)
 
     def load() -> Answer:
-        loaded = opened.load()
-        return greedy_answers(loaded, opened.end_ids()) if peer is None else loaded.answer
+        return greedy_answers(opened.load(), opened.end_ids())
 
     output.mkdir(parents=True, exist_ok=True)
     with (
@@ -470,13 +399,6 @@ def _to_lengths(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in listed(text))
     except ValueError:
         raise ValueError(f"--lengths must be numbers such as 4096,8192, not {text!r}") from None
-
-
-def _check_peer(peer: Path | None, tokenizer: Path | None, adapter: list[str] | None) -> None:
-    if peer is not None and tokenizer is not None:
-        raise ValueError("--tokenizer is for our model; a peer has its tokenizer in its folder")
-    if peer is not None and adapter is not None:
-        raise ValueError("--adapter is for our model, not for a peer")
 
 
 def _described(opened: OpenedModel, state: Path | None = None) -> dict[str, Any]:

@@ -64,11 +64,11 @@ class XLSTM7B(TemplateLM):
     number or "auto" (by free memory, at most `max_batch_size`). `adapter` is a LoRA adapter of the
     model.
 
-    The harness asks for all tasks at once. They are run one after the other, so that each one is
-    finished as soon as possible and can be kept in `finished`.
+    The harness asks for all tasks at once. They are run one after the other, so that `kept` has
+    the responses of those that are finished.
     """
 
-    finished: "FinishedTasks | None" = None
+    kept: "KeptResponses | None" = None
 
     def __init__(
         self,
@@ -157,19 +157,20 @@ class XLSTM7B(TemplateLM):
     def _task_by_task(
         self, run: Callable[..., list[Any]], requests: list[Instance], disable_tqdm: bool
     ) -> list[Any]:
-        """The responses to all requests. Those of finished tasks are not computed again."""
+        """The responses to all requests, in their order."""
         tasks: dict[str | None, list[int]] = {}
         for index, request in enumerate(requests):
             tasks.setdefault(request.task_name, []).append(index)
         responses: dict[int, Any] = {}
-        for name, indices in tasks.items():
+        for indices in tasks.values():
             chosen = [requests[index] for index in indices]
-            kept = None if name is None else self.finished
-            found = kept.get(chosen) if kept else None
+            found = self.kept.get(chosen) if self.kept else None
             if found is None:
                 found = run(chosen, disable_tqdm=disable_tqdm)
-                if kept:
-                    kept.add(chosen, found)
+                if self.kept:
+                    self.kept.add(chosen, found)
+                for request, response in zip(chosen, found, strict=True):  # of lm_eval's use_cache
+                    self.cache_hook.add_partial(request.request_type, request.args, response)
             responses.update(zip(indices, found, strict=True))
         return [responses[index] for index in range(len(requests))]
 
@@ -182,8 +183,6 @@ class XLSTM7B(TemplateLM):
         continuations = [Continuation(context, tokens) for _, context, tokens in requests]
         with tqdm(total=len(requests), desc="loglikelihood", disable=disable_tqdm) as bar:
             scores = self.scorer.score(continuations, bar.update)
-        for (texts, _, _), score in zip(requests, scores, strict=True):
-            self.cache_hook.add_partial("loglikelihood", texts, tuple(score))
         return [(score.logprob, score.is_greedy) for score in scores]
 
     def _score_texts(self, requests: list[Instance], disable_tqdm: bool) -> list[float]:
@@ -193,10 +192,7 @@ class XLSTM7B(TemplateLM):
         total = sum(map(len, documents))
         with tqdm(total=total, desc="loglikelihood_rolling, tokens", disable=disable_tqdm) as bar:
             found = self.scorer.logprobs(documents, bar.update)
-        sums = [float(logprobs.double().sum()) for logprobs in found]
-        for text, logprob in zip(texts, sums, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", (text,), logprob)
-        return sums
+        return [float(logprobs.double().sum()) for logprobs in found]
 
     def _continue_prompts(self, requests: list[Instance], disable_tqdm: bool) -> list[str]:
         """A shared prefix is read once, and its state is copied."""
@@ -217,8 +213,6 @@ class XLSTM7B(TemplateLM):
                     done=lambda index, completion: bar.update(),
                 )
                 texts.update(zip(indices, (c.text for c in completions), strict=True))
-        for n, request in enumerate(requests):
-            self.cache_hook.add_partial("generate_until", request.args, texts[n])
         return [texts[n] for n in range(len(requests))]
 
 
@@ -365,15 +359,15 @@ def run_tasks(
     limit: int | None = None,
     apply_chat_template: bool = False,
     log_samples: bool = False,
-    finished: "FinishedTasks | None" = None,
+    kept: "KeptResponses | None" = None,
 ) -> dict[str, Any]:
     """Runs loaded tasks. Returns the harness's results, with "samples" if `log_samples`.
 
-    Tasks in `finished` are not run again; the others are added to it.
+    Tasks in `kept` are not run again; the others are added to it.
     """
     from lm_eval.evaluator import simple_evaluate
 
-    lm.finished = finished
+    lm.kept = kept
     # The harness prints while it computes: on stderr, so that a closed stdout does not end it.
     with redirect_stdout(sys.stderr):
         found = simple_evaluate(
@@ -392,94 +386,61 @@ def run_tasks(
     return results
 
 
-class FinishedTasks:
-    """The responses to finished tasks in a file, so that an interrupted run can continue.
+class KeptResponses:
+    """The responses to finished tasks in a file, so that a run that was stopped can continue.
 
-    The first line has the settings: they must be equal each time. Each other line has the responses
-    of one task and a hash of its requests. A line is written when its task is finished.
+    A line has the responses to one task's requests, written when the task is finished. Its key is a
+    hash of the requests and of `settings`: the model and all else that responses depend on. So
+    responses of another model, or to other questions, are never used.
+
+    lm_eval's `use_cache` unpickles its file, does not know the model, and answers a request that is
+    sampled several times with one output.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        self.path = path
-        self._tasks: dict[tuple[str, str], dict[str, Any]] = {}
-        self._used = set[tuple[str, str]]()
-        lines = self._read() if path.exists() else []
-        if len(lines) < 2:  # no task is finished
-            path.write_bytes(b"")  # the same file: the caller may have locked it
-            self._append(dict(settings))
-            return
-        for name, value in settings.items():
-            before = lines[0].get(name)
-            if before != value:
-                raise ValueError(
-                    f"{path} holds tasks of an interrupted run with {name} {_shown(before)}, not "
-                    f"{_shown(value)}: use the same settings, or delete the file to start again"
-                )
-        self._tasks = {(line["task"], line["kind"]): line for line in lines[1:]}
-
-    def _read(self) -> list[dict[str, Any]]:
-        lines: list[dict[str, Any]] = []
-        for line in complete_lines(self.path):
+        self.path, self._settings = path, settings
+        self._responses: dict[str, list[Any]] = {}
+        self._used = set[str]()
+        for line in complete_lines(path) if path.exists() else ():
             try:
-                lines.append({**json.loads(line)})
+                key, responses = json.loads(line)
+                self._responses[key] = [*responses]
             except (ValueError, TypeError) as error:
-                raise ValueError(
-                    f"{self.path} is damaged in line {len(lines) + 1}: delete it to start again"
-                ) from error
-        return lines
+                raise ValueError(f"{path} is damaged: delete it to start again") from error
 
     def get(self, requests: Sequence[Instance]) -> list[Any] | None:
         """The responses to the requests of one task; None if it is not finished."""
-        name, kind = str(requests[0].task_name), requests[0].request_type
-        line = self._tasks.get((name, kind))
-        if line is None:
-            return None
-        if line["requests"] != _hash_requests(requests):
-            raise ValueError(
-                f"the questions of the task {name!r} are not those of the interrupted run: delete "
-                f"{self.path} to start again"
-            )
-        self._used.add((name, kind))
-        found = line["responses"]
-        return [tuple(pair) for pair in found] if kind == "loglikelihood" else list(found)
+        key = self._key(requests)
+        self._used.add(key)
+        found = self._responses.get(key)
+        if found is not None and requests[0].request_type == "loglikelihood":
+            return [tuple(pair) for pair in found]
+        return found
 
     def add(self, requests: Sequence[Instance], responses: Sequence[Any]) -> None:
-        line = {
-            "task": requests[0].task_name,
-            "kind": requests[0].request_type,
-            "requests": _hash_requests(requests),
-            "responses": list(responses),
-        }
-        self._append(line)
-
-    def remove(self) -> None:
-        """Removes the file when the results are written. It stays if the run left tasks out."""
-        if self._used == self._tasks.keys():
-            self.path.unlink()
-
-    def _append(self, line: dict[str, Any]) -> None:
-        with self.path.open("ab") as file:
-            file.write(json.dumps(line).encode() + b"\n")
+        line = json.dumps([self._key(requests), list(responses)])
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
             file.flush()
             os.fsync(file.fileno())
 
+    def remove(self) -> None:
+        """Removes the file when the results are written. It stays if it has more than they need."""
+        if self._responses.keys() <= self._used:
+            self.path.unlink(missing_ok=True)
 
-def _hash_requests(requests: Sequence[Instance]) -> str:
-    digest = hashlib.sha256()
-    for request in requests:
-        digest.update(json.dumps(request.args, default=str).encode())
-    return digest.hexdigest()
-
-
-def _shown(value: Any) -> str:
-    return "none" if value is None else str(value)
+    def _key(self, requests: Sequence[Instance]) -> str:
+        asked = [[each.task_name, each.request_type, each.args] for each in requests]
+        content = json.dumps([self._settings, asked], sort_keys=True, default=str)
+        return hashlib.sha256(content.encode()).hexdigest()
 
 
 def write_samples(output: Path, samples: Mapping[str, Sequence[dict[str, Any]]]) -> None:
     """Writes samples_TASK_NAME.jsonl beside the results file NAME.json, one for each task.
 
     A line is a question in lm_eval's own layout: the document, the arguments of its requests, the
-    responses as they are and filtered, the target and the metrics.
+    responses as they are and filtered, the target and the metrics. (lm_eval's `EvaluationTracker`
+    puts the time into names, and only logs that a file could not be written.)
     """
     for task, questions in samples.items():
         name = f"samples_{task.replace('/', '_')}_{output.stem}.jsonl"

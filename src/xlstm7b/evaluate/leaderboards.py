@@ -11,36 +11,23 @@ from typing import Any, NamedTuple
 
 from xlstm7b.report import table
 
-# The number of answers to choose from in each task of the v2 groups. In MMLU-Pro it is at most 10.
-_BBH = {
-    "boolean_expressions": 2,
-    "causal_judgement": 2,
-    "date_understanding": 6,
-    "disambiguation_qa": 3,
-    "formal_fallacies": 2,
-    "geometric_shapes": 11,
-    "hyperbaton": 2,
-    "logical_deduction_five_objects": 5,
-    "logical_deduction_seven_objects": 7,
-    "logical_deduction_three_objects": 3,
-    "movie_recommendation": 6,
-    "navigate": 2,
-    "object_counting": 19,
-    "penguins_in_a_table": 5,
-    "reasoning_about_colored_objects": 18,
-    "ruin_names": 6,
-    "salient_translation_error_detection": 6,
-    "snarks": 2,
-    "sports_understanding": 2,
-    "temporal_sequences": 4,
-    "tracking_shuffled_objects_five_objects": 5,
-    "tracking_shuffled_objects_seven_objects": 7,
-    "tracking_shuffled_objects_three_objects": 3,
-    "web_of_lies": 2,
+# Tasks of the v2 groups, by the number of answers to choose from. In MMLU-Pro it is at most 10.
+BBH = {
+    2: "boolean_expressions causal_judgement formal_fallacies hyperbaton navigate snarks "
+    "sports_understanding web_of_lies",
+    3: "disambiguation_qa logical_deduction_three_objects tracking_shuffled_objects_three_objects",
+    4: "temporal_sequences",
+    5: "logical_deduction_five_objects penguins_in_a_table tracking_shuffled_objects_five_objects",
+    6: "date_understanding movie_recommendation ruin_names salient_translation_error_detection",
+    7: "logical_deduction_seven_objects tracking_shuffled_objects_seven_objects",
+    11: "geometric_shapes",
+    18: "reasoning_about_colored_objects",
+    19: "object_counting",
 }
-_MUSR = {"murder_mysteries": 2, "object_placements": 5, "team_allocation": 3}
-_GPQA, _MMLU_PRO = 4, 10
-_V1_BOARD = ("ARC", "HellaSwag", "TruthfulQA", "MMLU", "Winogrande")
+MUSR = {2: "murder_mysteries", 3: "team_allocation", 5: "object_placements"}
+GPQA, MMLU_PRO = 4, 10
+_GENERATED = float("inf")  # an answer that is generated: chance is 0
+_BOARD_V1 = 5  # the first tasks of the preset were on the board
 
 
 class Row(NamedTuple):
@@ -63,41 +50,41 @@ def leaderboards(results: Mapping[str, Any]) -> dict[str, list[Row]]:
 
 
 def leaderboard_table(name: str, rows: Sequence[Row]) -> str:
-    if rows[0].normalised is None:
-        return table([f"{name}, %", "score"], [[row.name, f"{row.score:.2f}"] for row in rows])
-    cells = [[row.name, f"{row.score:.2f}", f"{row.normalised:.2f}"] for row in rows]
-    return table([f"{name}, %", "score", "normalised"], cells)
+    cells = [
+        [row.name, *(f"{share:.2f}" for share in row[1:] if share is not None)] for row in rows
+    ]
+    return table([f"{name}, %", "score", "normalised"][: len(cells[0])], cells)
 
 
 def _v2(results: Mapping[str, Any]) -> list[Row]:
     scores = results["results"]
 
-    def of_group(title: str, group: str, choices: Mapping[str, int]) -> Row:
-        parts = [
-            _above_chance(scores[f"{group}_{task}"]["acc_norm,none"], count)
-            for task, count in choices.items()
-        ]
-        return Row(title, 100 * scores[group]["acc_norm,none"], fmean(parts))
+    def row(name: str, score: float, choices: float) -> Row:
+        return Row(name, 100 * score, _above_chance(score, choices))
 
-    def of_task(title: str, score: float, choices: int) -> Row:
-        return Row(title, 100 * score, _above_chance(score, choices))
+    def group(name: str, group: str, tasks: Mapping[int, str]) -> Row:
+        parts = [
+            _above_chance(scores[f"{group}_{task}"]["acc_norm,none"], choices)
+            for choices, names in tasks.items()
+            for task in names.split()
+        ]
+        return Row(name, 100 * scores[group]["acc_norm,none"], fmean(parts))
 
     ifeval = scores["leaderboard_ifeval"]
-    strict = [ifeval[f"{level}_level_strict_acc,none"] for level in ("prompt", "inst")]
-    math = scores["leaderboard_math_hard"]["exact_match,none"]
+    strict = fmean(ifeval[f"{level}_level_strict_acc,none"] for level in ("prompt", "inst"))
     rows = [
-        of_group("BBH", "leaderboard_bbh", _BBH),
-        of_task("MMLU-Pro", scores["leaderboard_mmlu_pro"]["acc,none"], _MMLU_PRO),
-        Row("MATH", 100 * math, 100 * math),  # generated answers: chance is 0
-        of_group("MuSR", "leaderboard_musr", _MUSR),
-        of_task("GPQA", scores["leaderboard_gpqa"]["acc_norm,none"], _GPQA),
-        Row("IFEval", 100 * fmean(strict), 100 * fmean(strict)),
+        group("BBH", "leaderboard_bbh", BBH),
+        row("MMLU-Pro", scores["leaderboard_mmlu_pro"]["acc,none"], MMLU_PRO),
+        row("MATH", scores["leaderboard_math_hard"]["exact_match,none"], _GENERATED),
+        group("MuSR", "leaderboard_musr", MUSR),
+        row("GPQA", scores["leaderboard_gpqa"]["acc_norm,none"], GPQA),
+        row("IFEval", strict, _GENERATED),
     ]
-    normalised = [row.normalised for row in rows if row.normalised is not None]
+    normalised = [row.normalised or 0.0 for row in rows]
     return [*rows, Row("average", fmean(row.score for row in rows), fmean(normalised))]
 
 
-def _above_chance(score: float, choices: int) -> float:
+def _above_chance(score: float, choices: float) -> float:
     chance = 1 / choices
     return 100 * max(0.0, score - chance) / (1 - chance)
 
@@ -116,10 +103,9 @@ def _v1(results: Mapping[str, Any]) -> list[Row]:
         "OpenBookQA": scores["openbookqa"]["acc_norm,none"],
         "PIQA": scores["piqa"]["acc_norm,none"],
     }
-    board = fmean(shares[name] for name in _V1_BOARD)
     return [
         *(Row(name, 100 * share) for name, share in shares.items()),
-        Row("average of the board's five", 100 * board),
+        Row("average of the board's five", 100 * fmean([*shares.values()][:_BOARD_V1])),
         Row("average of all", 100 * fmean(shares.values())),
     ]
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from xlstm7b.data.input_files import Columns, find_input_files, read_batches
-from xlstm7b.evaluate.peer import Peer
 from xlstm7b.evaluate.scoring import Progress, Scorer
 from xlstm7b.generate.request import LOGITS_ARE_BAD
 from xlstm7b.model import XLSTM
@@ -101,8 +100,8 @@ def read_documents(inputs: Iterable[str | Path], column: str = "text") -> Iterat
 
 
 def perplexity(
-    scorer: Scorer | Peer,
-    tokenizer: Tokenizer | Peer,
+    scorer: Scorer,
+    tokenizer: Tokenizer,
     documents: Iterable[str],
     progress: Progress | None = None,
     *,
@@ -113,20 +112,15 @@ def perplexity(
 
     Empty documents are left out, as in `xlstm7b prepare`.
     With a `reference`, the documents are read a second time by both models, and the distributions
-    of the next token are compared. This is for our models, without a `state`.
+    of the next token are compared. It cannot be combined with a `state`.
     For a model without a first token, the first token of a document that continues no state is
     given: it has no loss, and its bytes do not count.
 
     Raises a `FloatingPointError` if the model's logits are not numbers.
     """
-    if reference is not None and (isinstance(scorer, Peer) or state is not None):
-        raise ValueError("a reference is for our models, without a state")
-    options: dict[str, Any] = {}
-    if isinstance(scorer, Peer):
-        first_is_given = not scorer.has_first_token
-    else:
-        first_is_given = state is None and not scorer.config.force_bos_token_insert
-        options = {"state": state}
+    if reference is not None and state is not None:
+        raise ValueError("a reference cannot be combined with a state")
+    first_is_given = state is None and not scorer.config.force_bos_token_insert
     continues = {"continues": True} if state is not None and state.has_text else {}
     count = size = held = 0
     text = hashlib.sha256()
@@ -136,10 +130,10 @@ def perplexity(
     differences: list[float] = [0, 0, 0]
 
     def score_waiting() -> None:
-        if reference is not None and isinstance(scorer, Scorer):
+        if reference is not None:
             found = scorer.divergence(reference, waiting, progress)
             differences[:] = [a + b for a, b in zip(differences, found, strict=True)]
-        for logprobs in scorer.logprobs(waiting, progress, **options):
+        for logprobs in scorer.logprobs(waiting, progress, state=state):
             buckets = _bucket_of_positions(len(logprobs))
             sums.index_add_(0, buckets, -logprobs.double())
             counts.index_add_(0, buckets, torch.ones_like(buckets))
@@ -153,7 +147,7 @@ def perplexity(
         text.update(hashlib.sha256(content).digest())
         waiting.append(tokenizer.encode(document, **continues))
         if first_is_given and waiting[-1]:
-            size -= _first_bytes(tokenizer, document, waiting[-1][0])
+            size -= len(tokenizer.token_bytes(waiting[-1][0]).removeprefix(tokenizer.prefix))
         held += len(waiting[-1])
         if held >= MAX_HELD_TOKENS:
             score_waiting()
@@ -169,28 +163,20 @@ def perplexity(
         loss = float(sums[index] / counts[index])
         buckets.append(Bucket(first, last, int(counts[index]), loss, math.exp(loss)))
     loss = total / tokens
-    bits = total / math.log(2)
     compared: dict[str, float] = {}
     if reference is not None:
         compared = {"kl": differences[1] / tokens, "top1_agreement": differences[2] / tokens}
     return Perplexity(
-        count,
-        tokens,
-        size,
-        loss,
-        math.exp(loss),
-        bits / size,
-        buckets,
-        text.hexdigest(),
+        documents=count,
+        tokens=tokens,
+        bytes=size,
+        loss=loss,
+        perplexity=math.exp(loss),
+        bits_per_byte=total / math.log(2) / size,
+        buckets=buckets,
+        text_sha256=text.hexdigest(),
         **compared,
     )
-
-
-def _first_bytes(tokenizer: Tokenizer | Peer, document: str, token: int) -> int:
-    """The number of bytes of a document's first token."""
-    if isinstance(tokenizer, Peer):
-        return tokenizer.first_bytes(document)
-    return len(tokenizer.token_bytes(token).removeprefix(tokenizer.prefix))
 
 
 def _bucket_of_positions(length: int) -> Tensor:

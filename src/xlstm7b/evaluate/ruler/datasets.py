@@ -1,9 +1,10 @@
-"""The data for RULER's prompts: a text to hide needles in, datasets of questions, a word list."""
+"""The data for RULER's prompts: a text to hide needles in, and datasets of questions."""
 
 import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,25 +38,34 @@ class Datasets:
     haystack: list[str] | None = None  # words
     squad: Questions | None = None
     hotpotqa: Questions | None = None
-    english_words: list[str] | None = None
 
     @classmethod
     def read(
-        cls,
-        haystack: Path | None = None,
-        squad: Path | None = None,
-        hotpotqa: Path | None = None,
-        english_words: Path | None = None,
+        cls, haystack: Path | None = None, squad: Path | None = None, hotpotqa: Path | None = None
     ) -> "Datasets":
-        for path in (haystack, squad, hotpotqa, english_words):
+        for path in (haystack, squad, hotpotqa):
             if path is not None:
                 check_file(path)
         return cls(
             None if haystack is None else _read_haystack(haystack),
             None if squad is None else _read_questions(squad, "SQuAD v2", _squad),
             None if hotpotqa is None else _read_questions(hotpotqa, "HotpotQA", _hotpotqa),
-            None if english_words is None else _read_words(english_words),
         )
+
+
+@cache
+def sentence_splitter() -> tuple[str, Callable[[str], list[str]]]:
+    """Name and function: NLTK's punkt, as in the benchmark, if its data is there; else "simple".
+
+    The data comes with `nltk.download("punkt_tab")`. "simple" also splits after "Dr.".
+    """
+    try:
+        from nltk.tokenize import sent_tokenize
+
+        sent_tokenize("One. Two.")
+    except (ImportError, LookupError):
+        return "simple", re.compile(r"(?<=[.!?]) ").split
+    return "punkt", sent_tokenize
 
 
 def _read_haystack(path: Path) -> list[str]:
@@ -69,12 +79,6 @@ def _read_haystack(path: Path) -> list[str]:
     if not text.split():
         raise ValueError(f"{path} contains no words")
     return re.sub(r"\s+", " ", text).split(" ")
-
-
-def _read_words(path: Path) -> list[str]:
-    """RULER's english_words.json: an object whose values are words."""
-    what = "a JSON object of words, like RULER's"
-    return _parsed(path, what, lambda content: [str(word) for word in content.values()])
 
 
 def _read_questions(path: Path, dataset: str, parse: Callable[[Any], Questions]) -> Questions:

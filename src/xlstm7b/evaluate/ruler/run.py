@@ -7,16 +7,17 @@ from itertools import islice, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xlstm7b.evaluate.results import MISSING, read_file, read_results
+from xlstm7b.evaluate.results import MISSING, read_file, read_metrics
 from xlstm7b.evaluate.ruler.datasets import Datasets
-from xlstm7b.evaluate.ruler.samples import VERSIONS, Sample, Setting
-from xlstm7b.evaluate.ruler.tasks import TASKS, LackOfWordsError, Task
+from xlstm7b.evaluate.ruler.samples import Sample, Setting
+from xlstm7b.evaluate.ruler.tasks import TASKS, Task
 from xlstm7b.files import complete_lines, real_path, write_json
 from xlstm7b.report import figure, table, token_ticks
 
 if TYPE_CHECKING:
     from xlstm7b.generate import Generator
 
+VERSION = "2025-01"  # of the benchmark's code, which has changed since: other versions score others
 SCORES, AVERAGE = "scores.json", "average"
 _MAX_BATCH_TOKENS = 1 << 19  # of prompts between two writes: an interruption loses no more
 
@@ -47,22 +48,15 @@ class Plan:
     lengths: tuple[int, ...]
     samples: int
     seed: int
-    version: str = VERSIONS[0]
 
     def __post_init__(self) -> None:
         """`ValueError` for the first mistake."""
-        if self.version not in VERSIONS:
-            raise ValueError(
-                f"RULER's version must be {' or '.join(VERSIONS)}, not {self.version!r}"
-            )
         for name in self.tasks:
             if name not in TASKS:
                 raise ValueError(f"RULER has no task {name!r}; its tasks: {', '.join(TASKS)}")
-        for length in self.lengths:
-            if length < 1:
-                raise ValueError(f"a length must be at least 1, not {length}")
-        if self.samples < 1:
-            raise ValueError(f"the number of samples must be at least 1, not {self.samples}")
+        for what, number in (*(("a length", n) for n in self.lengths), ("samples", self.samples)):
+            if number < 1:
+                raise ValueError(f"{what} must be at least 1, not {number}")
         if not 0 <= self.seed < 1 << 32:
             raise ValueError(f"the seed must be from 0 to {(1 << 32) - 1}, not {self.seed}")
         for what, values in (("task", self.tasks), ("length", self.lengths)):
@@ -89,25 +83,20 @@ class Run:
     ) -> None:
         self._folder, self._plan, self._about = folder, plan, about
         self._identity = _checked_identity(folder, identity)
-        self.left_out: dict[str, str] = {}  # a task, or a task at a length -> why
+        self.left_out: dict[str, str] = {}  # a task -> why
         for name in plan.tasks:
             dataset = TASKS[name].dataset
             if dataset is not None and getattr(datasets, dataset) is None:
                 self.left_out[name] = f"no --{dataset} is given"
-        self._cells: dict[tuple[Task, int], Setting] = {}
-        for length, name in product(plan.lengths, plan.tasks):
-            if name in self.left_out:
-                continue
-            setting = Setting(name, plan.version, length, plan.seed, datasets, count_tokens)
-            try:
-                TASKS[name].build(setting).check(plan.samples)
-            except LackOfWordsError as error:
-                self.left_out[f"{name} at {length}"] = str(error)
-                continue
-            self._cells[TASKS[name], length] = setting
-        if not self._cells:
+        self._tasks = [TASKS[name] for name in plan.tasks if name not in self.left_out]
+        if not self._tasks:
             reasons = dict.fromkeys(self.left_out.values())
             raise ValueError(f"none of these tasks can be run: {', '.join(reasons)}")
+        self._cells: dict[tuple[Task, int], Setting] = {}
+        for length, task in product(plan.lengths, self._tasks):
+            setting = Setting(task.name, length, plan.seed, datasets, count_tokens)
+            task.build(setting).check(plan.samples)
+            self._cells[task, length] = setting
 
     @property
     def total(self) -> int:
@@ -151,20 +140,21 @@ class Run:
     def _write_scores(self, results: dict[str, dict[str, float]]) -> dict[str, Any]:
         """Writes the scores so far; the average of a length only if all its tasks are done."""
         average = {}
-        for length in self._plan.lengths:
-            metric = _metric(length)
-            rows = [results[task.name] for task, other in self._cells if other == length]
-            if rows and all(metric in row for row in rows):
-                average[metric] = sum(row[metric] for row in rows) / len(rows)
-        lengths = [str(length) for length in self._plan.lengths]
+        for metric in map(_metric, self._plan.lengths):
+            scores = [results[task.name].get(metric) for task in self._tasks]
+            done = [score for score in scores if score is not None]
+            if len(done) == len(scores):
+                average[metric] = sum(done) / len(done)
         with_average = {**results, AVERAGE: average}
+        lengths = [str(length) for length in self._plan.lengths]
         document = {
             "results": with_average,
-            "versions": dict.fromkeys(with_average, self._plan.version),
+            "versions": dict.fromkeys(with_average, VERSION),
             "higher_is_better": {name: dict.fromkeys(lengths, True) for name in with_average},
             "left_out": self.left_out,
             "lengths": self._plan.lengths,
             "samples": self._plan.samples,
+            "tasks": sorted(task.name for task in self._tasks),
             **self._identity,
             **self._about,
         }
@@ -223,13 +213,9 @@ def _checked_identity(folder: Path, identity: Mapping[str, Any]) -> dict[str, An
     """The identity; entries that are None are taken from the folder's earlier run, if any."""
     if real_path(folder).is_file():
         raise ValueError(f"{folder} is a file, not a folder; choose another --output")
-    path, earlier = folder / SCORES, {}
-    if path.exists():
-        try:
-            earlier = json.loads(path.read_text(encoding="utf-8"))
-            earlier["results"]
-        except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"{path} is damaged; choose another --output") from error
+    earlier: dict[str, Any] = {}
+    if (folder / SCORES).exists():
+        earlier = read_file(folder / SCORES)
     elif folder.exists() and any(not entry.name.startswith(".") for entry in folder.iterdir()):
         raise ValueError(f"{folder} has files, but not of a RULER run; choose another --output")
     merged = {}
@@ -259,36 +245,20 @@ def score_table(document: Mapping[str, Any]) -> str:
 
 
 def plot_scores(paths: Sequence[Path], output: Path) -> None:
-    """Draws the average over the length, one line for each scores.json: the paper's figure.
-
-    `ValueError` for scores of several versions of RULER: their prompts differ.
-    """
-    lengths: set[int] = set()
-    files = [read_results(path) for path in paths]
-    for path in paths:
-        if AVERAGE not in read_file(path)["results"]:
-            raise ValueError(f"{path} has no RULER scores")
-    versions = [read_file(path).get("version") for path in paths]
-    for path, version in zip(paths, versions, strict=True):
-        if version != versions[0]:
-            raise ValueError(
-                f"{paths[0]} has scores of RULER {versions[0]}, {path} of {version}: draw each "
-                "version by itself"
-            )
+    """Draws the average over the length, one line for each scores.json: the paper's figure."""
+    curves: dict[str, dict[int, float]] = {}
+    for path, name in zip(paths, model_names(paths), strict=True):
+        metrics = read_metrics(path)
+        averages = {int(n): score for (task, n), (score, _) in metrics.items() if task == AVERAGE}
+        if not averages:
+            raise ValueError(f"{path} has no RULER scores to draw")
+        tasks = len({task for task, _ in metrics} - {AVERAGE})
+        of_tasks = "" if tasks == len(TASKS) else f" ({tasks} of {len(TASKS)} tasks)"
+        curves[name + of_tasks] = averages
     with figure(output) as axes:
-        for path, results, name in zip(paths, files, model_names(paths), strict=True):
-            points = sorted(
-                (int(metric), score.value)
-                for (task, metric), score in results.items()
-                if task == AVERAGE
-            )
-            if not points:
-                raise ValueError(f"{path} contains no average to draw")
-            tasks = len({task for task, _ in results} - {AVERAGE})
-            label = name if tasks == len(TASKS) else f"{name} ({tasks} of {len(TASKS)} tasks)"
-            axes.plot(*zip(*points, strict=True), marker="o", label=label)
-            lengths |= {length for length, _ in points}
-        token_ticks(axes, [*lengths])
+        for label, averages in curves.items():
+            axes.plot(*zip(*sorted(averages.items()), strict=True), marker="o", label=label)
+        token_ticks(axes, [length for averages in curves.values() for length in averages])
         axes.set(title="RULER", xlabel="length in tokens", ylabel="average score, %", ylim=(0, 100))
         axes.grid(alpha=0.3)
         axes.legend()

@@ -15,7 +15,6 @@ import numpy as np
 
 from xlstm7b.evaluate.ruler.datasets import Datasets
 
-VERSIONS = ("2025-01", "2026-07")
 _MAX_TRIES = 100  # of the smallest prompt
 
 
@@ -32,7 +31,7 @@ class Draft:
 
     render: Callable[[], str]
     references: list[str]
-    written: str = ""  # the answer as 2025-01 appends it while it looks for the size
+    answer: str = ""  # as the benchmark appends it while it looks for the size
 
 
 @dataclass(frozen=True)
@@ -40,28 +39,10 @@ class Setting:
     """What the samples of a task depend on."""
 
     task: str
-    version: str
     length: int  # in tokens, with the answer
     seed: int
     datasets: Datasets
     count_tokens: Callable[[str], int]
-
-
-class Numbers:
-    """The benchmark's two sources of random numbers."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng, self.numpy = Random(seed), np.random.RandomState(seed)
-
-    def save(self) -> Callable[[], None]:
-        """Returns a function that goes back to the present state."""
-        python, numpy = self.rng.getstate(), self.numpy.get_state()
-
-        def restore() -> None:
-            self.rng.setstate(python)
-            self.numpy.set_state(numpy)
-
-        return restore
 
 
 class Builder(ABC):
@@ -72,13 +53,14 @@ class Builder(ABC):
 
     step: int  # by which the size grows and shrinks
     least = 1  # the smallest size that can be drawn
-    largest = last_drawn = sys.maxsize  # 2025-01: if sizes end, the last one, and the last drawn
-    margin = 0.02  # 2025-01: closer to the limit, the tokens of every prompt are counted
+    largest = last_drawn = sys.maxsize  # if the data ends: the largest size, and the last one drawn
+    margin = 0.02  # closer to the limit, the tokens of every prompt are counted
     example_tokens = 0  # of an example that is not in the draft's prompt yet
 
-    def __init__(self, setting: Setting, limit: int, answer_tokens: int, numbers: Numbers) -> None:
-        self.setting, self.limit, self.answer_tokens = setting, limit, answer_tokens
-        self.numbers, self.rng = numbers, numbers.rng
+    def __init__(self, setting: Setting, answer_tokens: int) -> None:
+        self.setting, self.limit, self.answer_tokens = setting, setting.length, answer_tokens
+        # The benchmark's two sources of random numbers.
+        self.rng, self.numpy = Random(setting.seed), np.random.RandomState(setting.seed)
 
     @abstractmethod
     def draw(self, size: int, index: int) -> Draft:
@@ -97,8 +79,8 @@ class Builder(ABC):
         room = self.limit - self.answer_tokens
         if tokens > room:
             raise ValueError(
-                f"a length of {self.setting.length} is too short for {self.setting.task}: the "
-                f"shortest prompt has {tokens} tokens, and {max(room, 0)} are left for it"
+                f"a length of {self.limit} is too short for {self.setting.task}: the shortest "
+                f"prompt has {tokens} tokens, and {max(room, 0)} are left for it"
             )
 
     def samples(self) -> Iterator[Sample]:
@@ -107,18 +89,12 @@ class Builder(ABC):
         for index in count():
             yield self.fit(size, index)
 
-    def find_size(self) -> int:
-        return self._grow() if self.setting.version == "2025-01" else self._bisect()
-
     def fit(self, size: int, index: int) -> Sample:
         """A sample of the given size; a smaller one if it is too long."""
-        late = self.setting.version == "2025-01"  # an example is added when the rest fits
         tries = 0
         while True:
             draft = self.draw(size, index)
-            if not late:
-                draft = self.complete(draft)
-            tokens = self.count(draft) + (self.example_tokens if late else 0)
+            tokens = self.count(draft) + self.example_tokens
             if tokens + self.answer_tokens <= self.limit:
                 break
             # The benchmark draws again without end if the smallest prompt never fits.
@@ -126,15 +102,14 @@ class Builder(ABC):
                 size = max(size - self.step, self.least)
             elif (tries := tries + 1) == _MAX_TRIES:
                 self.check_tokens(tokens)
-        if late:
-            draft = self.complete(draft)
+        draft = self.complete(draft)
         return Sample(draft.render(), draft.references, tokens + self.answer_tokens)
 
     def count(self, draft: Draft) -> int:
         return self.setting.count_tokens(draft.render())
 
-    def _grow(self) -> int:
-        """2025-01: one step more until a prompt is too long.
+    def find_size(self) -> int:
+        """The size of the samples: one step more until a prompt is too long.
 
         The benchmark counts the tokens of each of these prompts, which takes minutes for long ones.
         Here, prompts that are much too short are only drawn: the next prompt to be counted is half
@@ -143,15 +118,16 @@ class Builder(ABC):
         room = self.limit - self.answer_tokens - self.example_tokens
         size, jump = self.step, 1
         while True:
-            start, restore = size, self.numbers.save()
+            start, python, numpy = size, self.rng.getstate(), self.numpy.get_state()
             jump = max(1, min(jump, (self.last_drawn - size) // self.step + 1))
             for _ in range(jump - 1):
                 self.draw(size, 0)
                 size += self.step
             draft = self.draw(size, 0)
-            tokens = self.setting.count_tokens(draft.render() + draft.written)
+            tokens = self.setting.count_tokens(draft.render() + draft.answer)
             if tokens >= room and jump > 1:
-                restore()
+                self.rng.setstate(python)
+                self.numpy.set_state(numpy)
                 size, jump = start, jump // 2
                 continue
             if tokens > room:
@@ -162,21 +138,3 @@ class Builder(ABC):
             if tokens == room:  # one step too far, as in the benchmark: `fit` goes back
                 return size
             jump = int((room / tokens - 1 - self.margin) / 2 * size / self.step)
-
-    def _bisect(self) -> int:
-        """2026-07: the largest size that fits, by bisection."""
-        low, high = self.step, max(self.estimate_most(), 2 * self.step)
-        best = self.step
-        while low <= high:
-            middle = (low + high) // 2
-            tokens = self.count(self.draw(middle, 0)) + self.example_tokens
-            if tokens + self.answer_tokens <= self.limit:
-                best, low = middle, middle + 1
-            else:
-                high = middle - 1
-        return best
-
-    def estimate_most(self) -> int:
-        """2026-07: a size that is too large for sure. Draws random numbers."""
-        per_unit = self.count(self.draw(self.step, 0)) / self.step
-        return int(self.limit / per_unit * 3)

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import count, pairwise
 from random import Random
@@ -12,20 +12,9 @@ from uuid import UUID
 
 import numpy as np
 
-from xlstm7b.evaluate.ruler.datasets import Questions
-from xlstm7b.evaluate.ruler.samples import Builder, Draft, Numbers, Sample, Setting
-from xlstm7b.evaluate.ruler.sentences import splitter
-from xlstm7b.evaluate.ruler.templates import (
-    COMMON,
-    DOCUMENT,
-    FREQUENT,
-    NEEDLE,
-    NOISE,
-    ONE_VALUE,
-    QUESTION,
-    SEVERAL_VALUES,
-    VT,
-)
+from xlstm7b.evaluate.ruler import templates
+from xlstm7b.evaluate.ruler.datasets import Questions, sentence_splitter
+from xlstm7b.evaluate.ruler.samples import Builder, Draft, Sample, Setting
 from xlstm7b.evaluate.ruler.words import keys, shuffled_words
 
 _SHORT = 4096  # below this length, some tasks take smaller steps
@@ -76,7 +65,7 @@ class _NeedleBuilder(Builder):
     """The size is in words of the essay, or in lines of another haystack."""
 
     def __init__(self, needles: Needles, setting: Setting, answer_tokens: int) -> None:
-        super().__init__(setting, setting.length, answer_tokens, Numbers(setting.seed))
+        super().__init__(setting, answer_tokens)
         self._needles = needles
         self.step = 5 if setting.length < _SHORT else 25
         if needles.haystack == "essay":
@@ -102,7 +91,7 @@ class _NeedleBuilder(Builder):
         several = settings.queries * settings.values > 1
 
         def render() -> str:
-            return (SEVERAL_VALUES if several else ONE_VALUE).format(
+            return (templates.SEVERAL_VALUES if several else templates.ONE_VALUE).format(
                 kind=settings.value if several else settings.value[:-1],
                 context=context(),
                 query=f"{', '.join(before)}, and {last}" if before else last,
@@ -112,7 +101,7 @@ class _NeedleBuilder(Builder):
         return Draft(render, references, " ".join(references))
 
     def _sentence(self, key: str, value: str) -> str:
-        return NEEDLE.format(kind=self._needles.value, key=key, value=value)
+        return templates.NEEDLE.format(kind=self._needles.value, key=key, value=value)
 
     def _in_lines(self, needles: Sequence[str], size: int) -> Callable[[], str]:
         """The needles at random places between lines; the first needle comes last."""
@@ -124,7 +113,7 @@ class _NeedleBuilder(Builder):
         places = sorted(self.rng.sample(range(size), len(needles)), reverse=True)
 
         def render() -> str:
-            lines = [self._sentence(*other) for other in others] or [NOISE] * size
+            lines = [self._sentence(*other) for other in others] or [templates.NOISE] * size
             for place, needle in zip(places, needles, strict=True):
                 lines.insert(place, needle)
             return "\n".join(lines)
@@ -146,11 +135,8 @@ class _NeedleBuilder(Builder):
         return render
 
     def _split_essay(self, size: int) -> list[str]:
-        words = self.setting.datasets.haystack or []
-        if self.setting.version == "2026-07":
-            words = words * math.ceil(size / len(words))
-        _, split = splitter()
-        return split(" ".join(words[:size]).strip())
+        _, split = sentence_splitter()
+        return split(" ".join((self.setting.datasets.haystack or [])[:size]).strip())
 
 
 # Variable tracking: a chain of assignments, hidden in noise.
@@ -162,20 +148,18 @@ _EXAMPLE_LENGTH = 500
 class _Chains(Builder):
     """A chain of assignments in `size` lines of noise."""
 
-    least = _HOPS + 1
+    step, least = 10, _HOPS + 1
     letters = 5  # of a variable's name
 
     def draw(self, size: int, index: int) -> Draft:
         unique: dict[str, None] = {}
         while len(unique) < _HOPS + 1:
             unique["".join(self.rng.choices(ascii_uppercase, k=self.letters))] = None
-        names = list(unique)
-        value = self._draw_value()
+        names, value = list(unique), self.numpy.randint(10_000, 99_999)
         chain = [f"VAR {names[0]} = {value}"]
         chain += [f"VAR {name} = VAR {before} " for before, name in pairwise(names)]
-        inline = self.setting.version == "2025-01"  # links stand before a line, not on their own
-        lines = [f"{NOISE}\n" if inline else NOISE] * size
-        if inline and size <= len(chain):
+        lines = [f"{templates.NOISE}\n"] * size
+        if size <= len(chain):
             parts = [part for line in lines for part in line.split(".")]
             lines = [f"{part}." if part.strip() else part for part in parts]
         places = sorted(self.rng.sample(range(len(lines)), len(chain)))
@@ -184,43 +168,31 @@ class _Chains(Builder):
             mixed = list(lines)
             for before, (place, link) in enumerate(zip(places, chain, strict=True)):
                 mixed.insert(place + before, link)
-            context = (" " if inline else "\n").join(mixed).replace(". \n", ".\n")
-            template = VT[self.setting.version]
-            return template.format(context=context, value=value, count=len(names))
+            context = " ".join(mixed).replace(". \n", ".\n")
+            return templates.TRACKING.format(context=context, value=value, count=len(names))
 
         return Draft(render, names, f" {names}")
-
-    def _draw_value(self) -> int:
-        return int(self.numbers.numpy.randint(10_000, 99_999))
 
 
 class _ExampleChains(_Chains):
     """The solved example that is in every prompt of vt, with short names."""
 
-    step = 5
-    letters = 3
-    stand_in = 12345  # 2026-07: the value, until each sample gets its own
-
-    def _draw_value(self) -> int:
-        return super()._draw_value() if self.setting.version == "2025-01" else self.stand_in
+    step, letters = 5, 3
 
 
 class _TrackingBuilder(_Chains):
     def __init__(self, setting: Setting, answer_tokens: int) -> None:
-        super().__init__(setting, setting.length, answer_tokens, Numbers(setting.seed))
-        late = setting.version == "2026-07"
-        self.step = 5 if late and setting.length < _SHORT else 10
-        budget = 0 if late else answer_tokens
-        example = _ExampleChains(setting, _EXAMPLE_LENGTH, budget, self.numbers)
+        super().__init__(setting, answer_tokens)
+        example = _ExampleChains(replace(setting, length=_EXAMPLE_LENGTH), answer_tokens)
+        example.rng, example.numpy = self.rng, self.numpy
         size = example.find_size()
         try:
             solved = example.fit(size, 0)
         except ValueError:  # with a tokenizer of bytes, no example has 500 tokens
             draft = example.draw(example.step, 0)
             solved = Sample(draft.render(), draft.references, 0)
-        self._end = "\n" if late else "\n\n"
         self._names = solved.references
-        self._example = f"{solved.prompt} {' '.join(solved.references)}{self._end}"
+        self._example = f"{solved.prompt} {' '.join(solved.references)}\n\n"
         self.example_tokens = setting.count_tokens(self._example)
 
     def complete(self, draft: Draft) -> Draft:
@@ -229,9 +201,7 @@ class _TrackingBuilder(_Chains):
         for name in self._names:
             new = "".join(self.rng.choices(ascii_uppercase, k=len(name)))
             example = example.replace(name, new)
-        if self.setting.version == "2026-07":
-            example = example.replace(str(_ExampleChains.stand_in), str(self._draw_value()))
-        return Draft(lambda: f"{example}{self._end}{draft.render()}", draft.references)
+        return Draft(lambda: f"{example}\n\n{draft.render()}", draft.references)
 
 
 # Aggregation: the words that occur most often.
@@ -249,29 +219,23 @@ class _CommonWordsBuilder(Builder):
     step = 10
 
     def __init__(self, setting: Setting, answer_tokens: int) -> None:
-        super().__init__(setting, setting.length, answer_tokens, Numbers(setting.seed))
+        super().__init__(setting, answer_tokens)
         self._words = shuffled_words(setting.seed)
         self.largest = self.last_drawn = len(self._words)
-
-    def check(self, samples: int) -> None:
-        super().check(samples)
-        if self.setting.version == "2026-07":
-            self.find_size()  # an error if there are not enough words
 
     def draw(self, size: int, index: int) -> Draft:
         short = self.setting.length < _SHORT
         example, common = self._draw_list(*((20, 3, 1) if short else (40, 10, 3)))
         question, references = self._draw_list(size, *((6, 1) if short else (30, 3)))
-        space = "" if self.setting.version == "2025-01" else " "
 
         def render() -> str:
-            solved = f"{COMMON.format(context=example())}{space}{_numbered(common)}"
-            return f"{solved}\n{COMMON.format(context=question())}"
+            solved = templates.COMMON.format(context=example()) + _numbered(common)
+            return f"{solved}\n{templates.COMMON.format(context=question())}"
 
         return Draft(render, references, f" {_numbered(references)}")
 
     def _draw_list(self, size: int, often: int, seldom: int) -> tuple[Callable[[], str], list[str]]:
-        words = self.rng.sample(self._words if size <= len(self._words) else self._more(), size)
+        words = self.rng.sample(self._words, size)
         common, others = words[:_COMMON_WORDS], words[_COMMON_WORDS:]
 
         def render() -> str:
@@ -280,23 +244,6 @@ class _CommonWordsBuilder(Builder):
             return _numbered(listed)
 
         return render, common
-
-    def _more(self) -> list[str]:
-        if self.setting.datasets.english_words is None:
-            raise LackOfWordsError(
-                f"more than the {len(self._words):,} words of wonderwords are needed, and no "
-                f"--english-words is given"
-            )
-        return self.setting.datasets.english_words
-
-    def estimate_most(self) -> int:
-        probe = 4096  # words
-        per_word = self.count(self.draw(probe, 0)) / probe
-        return int(self.limit // per_word) * 2
-
-
-class LackOfWordsError(ValueError):
-    """The task cannot run at this length without another word list."""
 
 
 def _numbered(words: Sequence[str]) -> str:
@@ -307,16 +254,14 @@ class _FrequentWordsBuilder(Builder):
     """About `size` coded words: the word of rank r occurs size / (ζ(2) r²) times.
 
     The most frequent one is "...", which is noise; the answer is the next three. Unlike in other
-    tasks, a prompt that is too long keeps its words.
+    tasks, the answer does not count, and a prompt that is too long keeps its words.
     """
 
     def __init__(self, setting: Setting, answer_tokens: int) -> None:
-        # 2025-01 does not count the answer.
-        limit = setting.length - (0 if setting.version == "2025-01" else answer_tokens)
-        super().__init__(setting, limit, 0, Numbers(setting.seed))
-        self._max_answer_tokens = answer_tokens
-        self._ranks = np.arange(1, limit // 50 + 1)
-        self.step = limit // 32
+        super().__init__(setting, 0)
+        self._uncounted = answer_tokens
+        self._ranks = np.arange(1, self.limit // 50 + 1)
+        self.step = self.limit // 32
 
     def draw(self, size: int, index: int) -> Draft:
         return self._draft(self._draw_words(), size)
@@ -324,8 +269,8 @@ class _FrequentWordsBuilder(Builder):
     def check(self, samples: int) -> None:
         if len(self._ranks) < 4:
             raise ValueError(
-                f"a length of {self.setting.length} is too short for {self.setting.task}: "
-                f"there is one coded word for 50 tokens, and 4 are needed"
+                f"a length of {self.limit} is too short for {self.setting.task}: there is one "
+                f"coded word for 50 tokens, and 4 are needed"
             )
         self.check_tokens(self.count(self.draw(self._fewest(), 0)))
 
@@ -342,7 +287,7 @@ class _FrequentWordsBuilder(Builder):
             size -= self.step
             if size < self._fewest():
                 self.check_tokens(tokens)
-        return Sample(draft.render(), draft.references, tokens + self._max_answer_tokens)
+        return Sample(draft.render(), draft.references, tokens + self._uncounted)
 
     def _fewest(self) -> int:
         """A size with which the last of the references occurs once."""
@@ -361,7 +306,7 @@ class _FrequentWordsBuilder(Builder):
             repeats = (size * self._ranks**-2.0 / _ZETA_2).astype(int).tolist()
             text = [word for word, times in zip(words, repeats, strict=True) for _ in range(times)]
             Random(self.setting.seed).shuffle(text)
-            return FREQUENT.format(context=" ".join(text))
+            return templates.FREQUENT.format(context=" ".join(text))
 
         return Draft(render, words[1:4])
 
@@ -380,7 +325,7 @@ class _QuestionBuilder(Builder):
     margin = 0.08  # documents differ in length
 
     def __init__(self, dataset: str, setting: Setting, answer_tokens: int) -> None:
-        super().__init__(setting, setting.length, answer_tokens, Numbers(setting.seed))
+        super().__init__(setting, answer_tokens)
         self._data: Questions = getattr(setting.datasets, dataset)
         self.largest = self.last_drawn = len(self._data.documents)
 
@@ -393,8 +338,7 @@ class _QuestionBuilder(Builder):
         documents = self._data.documents
         missing = max(0, size - len(question.shown))
         if size >= len(documents):
-            again = size if self.setting.version == "2026-07" else len(documents)
-            chosen = [number % len(documents) for number in range(again)]
+            chosen = [*range(len(documents))]
         elif missing > len(question.related):
             known = {*question.shown, *question.related}
             others = [number for number in range(len(documents)) if number not in known]
@@ -407,8 +351,10 @@ class _QuestionBuilder(Builder):
         def render() -> str:
             shown = [documents[number] for number in chosen]
             Random(self.setting.seed).shuffle(shown)
-            texts = [DOCUMENT.format(number=n, text=text) for n, text in enumerate(shown, 1)]
-            return QUESTION.format(context="\n\n".join(texts), question=question.text)
+            texts = [
+                templates.DOCUMENT.format(number=n, text=text) for n, text in enumerate(shown, 1)
+            ]
+            return templates.QUESTION.format(context="\n\n".join(texts), question=question.text)
 
         return Draft(render, references, f" {references}")
 

@@ -1,9 +1,8 @@
 """The text of RULER's prompts, as published: data, which must not be changed.
 
 Source: https://github.com/NVIDIA/RULER, scripts/data/synthetic, Copyright NVIDIA Corporation,
-Apache License 2.0. "2025-01" is its state of January 2025 (commit 860f2bd), "2026-07" that of July
-2026 (commit c3f5e3b). They differ in one template, `VT`. A prompt ends with the beginning of the
-answer.
+Apache License 2.0, in its state of January 2025 (commit 860f2bd). A prompt ends with the beginning
+of the answer.
 """
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -21,16 +20,13 @@ SEVERAL_VALUES = (
     "The special magic {kind} for {query} mentioned in the provided text are"
 )
 
-_TRACKING = (
+TRACKING = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
     "{context}\n"
     "Question: Find all variables that are assigned the value {value} in the text above. "
     "Answer: According to the chain(s) of variable assignment in the text above, {count} variables "
+    "are assgined the value {value}, they are: "
 )
-VT = {
-    "2025-01": _TRACKING + "are assgined the value {value}, they are: ",
-    "2026-07": _TRACKING + "are assigned the value {value}, they are: ",
-}
 
 COMMON = (
     "Below is a numbered list of words. In these words, some appear more often than others. "

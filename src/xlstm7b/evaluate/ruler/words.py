@@ -3,11 +3,9 @@
 Other versions have other lists, and so give other prompts.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
-from itertools import accumulate
 from pathlib import Path
 from random import Random
 
@@ -29,39 +27,35 @@ def shuffled_words(seed: int) -> list[str]:
 
 
 class Keys:
-    """Every "adjective-noun" once, sorted, without building the list: it has 6 million entries.
+    """Every "adjective-noun", sorted, without building the list: it has 6 million entries.
 
-    All keys with one adjective are neighbours, except where "old-" is the beginning of
-    "old-fashioned-": such adjectives form a block, whose keys are sorted together.
+    The keys of one adjective are neighbours and form a row, except where "old-" is the beginning of
+    "old-fashioned-": the rows of such adjectives are sorted together. No key must occur twice.
     """
 
     def __init__(self, adjectives: Sequence[str], nouns: Sequence[str]) -> None:
         self._nouns = sorted({*nouns})
-        self._blocks: list[list[str]] = []  # the beginnings "adjective-" of a block
-        for beginning in sorted({f"{adjective}-" for adjective in adjectives}):
-            if self._blocks and beginning.startswith(self._blocks[-1][0]):
-                self._blocks[-1].append(beginning)
-            else:
-                self._blocks.append([beginning])
-        self._mixed = {
-            number: sorted({beginning + noun for beginning in block for noun in self._nouns})
-            for number, block in enumerate(self._blocks)
-            if len(block) > 1
-        }
-        sizes = [len(self._mixed.get(number, self._nouns)) for number, _ in enumerate(self._blocks)]
-        self._starts = [0, *accumulate(sizes)]
+        self._beginnings = sorted({f"{adjective}-" for adjective in adjectives})
+        self._mixed: dict[int, list[str]] = {}  # row -> its keys
+        first = 0  # the beginnings of a group start with that of its first row
+        for row, beginning in enumerate([*self._beginnings[1:], ""], 1):
+            if beginning.startswith(self._beginnings[first]):
+                continue
+            if row > first + 1:
+                group = self._beginnings[first:row]
+                mixed = iter(sorted(start + noun for start in group for noun in self._nouns))
+                for n in range(first, row):
+                    self._mixed[n] = [next(mixed) for _ in self._nouns]
+            first = row
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return len(self._beginnings) * len(self._nouns)
 
     def __getitem__(self, index: int) -> str:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        number = bisect_right(self._starts, index) - 1
-        offset = index - self._starts[number]
-        if number in self._mixed:
-            return self._mixed[number][offset]
-        return self._blocks[number][0] + self._nouns[offset]
+        row, column = divmod(index, len(self._nouns))
+        if row in self._mixed:
+            return self._mixed[row][column]
+        return self._beginnings[row] + self._nouns[column]
 
 
 def _read_list(name: str) -> list[str]:
