@@ -62,6 +62,15 @@ def pick(rows: Iterable[Row], subject: str, what: str, system: str = OURS, **sha
     return newest[0]
 
 
+def fastest(rows: Iterable[Row], subject: str, what: str, system: str = OURS, **shape: Any) -> Row:
+    """As `pick`, but of several figures that fit, the highest of the newest call."""
+    newest = [row for row in _newest(rows, subject, what, system, shape) if "error" not in row]
+    if not newest:
+        raise ValueError(f"not measured: {_case(subject, what, system, shape)}")
+    call = max(reversed(newest), key=lambda row: str(row["date"]))["call"]
+    return max((row for row in newest if row["call"] == call), key=lambda row: float(row["value"]))
+
+
 def series(
     rows: Iterable[Row], x: str, subject: str, what: str, system: str = OURS, **shape: Any
 ) -> list[Row]:
@@ -108,6 +117,7 @@ def _newest(
             continue
         key = json.dumps(row["shape"], sort_keys=True)
         if key not in found or found[key]["date"] <= row["date"]:
+            found.pop(key, None)  # the order is that of the lines that count
             found[key] = row
     return list(found.values())
 

@@ -14,6 +14,7 @@ from figures import (
     Cell,
     Row,
     Table,
+    fastest,
     joined,
     limit,
     listed,
@@ -46,10 +47,10 @@ def table_over(
 
 
 def _speed(rows: Rows, what: str, system: str = OURS, **shape: Any) -> Row:
-    """A figure that benchmarks/speed.py measured."""
+    """A figure that benchmarks/speed.py measured. Of a full GPU it is that of the best batch."""
     if system == OURS:
         shape = {"model": "7b"} | BF16 | shape
-    return pick(rows, "speed", what, system, **shape)
+    return (fastest if what == "full GPU" else pick)(rows, "speed", what, system, **shape)
 
 
 # README.md
@@ -82,7 +83,7 @@ def readme(rows: Rows) -> Table:
     same = decode(OURS, 0, **BF16_STATES)[0]
     ours, llama = decode(OURS, *contexts, million), decode(LLAMA, *contexts)
     peers = [decode(system, 0)[0] for system in (AUTHORS, TRANSFORMERS)]
-    fastest = full(OURS, weights="fp8", states="bfloat16")
+    ours_full = full(OURS, weights="fp8", states="bfloat16")
     quantised = [decode(OURS, 0, weights=weights)[0] for weights in ("fp8", "int8", "int4")]
     sizes = [
         _speed(rows, "peak memory", weights=weights, batch=1, context=0)
@@ -107,8 +108,8 @@ def readme(rows: Rows) -> Table:
             ],
             [
                 "a full GPU after 2,048 / 131,072 tokens",
-                listed(fastest),
-                limit(fastest[0]),
+                listed(ours_full),
+                limit(ours_full[0]),
                 joined("; ", *(named(name, listed(full(name))) for name in (FALCON, LLAMA))),
                 named(f"{LLAMA} in 8 bits", listed(full(LLAMA_LIMIT, **in_8_bits))),
             ],
@@ -299,9 +300,46 @@ def drift(rows: Rows) -> Table:
     """The loss of a text that is decoded token by token, by the dtype of the states."""
     lines: list[list[Cell | str]] = []
     for states in ("float32", "bfloat16"):
-        of: Pick = partial(pick, rows, "drift", "loss", states=states)
+        of: Pick = partial(pick, rows, "drift", "loss", states=states, weights="bfloat16")
         lines.append([states, *(exact(of(replay=replay)) for replay in ("off", "on"))])
     return Table(("states", "loss", "loss with replay"), lines, one_call=True)
+
+
+def quality(rows: Rows) -> Table:
+    """What quantised weights and bfloat16 states cost: the loss of held-out books."""
+    lines: list[list[Cell | str]] = []
+    for weights in ("bfloat16", "fp8", "int8", "int4"):
+        cells = [
+            exact(
+                pick(
+                    rows, "drift", "loss", model=model, weights=weights, states=states, replay="on"
+                )
+            )
+            for model in ("books-160m", "books-400m")
+            for states in ("float32", "bfloat16")
+        ]
+        lines.append([weights, *cells])
+    header = ("weights", "160M", "160M, bf16 states", "400M", "400M, bf16 states")
+    return Table(header, lines)
+
+
+def paper_blocks(rows: Rows) -> Table:
+    """The paper's table of training speed with the block of the first xLSTM paper and the new."""
+    lines: list[list[Cell | str]] = []
+    for size, paper, shape in (
+        ("160m", "2.97 ×", {"batch": 8, "length": 4096}),
+        ("400m", "3.64 ×", {"batch": 8, "length": 4096}),
+        ("1.4b", "3.50 ×", {"batch": 1, "length": 8192, "micro-batches": 4}),
+        ("7b", "2.64 ×", {"batch": 1, "length": 8192, "micro-batches": 4, "recomputed": "block"}),
+    ):
+        case: dict[str, Any] = {"recomputed": None, **shape}
+        of: Pick = partial(pick, rows, "training", **case)
+        new, previous = (of("training", model=model) for model in (size, f"{size}-previous"))
+        memory = [of("peak memory", model=model) for model in (size, f"{size}-previous")]
+        speeds = number(previous), number(new), ratio(new, previous)
+        lines.append([size, paper, *speeds, listed(memory)])
+    header = ("", "the paper, new / previous", "previous, tok/s", "new", "ours", "memory")
+    return Table(header, lines)
 
 
 def grouped_scoring(rows: Rows) -> Table:
@@ -450,6 +488,7 @@ TABLES: dict[str, Callable[[Rows], Table]] = {
     "speculation-drafts": speculation_drafts,
     "speculation-texts": speculation_texts,
     "drift": drift,
+    "quality": quality,
     "grouped-scoring": grouped_scoring,
     "paper-decode": paper_decode,
     "paper-generation": paper_generation,
@@ -458,4 +497,5 @@ TABLES: dict[str, Callable[[Rows], Table]] = {
     "paper-full-gpu": paper_full_gpu,
     "paper-cell": paper_cell,
     **ABLATION_TABLES,
+    "paper-blocks": paper_blocks,
 }

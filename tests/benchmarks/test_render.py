@@ -13,7 +13,20 @@ from typer.testing import CliRunner
 
 import render
 from drawing import THEMES, Line, Picture, apart, drawn_source
-from figures import ROOT, Cell, Row, Table, listed, number, percent, pick, ratio, shown, value
+from figures import (
+    ROOT,
+    Cell,
+    Row,
+    Table,
+    fastest,
+    listed,
+    number,
+    percent,
+    pick,
+    ratio,
+    shown,
+    value,
+)
 from figures import read_figures as read
 from render import app
 
@@ -164,6 +177,15 @@ def test_the_newest_figure_is_picked() -> None:
     without = figure(4.0, batch=2)
     assert pick([old | {"shape": {"batch": 2, "text": "code"}}, without], "speed", "decode",
                 batch=2, text=None) is without  # fmt: skip
+
+
+def test_of_several_batches_the_fastest_of_the_newest_call_is_picked() -> None:
+    old = [figure(9.0, "a", batch=1), figure(8.0, "a", batch=2)]
+    new = [figure(3.0, "b", batch=1), figure(4.0, "b", batch=4)]
+    assert fastest([*old, *new], "speed", "decode") is new[1]
+    assert fastest([*new, *old], "speed", "decode") is old[0]
+    with pytest.raises(ValueError, match="not measured"):
+        fastest(new, "speed", "decode", batch=3)
 
 
 def test_cells() -> None:
