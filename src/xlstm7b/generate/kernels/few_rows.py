@@ -78,7 +78,7 @@ def multiply_rows(
 
 
 def tile_for(batch: int, rows: int, dtype: torch.dtype, swiglu: bool) -> RowsTile:
-    """The fastest tile on an H200, by `xlstm7b bench tune`.
+    """The fastest tile on an H200, by `benchmarks/tune.py`.
 
     float32 has fewer stages: twice the bytes must fit into the same shared memory. With SwiGLU, two
     tiles of W must.

@@ -129,7 +129,7 @@ def multiply_integers(
 
 
 def tile_for(batch: int, W: QuantizedWeight) -> IntegersTile:
-    """The fastest tiles on an H200, by `bench tune --quantize int4` for groups of 64.
+    """The fastest tiles on an H200, by `benchmarks/tune.py --quantize int4` for groups of 64.
 
     Those of int8, and `prefetch`, were chosen by the speed of whole tokens. `prefetch` helps at 8
     rows, where few rows of W leave the memory idle. A block of 128 words takes as many registers as

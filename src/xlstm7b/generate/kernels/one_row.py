@@ -87,7 +87,7 @@ def multiply_row(
 
 
 def tile_for(rows: int, columns: int, swiglu: bool) -> RowTile:
-    """The fastest tile on an H200, by `xlstm7b bench tune`.
+    """The fastest tile on an H200, by `benchmarks/tune.py`.
 
     `prefetch` was chosen by the speed of whole tokens. A square matrix is the output projection,
     which follows the cell. The cell leaves the memory idle long enough to prefetch most of it.

@@ -124,7 +124,7 @@ def _takes_norm(x: Tensor, tile: CodesTile) -> bool:
 
 
 def tile_for(x: Tensor, W: QuantizedWeight, has_gates: bool) -> CodesTile:
-    """The fastest tiles of `bench tune --quantize int4` on an H200, for 1, 8 and 64 rows.
+    """The fastest tiles of `benchmarks/tune.py --quantize int4` on an H200, for 1, 8 and 64 rows.
 
     In bfloat16 they compile without spilled registers.
     """

@@ -1,6 +1,6 @@
 """Launch parameters of the cell's kernels: block sizes, warps, pipeline stages and dtypes.
 
-`_FAST` and the tiles of the single step were measured with `xlstm7b bench tune` on an
+`_FAST` and the tiles of the single step were measured with `benchmarks/tune.py` on an
 H200 (Triton 3.6) for heads of 256/512 and 65,536 tokens; other head sizes use the same. `_WIDE`
 and `CARRY` were not tuned.
 """
