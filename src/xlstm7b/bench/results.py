@@ -48,20 +48,24 @@ class Results:
         if file is not None and not file.absolute().parent.is_dir():
             raise ValueError(f"cannot write {file}: there is no folder {file.absolute().parent}")
         self.file = file
-        self.rows = [] if file is None else read_rows(file)
         self.failed = False
-        call = call or uuid.uuid4().hex[:8]
-        self._done = {_key(row) for row in self.rows if row["call"] == call}
+        self.call = call or uuid.uuid4().hex[:8]
+        self.reread()
         self._about: dict[str, Any] = {
             "subject": subject,
             "machine": machine_name(device),
             "date": date.today().isoformat(),
             "versions": versions(device, packages),
             "command": command or command_line(),
-            "call": call,
+            "call": self.call,
         }
         self._heading = ""
         print(f"{self._about['machine']}, {_joined(self._about['versions'])}", flush=True)
+
+    def reread(self) -> None:
+        """Also knows what other processes have appended to the file."""
+        self.rows = [] if self.file is None else read_rows(self.file)
+        self._done = {_key(row) for row in self.rows if row["call"] == self.call}
 
     def has(self, what: str, shape: Shape, system: str = OURS) -> bool:
         """Whether this run has measured it before, or has found that it fails."""
