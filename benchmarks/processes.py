@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -19,7 +19,7 @@ import typer
 
 from xlstm7b.bench.measure import UnsteadyError, synchronize
 from xlstm7b.bench.results import Results
-from xlstm7b.cli.options import option
+from xlstm7b.cli.options import listed, option
 
 Json = Annotated[Path | None, option("Append the results to this JSON Lines file.")]
 Call = Annotated[
@@ -44,12 +44,19 @@ class Case(NamedTuple):
     system: str
 
     def is_in(self, results: Results) -> bool:
-        return results.has(self.whats[0], self.shape, self.system)
+        """A result's shape may have more values, such as the batch that was found."""
+        return all(
+            any(
+                (row["call"], row["what"], row["system"]) == (results.call, what, self.system)
+                and self.shape.items() <= row["shape"].items()
+                for row in results.rows
+            )
+            for what in self.whats
+        )
 
     def fail(self, results: Results, error: object) -> None:
         for what in self.whats:
-            if not results.has(what, self.shape, self.system):
-                results.fail(what, self.shape, error, system=self.system)
+            results.fail(what, self.shape, error, system=self.system)
 
 
 def measure_here(
@@ -115,11 +122,8 @@ def _last_error(stderr: str) -> str:
     return (named or lines or [""])[-1]
 
 
-def repeated(script: str, context: typer.Context, **changed: object) -> list[str]:
-    """The command of a script with the options that were given, some of them changed.
-
-    An argument of the script is changed by its name. True is an option without a value.
-    """
+def repeated(script: str, context: typer.Context, changed: Mapping[str, object]) -> list[str]:
+    """The command of a script with what was given, and some of it changed, for `measure_here`."""
     arguments: list[str] = []
     options: list[str] = []
     given = {
@@ -128,14 +132,12 @@ def repeated(script: str, context: typer.Context, **changed: object) -> list[str
         if (source := context.get_parameter_source(name)) is not None and source.name != "DEFAULT"
     }
     flags = {each.name: max(each.opts, key=len) for each in context.command.params}
-    for name, value in (given | changed).items():
-        if not flags[name].startswith("-"):
-            arguments += value if isinstance(value, list) else [str(value)]
-        elif value is True:
-            options.append(flags[name])
-        elif value not in (None, False):
+    for name, value in {**given, **changed}.items():
+        if isinstance(value, list):
+            arguments += value
+        else:
             options += [flags[name], str(value)]
-    return [sys.executable, script, *arguments, *options]
+    return [sys.executable, script, *arguments, *options, "--here"]
 
 
 @contextmanager
@@ -146,6 +148,31 @@ def results_file(file: Path | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder) / "results.jsonl"
+
+
+def exit_if_failed(results: Results) -> None:
+    """Exit code 1 if something of this call could not be measured."""
+    if any("error" in row for row in results.rows if row["call"] == results.call):
+        raise typer.Exit(1)
+
+
+def chosen(what: str, given: Sequence[str] | None, known: Collection[str]) -> list[str]:
+    """The names that were given; all of them by default. `ValueError` for one that is not known."""
+    for name in given or ():
+        if name not in known:
+            raise ValueError(f"there is no {what} {name!r}; choose from {', '.join(known)}")
+    return list(given or known)
+
+
+def numbers(flag: str, text: str, least: int = 1) -> tuple[int, ...]:
+    """The numbers of an option, which are separated by commas."""
+    try:
+        found = tuple(int(part) for part in listed(text))
+    except ValueError:
+        raise ValueError(f"{flag} takes numbers such as 1,8,64, not {text!r}") from None
+    if any(number < least for number in found):
+        raise ValueError(f"{flag} must be at least {least}, not {min(found)}")
+    return found
 
 
 def reason(error: BaseException) -> str:

@@ -14,7 +14,7 @@ is timed (`peers.py`).
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
 from statistics import median
@@ -22,19 +22,22 @@ from typing import Annotated, Any, Protocol, TypeAlias
 
 import torch
 import typer
-from peers import CHECKED, COMPILED, GRAPH, MOST_STEPS, PEERS, Decoder, Llama3, check
+
+from peers import CHECKED, COMPILED, EAGER, GRAPH, MOST_STEPS, PEERS, Decoder, Llama3, check
 from processes import (
     Call,
     Case,
     Here,
     Json,
     Timeout,
+    chosen,
+    exit_if_failed,
     measure_alone,
     measure_here,
+    numbers,
     repeated,
     results_file,
 )
-
 from xlstm7b import accounting
 from xlstm7b.bench.generation import Limits
 from xlstm7b.bench.measure import (
@@ -62,16 +65,16 @@ LIMITS = "limits"
 SYSTEMS = (OURS, *PEERS, LIMITS)
 FIGURES = {  # the names in the results
     "context": ("decode", "peak memory"),
-    "first": ("first token", "first {} tokens"),
-    "generated": ("generation time", "generation memory"),
+    "first": ("first token", "{} tokens"),
+    "generated": ("generation time", "peak memory"),
     "prefill": ("prefill",),
-    "full": ("full GPU", "full GPU, sequences"),
+    "full": ("full GPU",),
 }
 QUANTIZED = ("fp8", "int8", "int4")
 _START = 16  # tokens of a prompt, if its length does not matter
+MOST = 4096  # sequences of a full GPU
 _ENOUGH = 1.0  # seconds: a prompt that takes as long is timed once
 
-Names: TypeAlias = tuple[str, ...]
 Numbers: TypeAlias = tuple[int, ...]
 app = typer.Typer(add_completion=False)
 
@@ -84,7 +87,7 @@ class Plan:
     device: str
     weights: str
     states: str
-    figures: Names
+    figures: tuple[str, ...]
     contexts: Numbers
     prompts: Numbers
     first: int
@@ -93,28 +96,20 @@ class Plan:
     lengths: Numbers
     full_contexts: Numbers
     batches: Numbers
-    most: int
     seconds: float
 
     def __post_init__(self) -> None:
         """`ValueError` for what cannot be measured."""
         ModelConfig.named(self.size)
-        _check("figure", self.figures, FIGURES)
-        _check("weights", [self.weights], ("bfloat16", "float32", *QUANTIZED))
-        _check("states", [self.states], ("float32", "bfloat16"))
-        names = ("prompts", "first", "generated", "tokens", "lengths", "full_contexts", "batches")
-        for name in (*names, "most"):
-            value = getattr(self, name)
-            for number in value if isinstance(value, tuple) else (value,):
-                if number < 1:
-                    flag = name.replace("_", "-")
-                    raise ValueError(f"--{flag} must be at least 1, not {number}")
-        if min(self.contexts, default=0) < 0:
-            raise ValueError(f"--contexts must be at least 0, not {min(self.contexts)}")
+        chosen("figure", self.figures, FIGURES)
+        chosen("dtype of weights", [self.weights], ("bfloat16", "float32", *QUANTIZED))
+        chosen("dtype of states", [self.states], ("float32", "bfloat16"))
+        if self.first < 1:
+            raise ValueError(f"--first must be at least 1, not {self.first}")
         if not self.seconds > 0:
             raise ValueError(f"--seconds must be above 0, not {self.seconds:g}")
         for length in self.lengths:
-            if self.tokens % length:
+            if self.tokens % length or self.tokens < 1:
                 raise ValueError(f"prompts of {length} do not divide {self.tokens} tokens")
 
     @property
@@ -146,40 +141,22 @@ class Plan:
             return [(system, kind) for kind in kinds] if figure in ("context", "full") else []
         return [(PEERS[name].system, PEERS[name].precision(self.dtype, self.states))]
 
-    def _shapes(self, figure: str, of: dict[str, str]) -> Iterator[dict[str, int | str]]:
+    def _shapes(self, figure: str, of: Mapping[str, int | str]) -> Iterator[dict[str, int | str]]:
         match figure:
             case "context":
                 yield from ({**of, "batch": 1, "context": length} for length in self.contexts)
             case "first":
-                yield from ({**of, "batch": 1, "prompt": length} for length in self.prompts)
+                yield from ({**of, "prompt": length} for length in self.prompts)
             case "generated":
-                yield from ({**of, "batch": 1, "tokens": count} for count in self.generated)
+                yield from ({**of, "tokens": count} for count in self.generated)
             case "prefill":
-                for length in self.lengths:
-                    yield {**of, "batch": self.tokens // length, "prompt": length}
-            case "full":
-                for length in self.full_contexts:
-                    yield from ({**of, "context": length, "batch": n} for n in self.batches)
-                    if not self.batches:
-                        yield {**of, "context": length}
-
-
-def _check(what: str, given: Sequence[str], known: Sequence[str] | dict[str, Any]) -> None:
-    for name in given:
-        if name not in known:
-            raise ValueError(f"there is no {what} {name!r}; choose from {', '.join(known)}")
+                pairs = ((self.tokens // length, length) for length in self.lengths)
+                yield from ({**of, "batch": batch, "length": length} for batch, length in pairs)
+            case "full":  # the result has the batch too
+                yield from ({**of, "context": length} for length in self.full_contexts)
 
 
 # The command
-
-
-def _parsed(kind: Any, value: Any) -> Any:
-    """The value of an option; several are separated by commas."""
-    try:
-        items = listed(value) if kind in (Names, Numbers) else []
-        return tuple(items) if kind == Names else tuple(map(int, items)) if items else value or ()
-    except ValueError:
-        raise ValueError(f"{value!r} is not a list of numbers such as 1,8,64") from None
 
 
 @app.command(cls=Command)
@@ -218,7 +195,6 @@ def speed(
     batches: Annotated[
         str, option("full: numbers of sequences.", default="the largest that fits")
     ] = "",
-    most: Annotated[int, option("full: most sequences, if --batches does not say.")] = 4096,
     seconds: Annotated[float, option("Length of one timing of decoding, in seconds.")] = 0.3,
     timeout: Timeout = 480.0,
     json: Json = None,
@@ -229,25 +205,26 @@ def speed(
 
     All have random weights. Nothing is downloaded.
     """
-    systems = systems or list(SYSTEMS)
-    _check("system", systems, SYSTEMS)
-    params = context.params | {"device": to_device(device).type}
-    plan = Plan(**{each.name: _parsed(each.type, params[each.name]) for each in fields(Plan)})
+    names = chosen("system", systems, SYSTEMS)
+    params = context.params | {"device": to_device(device).type, "figures": tuple(listed(figures))}
+    for each in fields(Plan):
+        if each.type == Numbers:
+            flag, least = f"--{each.name.replace('_', '-')}", int(each.name != "contexts")
+            params[each.name] = numbers(flag, params[each.name], least)
+    plan = Plan(**{each.name: params[each.name] for each in fields(Plan)})
     with results_file(json) as file:
-        named = [package for name in systems if name in PEERS for package in PEERS[name].packages]
-        results = Results("speed", plan.device, file=file, call=call, packages=named)
-        for name in systems:
+        packages = [each for name in names if name in PEERS for each in PEERS[name].packages]
+        results = Results("speed", plan.device, file=file, call=call, packages=packages)
+        for name in names:
             cases = plan.cases(name)
             if here:
                 measure_here(cases, partial(_start, name, plan, results), results)
                 continue
             print(f"\n== {name}", flush=True)
-            command = repeated(
-                __file__, context, systems=[name], json=file, call=results.call, here=True
-            )
+            changed = {"systems": [name], "json": file, "call": results.call}
+            command = repeated(__file__, context, changed)
             measure_alone(cases, command, timeout, results)
-        if any("error" in row for row in results.rows if row["call"] == results.call):
-            raise typer.Exit(1)
+        exit_if_failed(results)
 
 
 class System(Protocol):
@@ -285,20 +262,16 @@ class _Measured:
     def add(self, case: Case, *values: float, note: str = "", **named: Any) -> None:
         """One value for each figure of the case. `named` belongs to the first figure."""
         for what, value in zip(case.whats, values, strict=True):
-            if self.results.has(what, case.shape, case.system):
-                continue
             unit = _UNITS.get(what, "s")
             self.results.add(
                 what, case.shape, value, unit, system=case.system, note=note or None, **named
             )
             named = {}
 
-    def add_decoding(
-        self, case: Case, step: Timing, batch: int, second: float, limit: float, note: str
-    ) -> None:
-        """Tokens per second, and what is measured with them."""
-        speed = batch / step.seconds
-        self.add(case, speed, second, limit=limit, spread=step.spread, note=note)
+    def add_full(self, case: Case, step: Timing, batch: int, limit: float, note: str) -> None:
+        """Tokens per second of a full GPU, which is known to hold this batch."""
+        of_batch = case._replace(shape={**case.shape, "batch": batch})
+        self.add(of_batch, batch / step.seconds, limit=limit, spread=step.spread, note=note)
 
     def peak_gb(self) -> float:
         return peak_memory(torch.device(self.device)) / 1e9
@@ -306,8 +279,7 @@ class _Measured:
 
 _UNITS = {
     **dict.fromkeys(("decode", "prefill", "full GPU"), "tok/s"),
-    **dict.fromkeys(("peak memory", "generation memory"), "GB"),
-    "full GPU, sequences": "sequences",
+    "peak memory": "GB",
 }
 
 
@@ -327,7 +299,7 @@ class Ours(_Measured):
             plan.config, self.peaks, plan.dtype, plan.states, quantize, plan.device
         )
         self._latest: Any = None
-        self._full: dict[int, tuple[int, Timing]] = {}
+        self._full: tuple[int, Timing] | None = None
 
     def _generator(self, batch: int = 1) -> Any:
         """One at a time, for its memory."""
@@ -348,7 +320,8 @@ class Ours(_Measured):
         state = generator.read(self._prompts(max(1, int(case.shape["context"]))))
         reset_peak(self.device)
         step = measure_decoding(generator, None, state=state, seconds=self.plan.seconds, **GREEDY)
-        self.add_decoding(case, step, 1, self.peak_gb(), self.limits.decode(), "Generator")
+        limit, memory = self.limits.decode(), self.peak_gb()
+        self.add(case, 1 / step.seconds, memory, limit=limit, spread=step.spread, note="Generator")
 
     def first(self, case: Case) -> None:
         length, last = int(case.shape["prompt"]), self.plan.first
@@ -369,7 +342,7 @@ class Ours(_Measured):
         return measure(generate, self.device, enough=_ENOUGH)
 
     def prefill(self, case: Case) -> None:
-        batch, length = int(case.shape["batch"]), int(case.shape["prompt"])
+        batch, length = int(case.shape["batch"]), int(case.shape["length"])
         generator, prompts = self._generator(batch), self._prompts(length, batch)
         seconds = measure(lambda: generator.read(prompts), self.device, enough=_ENOUGH)
         limit = self.limits.prefill(length, batch)
@@ -377,11 +350,10 @@ class Ours(_Measured):
 
     def full(self, case: Case) -> None:
         """A step takes the same time after any context, so it is timed once."""
-        wanted = int(case.shape.get("batch", 0))
-        if wanted not in self._full:
-            self._full[wanted] = largest_batch(self._bytes_of_row(), self._step, wanted, self.plan)
-        batch, step = self._full[wanted]
-        self.add_decoding(case, step, batch, batch, self.limits.decode(batch), "Generator")
+        if self._full is None:
+            self._full = fastest_batch(self._bytes_of_row(), self._step, self.plan)
+        batch, step = self._full
+        self.add_full(case, step, batch, self.limits.decode(batch), "Generator")
 
     def _step(self, batch: int) -> Timing:
         generator, prompts = self._generator(batch), self._prompts(_START, batch)
@@ -394,24 +366,29 @@ class Ours(_Measured):
         return states + rings + _LOGIT_BYTES * config.vocab_size
 
 
-def largest_batch(
-    row: int, step: Callable[[int], Timing], wanted: int, plan: Plan
-) -> tuple[int, Timing]:
-    """The time of a step with `wanted` sequences: by default as many as fit into free memory.
+def fastest_batch(row: int, step: Callable[[int], Timing], plan: Plan) -> tuple[int, Timing]:
+    """The number of sequences with the most tokens per second, and the time of its step.
 
-    A sequence needs about `row` bytes. Out of memory, a smaller batch is tried.
+    Of those in the plan, else the largest: as many as fit into free memory, where a sequence needs
+    about `row` bytes. Out of memory, a smaller batch is tried.
     """
     release(plan.device)
-    batch = wanted or min(plan.most, int(_FREE_SHARE * free_memory(plan.device) // row))
-    while batch:
-        try:
-            return batch, step(batch)
-        except Exception as error:  # kernels and engines have errors of their own for this
-            if wanted or not re.search("memory|not fit", str(error)):
-                raise
-        release(plan.device)
-        batch = batch * 7 // 8
-    raise torch.OutOfMemoryError
+    largest = min(MOST, int(_FREE_SHARE * free_memory(plan.device) // row))
+    measured = []
+    for wanted in plan.batches or [largest]:
+        batch = wanted
+        while batch:
+            try:
+                measured.append((batch, step(batch)))
+                break
+            except Exception as error:  # kernels and engines have errors of their own for this
+                if not re.search("memory|not fit", str(error)):
+                    raise
+            release(plan.device)
+            batch = batch * 7 // 8
+    if not measured:
+        raise torch.OutOfMemoryError
+    return max(measured, key=lambda each: each[0] / each[1].seconds)
 
 
 _FREE_SHARE = 0.9  # the rest is for what a step computes
@@ -430,7 +407,7 @@ class Other(_Measured):
         longest = max(CHECKED, *plan.contexts, plan.first + max(plan.prompts), *plan.generated)
         self._room = longest + 2 * MOST_STEPS
         self._decoder: Decoder | None = None
-        self._full: dict[int, tuple[int, Timing, str]] = {}
+        self._full: tuple[int, Timing] | None = None
         if {"context", "first", "generated"} & set(plan.figures):
             check(self.decoder)
         else:  # without compiling for one sequence
@@ -472,8 +449,8 @@ class Other(_Measured):
             decoder.read(self.peer.tokens(1, length))
         release(self.device)  # the models of the check too: Python has not freed them yet
         step = decoder.step_time(length, seconds=self.plan.seconds)
-        memory = self._gb_of(length + 1)
-        self.add_decoding(case, step, 1, memory, self._limit(1, length), decoder.note)
+        limit, memory = self._limit(1, length), self._gb_of(length + 1)
+        self.add(case, 1 / step.seconds, memory, limit=limit, spread=step.spread, note=decoder.note)
 
     def _limit(self, batch: int, context: int) -> float:
         return batch * self.peaks[1] / self.peer.step_bytes(batch, context)
@@ -510,7 +487,7 @@ class Other(_Measured):
     def prefill(self, case: Case) -> None:
         self._drop_decoder()
         self.peer.compile_prompts()
-        batch, length = int(case.shape["batch"]), int(case.shape["prompt"])
+        batch, length = int(case.shape["batch"]), int(case.shape["length"])
         prompts = self.peer.tokens(batch, length)
         cache = self.peer.new_cache(batch, length) if self.peer.grows else None
 
@@ -527,34 +504,31 @@ class Other(_Measured):
 
     def full(self, case: Case) -> None:
         self._drop_decoder()
-        length, wanted = int(case.shape["context"]), int(case.shape.get("batch", 0))
+        length = int(case.shape["context"])
         if self.peer.grows:
-            batch, step, note = self._timed_batch(length, wanted)
+            batch, step = self._timed_batch(length)
         else:  # a step takes the same time after any context
-            if wanted not in self._full:
-                self._full[wanted] = self._timed_batch(0, wanted)
-            batch, step, note = self._full[wanted]
-        self.add_decoding(case, step, batch, batch, self._limit(batch, length), note)
+            self._full = self._full or self._timed_batch(0)
+            batch, step = self._full
+        way = COMPILED if self.peer.compiles_batches else GRAPH
+        note = f"{self.peer.engine}, {EAGER if self.device == 'cpu' else way}"
+        self.add_full(case, step, batch, self._limit(batch, length), note)
 
-    def _timed_batch(self, length: int, wanted: int) -> tuple[int, Timing, str]:
-        """A batch, the time of its step, and how that was run."""
-        row = self.peer.cache_bytes(length + 2 * MOST_STEPS) + _LOGIT_BYTES * self.peer.vocab_size
-        compiles, note = self.peer.compiles_batches, ""
+    def _timed_batch(self, length: int) -> tuple[int, Timing]:
+        """A batch, and the time of its step."""
+        room = length + 2 * MOST_STEPS
+        row = self.peer.cache_bytes(room) + _LOGIT_BYTES * self.peer.vocab_size
 
         def timed(batch: int, way: str | None = None) -> Timing:
-            nonlocal note
-            cache = self.peer.new_cache(batch, length + 2 * MOST_STEPS)
-            decoder = Decoder(self.peer, cache, batch=batch, way=way)
-            step = decoder.step_time(length, seconds=self.plan.seconds)
-            note = decoder.note
-            return step
+            decoder = Decoder(self.peer, self.peer.new_cache(batch, room), batch=batch, way=way)
+            return decoder.step_time(length, seconds=self.plan.seconds)
 
-        if not compiles or self.peer.grows:  # such a step is compiled once for any batch
-            batch, step = largest_batch(row, timed, wanted, self.plan)
-            return batch, step, note
-        batch, step = largest_batch(row, partial(timed, way=GRAPH), wanted, self.plan)
+        if self.peer.grows or not self.peer.compiles_batches:
+            return fastest_batch(row, timed, self.plan)
+        # Such a step is compiled for one batch, which is found without compiling.
+        batch, _ = fastest_batch(row, partial(timed, way=GRAPH), self.plan)
         release(self.device)
-        return batch, timed(batch, COMPILED), note
+        return batch, timed(batch)
 
 
 # The limit of a Transformer's memory traffic
@@ -612,8 +586,9 @@ class LlamaLimits(_Measured):
         limit, length = self._limit(case), int(case.shape["context"])
         is_gpu = self.device == "cuda"
         memory = torch.cuda.mem_get_info()[1] if is_gpu else free_memory(self.device)
-        batch = int(case.shape.get("batch", 0)) or limit.largest_batch(length, memory)
-        self.add(case, limit.decode(length, batch), batch, note=_TRAFFIC)
+        batch = limit.largest_batch(length, memory)
+        case = case._replace(shape={**case.shape, "batch": batch})
+        self.add(case, limit.decode(length, batch), note=_TRAFFIC)
 
     def _limit(self, case: Case) -> TransformerLimit:
         return TransformerLimit(self.peaks[1], _CACHE_KINDS[str(case.shape["cache"])])
