@@ -122,8 +122,11 @@ def _last_error(stderr: str) -> str:
     return (named or lines or [""])[-1]
 
 
-def repeated(script: str, context: typer.Context, changed: Mapping[str, object]) -> list[str]:
-    """The command of a script with what was given, and some of it changed, for `measure_here`."""
+def repeated(script: str, context: typer.Context, **changed: object) -> list[str]:
+    """The command of a script with what was given, and some of it changed.
+
+    Lists are arguments. True is an option without a value.
+    """
     arguments: list[str] = []
     options: list[str] = []
     given = {
@@ -136,8 +139,8 @@ def repeated(script: str, context: typer.Context, changed: Mapping[str, object])
         if isinstance(value, list):
             arguments += value
         else:
-            options += [flags[name], str(value)]
-    return [sys.executable, script, *arguments, *options, "--here"]
+            options += [flags[name]] if value is True else [flags[name], str(value)]
+    return [sys.executable, script, *arguments, *options]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ is timed (`peers.py`).
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from statistics import median
@@ -221,8 +221,9 @@ def speed(
                 measure_here(cases, partial(_start, name, plan, results), results)
                 continue
             print(f"\n== {name}", flush=True)
-            changed = {"systems": [name], "json": file, "call": results.call}
-            command = repeated(__file__, context, changed)
+            command = repeated(
+                __file__, context, systems=[name], json=file, call=results.call, here=True
+            )
             measure_alone(cases, command, timeout, results)
         exit_if_failed(results)
 

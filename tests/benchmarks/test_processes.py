@@ -93,8 +93,8 @@ def test_a_command_is_repeated_with_what_was_given():
     app, found = typer.Typer(), []
 
     @app.command()
-    def script(context: typer.Context, names: list[str], more: int = 1, less: int = 1) -> None:
-        found.extend(repeated("a.py", context, {"names": names[:1]}))
+    def script(context: typer.Context, names: list[str], more: int = 1, here: bool = False) -> None:
+        found.extend(repeated("a.py", context, names=names[:1], here=True))
 
     CliRunner().invoke(app, ["x", "y", "--more", "2"])
     assert found == [sys.executable, "a.py", "x", "--more", "2", "--here"]
