@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from xlstm7b.bench import generation, measure, peer_models, speed, texts, training, transformers
+from xlstm7b.bench import generation, measure, peer_models, texts, training, transformers
 from xlstm7b.bench.cases import Result
 from xlstm7b.config import SIZES
 from xlstm7b.generate import Generator
@@ -26,8 +26,7 @@ def _short_timings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "measure", _timed_once)
     for module in (measure, peer_models, transformers):
         monkeypatch.setattr(module, "measure_steps", _four_steps)
-    for module in (generation, speed):
-        monkeypatch.setattr(module, "measure_decoding", _four_tokens)
+    monkeypatch.setattr(generation, "measure_decoding", _four_tokens)
 
 
 def _timed_once(call: Callable[[], object], device: str, **_: object) -> float:
