@@ -10,7 +10,6 @@ import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 from torch.utils.cpp_extension import load
@@ -91,7 +90,7 @@ def _if_kept(kept: set[str], found: re.Match[str]) -> str:
 
 
 def main() -> None:
-    scan_types = list(product([HALF, BF16, FLOAT], [FLOAT, COMPLEX]))
+    scan_types = [(a, b) for a in (HALF, BF16, FLOAT) for b in (FLOAT, COMPLEX)]
     scanned = [(BF16, FLOAT), (FLOAT, FLOAT)]
     scan = (
         "selective_scan_cuda",
@@ -104,7 +103,7 @@ def main() -> None:
             ("selective_scan_bwd_cuda", "SSMParamsBwd", scan_types, []),
         ],
     )
-    types = list(product([HALF, BF16, FLOAT], repeat=2))
+    types = [(a, b) for a in (HALF, BF16, FLOAT) for b in (HALF, BF16, FLOAT)]
     compiled = [(BF16, BF16), (FLOAT, FLOAT)]
     convolution = (
         "causal_conv1d_cuda",
