@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from checkpoint_files import CONFIG, INDEX, assert_same, draw, fuse, names_in, run, save_small
+from checkpoint_files import (
+    CONFIG,
+    INDEX,
+    assert_same_tensors,
+    draw,
+    fuse,
+    names_in,
+    run,
+    save_small,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -27,13 +36,13 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path, dtype: torch.dty
     tensors, folder = draw(dtype=dtype), tmp_path / "new" / "model"
     save_checkpoint(folder, CONFIG, tensors.items())
     assert names_in(folder) == {"model.safetensors", "config.json", "SHA256SUMS"}
-    assert_same(load_file(folder / "model.safetensors"), tensors)
+    assert_same_tensors(load_file(folder / "model.safetensors"), tensors)
     with safe_open(folder / "model.safetensors", "pt") as handle:
         assert handle.metadata() == {"format": "pt"}
     opened = open_checkpoint(folder)
     assert (opened.folder, opened.config, opened.dtype) == (folder, CONFIG, dtype)
     assert opened.nbytes == sum(tensor.nbytes for tensor in tensors.values())
-    assert_same(dict(opened.tensors()), tensors)
+    assert_same_tensors(dict(opened.tensors()), tensors)
     written = json.loads((folder / "config.json").read_text())
     assert written == CONFIG.to_dict(str(dtype).removeprefix("torch."))
     assert verify(folder) == 2
@@ -54,7 +63,7 @@ def test_shards_stay_below_the_limit(tmp_path: Path) -> None:
         held = load_file(tmp_path / name)
         assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= limit
         assert all(index["weight_map"][key] == name for key in held)
-    assert_same(dict(open_checkpoint(tmp_path).tensors()), tensors)
+    assert_same_tensors(dict(open_checkpoint(tmp_path).tensors()), tensors)
     assert verify(tmp_path) == len(shards) + 2
 
 
@@ -86,7 +95,7 @@ def test_saving_casts_and_handles_views_and_strides(tmp_path: Path) -> None:
         progress=lambda *step: seen.append(step),
     )
     want = {name: tensor.detach().bfloat16() for name, tensor in tensors.items()}
-    assert_same(dict(open_checkpoint(tmp_path).tensors()), want)
+    assert_same_tensors(dict(open_checkpoint(tmp_path).tensors()), want)
     assert seen == [(name, tensor.nbytes) for name, tensor in want.items()]
 
 
@@ -157,7 +166,7 @@ def test_the_authors_format_is_read(tmp_path: Path, fused: bool, shards: int) ->
         save_file({key: theirs[key] for key in keys[n::shards]}, tmp_path / name)
     opened = open_checkpoint(tmp_path)
     assert opened.config == config
-    assert_same(dict(opened.tensors()), tensors)
+    assert_same_tensors(dict(opened.tensors()), tensors)
     if shards > 1:
         (tmp_path / "model_1.safetensors").unlink()
         with pytest.raises(ValueError, match=r"there is no file .*model_1\.safetensors"):
@@ -168,7 +177,7 @@ def test_fused_keys_are_split_into_views(tmp_path: Path) -> None:
     folder, tensors = save_small(tmp_path)
     save_file(fuse(tensors), folder / "model.safetensors")
     got = dict(open_checkpoint(folder).tensors())
-    assert_same(got, tensors)
+    assert_same_tensors(got, tensors)
     q, k = got[LAYER + "q.weight"], got[LAYER + "k.weight"]
     assert k.data_ptr() == q.data_ptr() + q.nbytes
 

@@ -13,22 +13,22 @@ from unittest import mock
 
 import pytest
 import torch
-from checkpoint_files import CONFIG, INDEX, assert_same, draw, names_in, run, save_small
+from checkpoint_files import (
+    CONFIG,
+    INDEX,
+    assert_same_tensors,
+    contents,
+    draw,
+    names_in,
+    run,
+    save_small,
+)
 from torch import Tensor
 from train_processes import full_disk
 
 from xlstm7b import files
 from xlstm7b.checkpoint import open_checkpoint, save_checkpoint, verify
 from xlstm7b.cli.options import to_target
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-
 
 # Saving over a folder
 
@@ -66,7 +66,7 @@ def test_other_files_are_kept(
     assert (folder / "logs" / "config.json").read_text() == "also kept, and still written to"
     assert (folder / "link").readlink() == Path("README.md")
     assert folder.stat().st_mode & 0o777 == 0o750
-    assert_same(dict(open_checkpoint(folder).tensors()), tensors)
+    assert_same_tensors(dict(open_checkpoint(folder).tensors()), tensors)
     assert verify(folder) == 3
     assert names_in(tmp_path) == {"model", "tokenizer.json"}
 
@@ -95,8 +95,8 @@ def test_a_checkpoint_can_be_saved_onto_itself(tmp_path: Path) -> None:
     )
     assert (tmp_path / "latest").is_symlink()
     halves = {name: tensor.half() for name, tensor in tensors.items()}
-    assert_same(dict(open_checkpoint(folder).tensors()), halves)
-    assert_same(mapped, tensors)  # tensors mapped before are unchanged
+    assert_same_tensors(dict(open_checkpoint(folder).tensors()), halves)
+    assert_same_tensors(mapped, tensors)  # tensors mapped before are unchanged
     assert names_in(tmp_path) == {"model", "latest"}
 
 
@@ -264,7 +264,7 @@ def test_a_folder_that_another_process_has_written_is_kept(tmp_path: Path) -> No
     for given in (meanwhile(), draw().items()):
         with pytest.raises(FileExistsError, match=rf"^{target} exists already: perhaps another"):
             save_new(target, given)
-        assert_same(dict(open_checkpoint(target).tensors()), tensors)
+        assert_same_tensors(dict(open_checkpoint(target).tensors()), tensors)
         assert names_in(tmp_path) == {"model"}
 
 
@@ -277,7 +277,7 @@ def test_a_folder_that_another_process_is_writing_is_refused(tmp_path: Path) -> 
             save_new(target, draw().items())
 
     save_new(target, first())
-    assert_same(dict(open_checkpoint(target).tensors()), tensors)
+    assert_same_tensors(dict(open_checkpoint(target).tensors()), tensors)
     assert names_in(tmp_path) == {"model"}
 
 
@@ -289,7 +289,7 @@ def test_a_folder_that_appears_meanwhile_is_replaced_if_that_is_asked_for(tmp_pa
         save_small(tmp_path)
 
     save_checkpoint(tmp_path / "model", CONFIG, meanwhile())
-    assert_same(dict(open_checkpoint(tmp_path / "model").tensors()), tensors)
+    assert_same_tensors(dict(open_checkpoint(tmp_path / "model").tensors()), tensors)
     assert names_in(tmp_path) == {"model"}
 
 
@@ -501,4 +501,4 @@ def test_safetensors_keep_metadata_and_bits(tmp_path: Path) -> None:
     assert given == {}
     with files.opened_safetensors(tmp_path / "file") as handle:
         assert handle.metadata() == {"model": "small"}
-        assert_same({key: handle.get_tensor(key) for key in tensors}, tensors)
+        assert_same_tensors({key: handle.get_tensor(key) for key in tensors}, tensors)

@@ -7,16 +7,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 import typer.main
 from commands import Cli, Outcome
+from models import spelling_model
 
 from xlstm7b.cli import main
-from xlstm7b.config import ModelConfig
 from xlstm7b.model import XLSTM
-from xlstm7b.tokenizer import ByteTokenizer
-
-LETTERS = torch.tensor(ByteTokenizer().encode("abcdefghijklmnopqrstuvwxyzäöü"))
 
 
 class Terminal(io.StringIO):
@@ -62,17 +58,8 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def speller(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with bytes as tokens that generates letters. Other tokens have logit 0."""
-    torch.manual_seed(0)
-    model = XLSTM(ModelConfig(128, 2, 2, vocab_size=320))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "gate_preact" in name:
-                parameter.normal_(std=0.5)
-        letters = 20 * model.lm_head.weight[LETTERS]
-        model.lm_head.weight.zero_()
-        model.lm_head.weight[LETTERS] = letters
     folder = tmp_path_factory.mktemp("speller")
-    model.save_pretrained(folder)
+    spelling_model("abcdefghijklmnopqrstuvwxyzäöü").save_pretrained(folder)
     return folder
 
 

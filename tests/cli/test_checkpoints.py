@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from checkpoint_files import CONFIG, INDEX, assert_same, draw, fuse, names_in, save_small
+from checkpoint_files import CONFIG, INDEX, assert_same_tensors, draw, fuse, names_in, save_small
 from commands import Cli, loses_the_race, refused, succeeded, write_config
 from safetensors.torch import load_file, save_file
 
@@ -152,13 +152,13 @@ def test_convert_to_bfloat16_and_back(cli: Cli, tmp_path: Path) -> None:
     out = succeeded(cli("convert", source, target, "--dtype", "bfloat16"))
     assert out == f"wrote {target}\n"
     narrow = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    assert_same(load_file(target / "model.safetensors"), narrow)
+    assert_same_tensors(load_file(target / "model.safetensors"), narrow)
     written = json.loads((target / "config.json").read_text())
     assert written == CONFIG.to_dict("bfloat16")
     assert written["dtype"] == "bfloat16"
     succeeded(cli("convert", target, tmp_path / "wide", "--dtype", "float32"))
     wide = {name: tensor.float() for name, tensor in narrow.items()}
-    assert_same(load_file(tmp_path / "wide" / "model.safetensors"), wide)
+    assert_same_tensors(load_file(tmp_path / "wide" / "model.safetensors"), wide)
     assert read_config(tmp_path / "wide") == CONFIG
 
 
@@ -183,7 +183,7 @@ def test_convert_shards(cli: Cli, tmp_path: Path) -> None:
     for shard in shards:
         held = load_file(shard)
         assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= 40_000
-    assert_same(dict(open_checkpoint(target).tensors()), tensors)
+    assert_same_tensors(dict(open_checkpoint(target).tensors()), tensors)
     assert verify(target) == len(shards) + 2
 
 
@@ -208,7 +208,7 @@ def test_convert_reads_the_authors_format_and_copies_companions(cli: Cli, tmp_pa
     (source / "tokenizer_old").mkdir()
     succeeded(cli("convert", source, target))
     assert names_in(target) == {"model.safetensors", "config.json", "SHA256SUMS", *companions}
-    assert_same(load_file(target / "model.safetensors"), tensors)
+    assert_same_tensors(load_file(target / "model.safetensors"), tensors)
     assert json.loads((target / "config.json").read_text()) == CONFIG.to_dict("float32")
     assert {name: (target / name).read_text() for name in companions} == companions
     assert succeeded(cli("verify", target)) == f"{target}: 5 files match SHA256SUMS\n"
@@ -225,11 +225,11 @@ def test_convert_replaces_only_with_overwrite(cli: Cli, tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
     succeeded(cli(*again, "--overwrite"))
     narrow = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    assert_same(dict(open_checkpoint(target).tensors()), narrow)
+    assert_same_tensors(dict(open_checkpoint(target).tensors()), narrow)
     assert not (target / "model.safetensors").exists()
     # A checkpoint can replace itself.
     succeeded(cli("convert", source, source, "--dtype", "bfloat16", "--overwrite"))
-    assert_same(load_file(source / "model.safetensors"), narrow)
+    assert_same_tensors(load_file(source / "model.safetensors"), narrow)
 
 
 def test_convert_keeps_what_another_process_writes(cli: Cli, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from checkpoint_files import contents
 from commands import (
     Cli,
     Outcome,
@@ -306,10 +307,6 @@ def trained(cli: Cli, settings: list[str], tmp_path: Path) -> Path:
 
 def train(cli: Cli, run: Path, *arguments: object) -> Outcome:
     return cli("train", "quickstart", "--run", run, "--device", "cpu", *arguments)
-
-
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(

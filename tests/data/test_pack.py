@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from models import random_model
 from torch import Tensor
 
 from xlstm7b.config import ModelConfig
@@ -256,16 +257,6 @@ def test_best_fit_decreasing_fills_windows_like_the_plain_algorithm(lengths, cap
     assert sorted(capacity - filled) == sorted(rooms)
 
 
-def random_model() -> XLSTM:
-    """With random gate weights: the training initialisation has gates that ignore their input."""
-    model = XLSTM(ModelConfig(32, 2, 2, vocab_size=64)).double()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "gate_preact" in name:
-                parameter.normal_(std=0.5)
-    return model
-
-
 def loss(model: XLSTM, tokens: list[int], targets: list[int], resets: list[bool] | None) -> Tensor:
     reset = None if resets is None else torch.tensor([resets])
     return -model.token_logprobs(torch.tensor([tokens]), torch.tensor([targets]), resets=reset)[0][
@@ -275,7 +266,7 @@ def loss(model: XLSTM, tokens: list[int], targets: list[int], resets: list[bool]
 
 @pytest.mark.parametrize("packing", ["windows", "best-fit"])
 def test_packed_documents_are_read_as_if_alone(packing):
-    model = random_model()
+    model = random_model(ModelConfig(32, 2, 2, vocab_size=64))
     rng = np.random.default_rng(0)
     texts = [rng.integers(2, 64, length).tolist() for length in (0, 5, 17, 1, 0, 30, 9, 24)]
     folder = in_memory([[[(token, True) for token in [*text, 0]] for text in texts]])
@@ -334,7 +325,7 @@ def test_documents_have_windows_of_their_own(shards, length, seed, has_first):
 
 
 def test_padding_and_cut_pieces_see_nothing_before_them():
-    model = random_model()
+    model = random_model(ModelConfig(32, 2, 2, vocab_size=64))
     folder = in_memory([[[(token, True) for token in [*range(2, 2 + n), 0]] for n in (20, 6, 3)]])
     dataset = PackedDataset(folder, context_length=16, seed=1, packing="best-fit")
     for window in range(2):

@@ -17,18 +17,19 @@ from engines import (
     ROUNDING,
     Driver,
     GraphDraftRunner,
+    assert_same_completion,
     copy_of,
     gpu_like_engine,
     greedy,
     is_idle,
     new_engine,
-    random_model,
     run_alone,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure import error
-from speculation_cases import assert_same, grammar_requests, many_requests
+from models import spread_model
+from speculation_cases import grammar_requests, many_requests
 
 from xlstm7b.accounting import parameter_counts, ring_bytes
 from xlstm7b.config import ModelConfig
@@ -49,9 +50,9 @@ from xlstm7b.generate.state import state_bytes
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import ByteTokenizer
 
-MODEL = random_model()
+MODEL = spread_model()
 SAME = copy.deepcopy(MODEL)
-OTHER = random_model(embedding_dim=32, num_blocks=1)  # hardly ever right
+OTHER = spread_model(embedding_dim=32, num_blocks=1)  # hardly ever right
 
 
 def noisy(share: float = 0.03) -> XLSTM:
@@ -171,7 +172,7 @@ def test_outputs_and_states_are_those_without_drafts(make_engine, draft, slots):
     assert not driver.engine._drafter._texts
     for request, want in zip(requests, wanted_outputs(), strict=True):
         got = driver.completion(request)
-        assert_same(got, want)
+        assert_same_completion(got, want)
         assert 0 <= got.accepted_tokens <= got.drafted_tokens
         if draft == "same" and is_plain_greedy(request):
             assert got.accepted_tokens == got.drafted_tokens
@@ -212,7 +213,7 @@ def test_requests_are_aborted_in_the_middle_of_a_verification(make_engine):
             got = driver.token_ids(request)
             assert got == want.token_ids[: len(got)]
         else:
-            assert_same(driver.completion(request), want)
+            assert_same_completion(driver.completion(request), want)
 
 
 @both_engines
@@ -244,7 +245,7 @@ def test_drafts_with_grammars(make_engine):
     assert 0 < len(drafted) < 20
     assert is_idle(engine)
     for request, want in zip(requests, wanted, strict=True):
-        assert_same(driver.completion(request), want)
+        assert_same_completion(driver.completion(request), want)
     assert all(request.accepted_tokens > 5 for request in requests[5:8])
     assert requests[-1].accepted_tokens == 0
 
@@ -325,7 +326,7 @@ def test_stop_strings_end_an_output_within_a_pass(make_engine):
     assert max(moved_back) > 0
     for request, want in zip(requests, wanted, strict=True):
         got = driver.completion(request)
-        assert_same(got, want)
+        assert_same_completion(got, want)
         assert got.finish_reason == "stop"
         again = driver.add(endless([*request.prompt_token_ids[1:], *got.token_ids]))
         driver.finish()
@@ -344,7 +345,7 @@ def test_requests_without_drafts_in_the_same_batch():
     driver.add_all(requests)
     driver.finish()
     for request, want in zip(requests, wanted_outputs(), strict=True):
-        assert_same(driver.completion(request), want)
+        assert_same_completion(driver.completion(request), want)
         assert request.drafted_tokens == 0 or request.speculate
     assert any(request.accepted_tokens for request in requests)
 
@@ -362,7 +363,7 @@ def test_after_a_loaded_state_the_draft_model_knows_the_new_tokens_only():
 
 
 def test_a_model_without_a_first_token():
-    model = random_model(force_bos_token_insert=False)
+    model = spread_model(force_bos_token_insert=False)
     engine = new_engine(model, slots=2, speculate=copy.deepcopy(model))
     driver = Driver(engine)
     request = driver.add(endless([5, 6, 7]))
@@ -540,7 +541,7 @@ def test_a_folder_of_a_draft_model(tmp_path: Path):
 
 def test_refusals(tmp_path: Path):
     with pytest.raises(ValueError, match="vocabulary of 384 tokens, the model one of 320"):
-        Engine(MODEL, ByteTokenizer(), slots=1, speculate=random_model(vocab_size=384))
+        Engine(MODEL, ByteTokenizer(), slots=1, speculate=spread_model(vocab_size=384))
     with pytest.raises(ValueError, match="the draft model is on meta, the model on cpu"):
         Generator(MODEL, ByteTokenizer(), speculate=copy.deepcopy(MODEL).to("meta"))
     with pytest.raises(ValueError, match="speculation needs the fused path"):
@@ -551,7 +552,7 @@ def test_refusals(tmp_path: Path):
         Generator(MODEL, ByteTokenizer(), speculate=hooked)
     assert str(error.value).endswith("undo this change of the draft model, or give another one")
     MODEL.save_pretrained(tmp_path / "model")
-    random_model(vocab_size=384).save_pretrained(tmp_path / "wide")
+    spread_model(vocab_size=384).save_pretrained(tmp_path / "wide")
     bytes_tokenizer = ByteTokenizer()
     for name, message in {
         "missing": "there is no draft model: .*missing' is neither a folder nor",

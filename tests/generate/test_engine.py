@@ -13,24 +13,25 @@ from engines import (
     ROUNDING,
     Driver,
     ImmediateExecutor,
+    assert_same_completion,
     copy_of,
     gpu_like_engine,
     greedy,
     is_idle,
     new_engine,
-    random_model,
     run_alone,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure import error
+from models import assert_state_after, spread_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xlstm7b.generate import Completion, Engine, Request, RequestStatus, SamplingParams, SavedState
+from xlstm7b.generate import Completion, Engine, Request, RequestStatus, SamplingParams
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.model import XLSTM, ModelState
 
-MODEL = random_model()
+MODEL = spread_model()
 both_engines = pytest.mark.parametrize("make_engine", [new_engine, gpu_like_engine])
 PROMPTS = ["Once upon a time", "A", "é", "The quick brown fox jumps over the lazy dog.", "A b"]
 LONG = random.Random(0).choices(range(2, 258), k=200)
@@ -48,17 +49,6 @@ def alone(request: Request) -> Completion:
     if key not in COMPLETIONS:
         COMPLETIONS[key] = run_alone(MODEL, copy_of(request))
     return COMPLETIONS[key]
-
-
-def assert_same(got: Completion, want: Completion) -> None:
-    assert (got.text, got.token_ids) == (want.text, want.token_ids)
-    assert (got.finish_reason, got.prompt_tokens) == (want.finish_reason, want.prompt_tokens)
-    assert (got.logprobs is None) == (want.logprobs is None)
-    assert (got.top_logprobs is None) == (want.top_logprobs is None)
-    if want.logprobs is not None:
-        assert got.logprobs == pytest.approx(want.logprobs, abs=ROUNDING)
-    if want.top_logprobs is not None:
-        assert [[*top] for top in got.top_logprobs] == [[*top] for top in want.top_logprobs]
 
 
 def run_one(engine: Engine, request: Request) -> Completion:
@@ -87,18 +77,18 @@ def test_greedy_output_is_the_same_alone_and_batched_and_cold_and_warm(make_engi
     want = [alone(request) for request in requests]
     engine = make_engine(MODEL, **options)
     for request, one in zip(requests, want, strict=True):
-        assert_same(run_one(engine, copy_of(request)), one)
+        assert_same_completion(run_one(engine, copy_of(request)), one)
     for _ in range(2):
         driver = Driver(engine)
         many = driver.add_all(copy_of(request) for request in requests * 2)
         driver.finish()
         for request, one in zip(many, want * 2, strict=True):
-            assert_same(driver.completion(request), one)
+            assert_same_completion(driver.completion(request), one)
     assert is_idle(engine)
 
 
 def test_a_model_without_a_first_token():
-    model = random_model(force_bos_token_insert=False)
+    model = spread_model(force_bos_token_insert=False)
     requests = [greedy(prompt) for prompt in [*PROMPTS, LONG, LONG[:150]]]
     want = [run_alone(model, copy_of(request)) for request in requests]
     assert [one.prompt_tokens for one in want] == [16, 1, 2, 44, 3, 200, 150]
@@ -107,7 +97,7 @@ def test_a_model_without_a_first_token():
         many = driver.add_all(copy_of(request) for request in requests)
         driver.finish()
         for request, one in zip(many, want, strict=True):
-            assert_same(driver.completion(request), one)
+            assert_same_completion(driver.completion(request), one)
         assert [request.cached_tokens for request in many] == cached
     with pytest.raises(ValueError, match=r"^the prompt is empty, and this model has no"):
         driver.add(greedy(""))
@@ -242,7 +232,7 @@ def test_any_arrivals_and_aborts(asked, slots, chunk, cache, make_engine):
             assert driver.token_ids(request) == want.token_ids[: len(driver.token_ids(request))]
         else:
             assert request.status is RequestStatus.FINISHED
-            assert_same(driver.completion(request), want)
+            assert_same_completion(driver.completion(request), want)
     assert is_idle(engine)
 
 
@@ -287,7 +277,7 @@ def test_a_shared_prompt_is_read_once(make_engine, slots, cache_bytes):
     assert stats.cached_tokens == 8 * 201  # the first token counts as cached
     assert [one.cached_tokens for one in many] == [0] + [201] * 8
     for n, one in enumerate(many):
-        assert_same(driver.completion(one), alone(request.with_seed_offset(n)))
+        assert_same_completion(driver.completion(one), alone(request.with_seed_offset(n)))
 
 
 def test_a_prompt_whose_first_reader_is_aborted_is_read_once_more():
@@ -300,7 +290,7 @@ def test_a_prompt_whose_first_reader_is_aborted_is_read_once_more():
     assert driver.engine.stats().prompt_tokens == 1 + 3 * 32 + 201
     assert third.cached_tokens == 201
     for request in (second, third):
-        assert_same(driver.completion(request), alone(request))
+        assert_same_completion(driver.completion(request), alone(request))
 
 
 @both_engines
@@ -313,7 +303,7 @@ def test_a_shared_prefix_is_read_once(make_engine):
     # The first request's prompt is the prefix; its state is stored at the end.
     assert driver.engine.stats().prompt_tokens == 201 + 1 + 2 + 3 + 4
     for request in many:
-        assert_same(driver.completion(request), alone(request))
+        assert_same_completion(driver.completion(request), alone(request))
 
 
 @pytest.mark.parametrize("at_once", [False, True])
@@ -331,7 +321,7 @@ def test_a_state_is_stored_where_prompts_start_to_differ(make_engine, at_once):
     assert [request.cached_tokens for request in many] == [0, 0, 193, 193, 193]
     assert driver.engine.stats().prompt_tokens == 2 * 231 + 3 * (231 - 193)
     for request in many:
-        assert_same(driver.completion(request), alone(request))
+        assert_same_completion(driver.completion(request), alone(request))
 
 
 @both_engines
@@ -353,7 +343,7 @@ def test_a_growing_chat_is_read_once(tmp_path, monkeypatch):
         for _ in range(2):
             request = greedy(history, 10)
             answer = run_one(engine, request)
-            assert_same(answer, alone(request))
+            assert_same_completion(answer, alone(request))
             # The first token, the last prompt and its answer need not be read again.
             expected = 1 + len(history) - 3 if len(history) > 200 else 0
             assert request.cached_tokens == answer.cached_tokens == expected
@@ -368,15 +358,6 @@ def test_a_growing_chat_is_read_once(tmp_path, monkeypatch):
 # States
 
 
-def assert_has_read(state: SavedState, tokens: list[int]) -> None:
-    assert state.tokens_seen == [len(tokens)]
-    with torch.no_grad():
-        want, model_state = MODEL(torch.tensor([tokens]), logits="last")
-    assert error(state.logits, want) < 3e-5
-    for block, want_block in zip(state.model_state.blocks, model_state.blocks, strict=True):
-        assert error(block.C, want_block.C) < 3e-5
-
-
 @both_engines
 def test_states_given_and_kept(make_engine):
     engine = make_engine(MODEL, cache_bytes=1 << 20)
@@ -386,14 +367,14 @@ def test_states_given_and_kept(make_engine):
     assert error(first.state.logits, want.state.logits) < 3e-5
     for request in (greedy([], 9), greedy("More", 9)):
         got = run_one(engine, copy_of(request, state=first.state))
-        assert_same(got, alone(copy_of(request, state=want.state)))
+        assert_same_completion(got, alone(copy_of(request, state=want.state)))
         assert got.cached_tokens == 0
     assert first.state.tokens_seen == [210]  # it was copied
     read = run_one(engine, Request(LONG, prefill_only=True))
     assert (read.text, read.token_ids, read.finish_reason) == ("", [], "length")
-    assert_has_read(read.state, [0, *LONG])
+    assert_state_after(read.state, MODEL, [0, *LONG], 3e-5)
     on_top = run_one(engine, Request("Yes", prefill_only=True, state=read.state))
-    assert_has_read(on_top.state, [0, *LONG, *b"[gu"])
+    assert_state_after(on_top.state, MODEL, [0, *LONG, *b"[gu"], 3e-5)
     with pytest.raises(ValueError, match=r"^a request continues one state, not 2$"):
         engine.add_request(Request([], state=read.state.fork(2)))
     other = XLSTM(replace(MODEL.config, num_blocks=3))
@@ -433,7 +414,7 @@ def test_a_kept_state_has_read_exactly_the_output_however_it_finished(
     assert 0 < len(got[3].token_ids) < 20
     assert got[4].token_ids == full[4].token_ids[:1]
     for request, one in zip(requests, got, strict=True):
-        assert_has_read(one.state, [*request.prompt_token_ids, *one.token_ids])
+        assert_state_after(one.state, MODEL, [*request.prompt_token_ids, *one.token_ids], 3e-5)
         continued = alone(copy_of(greedy([], 12), state=one.state))
         whole = alone(greedy([*request.prompt_token_ids, *one.token_ids], 12))
         assert continued.token_ids == whole.token_ids
@@ -462,8 +443,10 @@ def test_finish_ends_a_request_after_its_latest_token(make_engine, steps, keep_s
     assert tokens == (completion.token_ids[:-1] if waits else completion.token_ids)
     assert completion.finish_reason == ("length" if steps >= 12 else "stop")
     if keep_state:
-        assert_has_read(completion.state, [*request.prompt_token_ids, *completion.token_ids])
-    assert_same(driver.completion(other), alone(other))
+        assert_state_after(
+            completion.state, MODEL, [*request.prompt_token_ids, *completion.token_ids], 3e-5
+        )
+    assert_same_completion(driver.completion(other), alone(other))
     assert is_idle(driver.engine)
 
 
@@ -477,7 +460,7 @@ def test_finish_changes_nothing_for_requests_that_have_no_output():
     driver.finish()
     for request in (reading, waiting):
         driver.engine.finish(request)
-        assert_same(driver.completion(request), alone(request))
+        assert_same_completion(driver.completion(request), alone(request))
     assert is_idle(driver.engine)
 
 
@@ -490,7 +473,7 @@ def test_penalties_count_tokens_that_the_state_has_read():
         previous_output=(*before.token_ids,),
     )
     got = run_one(new_engine(MODEL), request)
-    assert_same(got, alone(request))
+    assert_same_completion(got, alone(request))
     assert not {*got.token_ids} & {*before.token_ids}
 
 
@@ -530,7 +513,9 @@ def test_log_probabilities_of_a_prompt(make_engine, length):
     own_again, tops_again = prompt_scores(continued)
     assert own_again == pytest.approx(own, abs=ROUNDING)
     assert [{*top} for top in tops_again] == [{*top} for top in tops]
-    assert_same(driver.completion(continued), alone(greedy(LONG[:length], 4, logprobs=3)))
+    assert_same_completion(
+        driver.completion(continued), alone(greedy(LONG[:length], 4, logprobs=3))
+    )
 
     fused, state = FusedModel(MODEL), ModelState.zeros(MODEL.config, 1)
     with torch.inference_mode():
@@ -585,7 +570,7 @@ def test_a_wrong_number_of_prompt_log_probabilities(wanted):
 @both_engines
 def test_many_aborts_leave_memory_flat(make_engine):
     chance = random.Random(0)
-    model = random_model(num_blocks=1)
+    model = spread_model(num_blocks=1)
     engine = make_engine(model, slots=8, prefill_tokens=16, cache_bytes=1 << 16)
 
     def aborts(rounds: int) -> None:
@@ -620,7 +605,7 @@ def test_no_output_follows_an_abort(make_engine):
     driver.engine.abort(job)
     count = len(driver.outputs[job])
     driver.finish()
-    assert_same(driver.completion(waiting), alone(waiting))
+    assert_same_completion(driver.completion(waiting), alone(waiting))
     assert len(driver.outputs[job]) == count
     assert (job.status, waiting.status) == (RequestStatus.ABORTED, RequestStatus.FINISHED)
     assert is_idle(driver.engine)
@@ -637,7 +622,7 @@ def test_a_request_that_is_ended_and_then_aborted_returns_nothing(make_engine, k
     count = len(driver.outputs[request])
     driver.finish()
     assert len(driver.outputs[request]) == count
-    assert_same(driver.completion(other), alone(other))
+    assert_same_completion(driver.completion(other), alone(other))
     assert is_idle(driver.engine)
 
 
@@ -651,7 +636,7 @@ def test_an_abort_at_any_time_frees_the_slot(make_engine, steps):
     for _ in range(2):
         driver.engine.abort(request)
     driver.finish()
-    assert_same(driver.completion(next_one), alone(next_one))
+    assert_same_completion(driver.completion(next_one), alone(next_one))
     assert request.state is None
     assert is_idle(driver.engine)
 
@@ -674,7 +659,7 @@ def test_a_request_of_another_engine_is_left_alone(make_engine, method):
     getattr(second.engine, method)(requests[0])
     for driver, request in zip((first, second), requests, strict=True):
         driver.finish()
-        assert_same(driver.completion(request), alone(request))
+        assert_same_completion(driver.completion(request), alone(request))
         assert is_idle(driver.engine)
 
 
@@ -682,7 +667,7 @@ def test_a_request_of_another_engine_is_left_alone(make_engine, method):
 @both_engines
 @torch.no_grad()
 def test_logits_that_are_not_numbers_fail_one_request(make_engine, params):
-    model = random_model()
+    model = spread_model()
     model.backbone.embeddings.weight[ord("~") + 2] = torch.nan
     driver = Driver(make_engine(model, slots=2, cache_bytes=1 << 20))
     broken, sound = driver.add_all([greedy("a~b", **params), greedy("B")])
@@ -694,7 +679,7 @@ def test_logits_that_are_not_numbers_fail_one_request(make_engine, params):
     assert [output.token_ids for output in driver.outputs[broken]] == [()]
     assert broken.status is RequestStatus.FAILED
     for request in (sound, later):
-        assert_same(driver.completion(request), alone(request))
+        assert_same_completion(driver.completion(request), alone(request))
     assert is_idle(driver.engine)
 
 
@@ -703,7 +688,7 @@ def test_logits_that_are_not_numbers_fail_one_request(make_engine, params):
 @both_engines
 @torch.no_grad()
 def test_prompt_logprobs_that_are_not_numbers_fail_one_request(make_engine, prompt, options):
-    model = random_model()
+    model = spread_model()
     model.backbone.embeddings.weight[ord("~") + 2] = torch.nan
     driver = Driver(make_engine(model, slots=2, cache_bytes=1 << 20))
     scored = Request(prompt, SamplingParams(max_new_tokens=4), prompt_logprobs=1, **options)
@@ -711,7 +696,7 @@ def test_prompt_logprobs_that_are_not_numbers_fail_one_request(make_engine, prom
     driver.finish()
     assert "the model's logits are not numbers" in str(driver.error(broken))
     assert broken.status is RequestStatus.FAILED
-    assert_same(driver.completion(sound), alone(sound))
+    assert_same_completion(driver.completion(sound), alone(sound))
     assert is_idle(driver.engine)
 
 
@@ -822,7 +807,7 @@ def test_requests_may_be_prepared_in_other_threads():
     driver.add_all(made)
     driver.finish()
     for request in made:
-        assert_same(driver.completion(request), alone(request))
+        assert_same_completion(driver.completion(request), alone(request))
 
 
 # Slots that move to the front, as on a GPU: there a decode step computes a few numbers of slots,
@@ -853,9 +838,9 @@ def test_requests_that_move_to_lower_slots_get_the_same_output(work, seed, keep_
     driver.finish()
     for request in requests:
         got = driver.completion(request)
-        assert_same(got, alone(request))
+        assert_same_completion(got, alone(request))
         if keep_state:
-            assert_has_read(got.state, [*request.prompt_token_ids, *got.token_ids])
+            assert_state_after(got.state, MODEL, [*request.prompt_token_ids, *got.token_ids], 3e-5)
     assert is_idle(driver.engine)
 
 
@@ -872,7 +857,7 @@ def test_few_requests_make_small_decode_steps(decoded):
     assert decoded[-1] == 1
     assert 8 not in decoded[2:]
     driver.finish()
-    assert_same(driver.completion(last), alone(last))
+    assert_same_completion(driver.completion(last), alone(last))
 
 
 def test_a_step_does_little_work_outside_the_model(monkeypatch):

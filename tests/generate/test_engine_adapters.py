@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import random_adapter
-from engines import Driver, greedy, is_idle, new_engine, random_model, run_alone
+from engines import Driver, greedy, is_idle, new_engine, run_alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import spread_model
 
 from xlstm7b.generate import Request, SamplingParams
 from xlstm7b.model import XLSTM
@@ -19,7 +20,7 @@ PROMPTS = ["The sea was", "The sea was calm, and ", "", "Once", "The sea was" * 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "base"
-    random_model().save_pretrained(folder)
+    spread_model().save_pretrained(folder)
     return folder
 
 
@@ -193,7 +194,7 @@ def test_requests_with_different_adapters_share_a_batch_on_a_gpu(base, adapters)
 
 def test_drafts_are_verified_with_the_adapter_of_the_request(adapters, expected):
     """`previous_prompt` holds the output that all of them are to draft: that of adapter 1."""
-    model, prompt = random_model(), PROMPTS[0]
+    model, prompt = spread_model(), PROMPTS[0]
     driver = Driver(new_engine(model, slots=3, adapters=adapters[1:], speculate="lookup"))
     made = [request(prompt, adapter, 12) for adapter in adapters]
     for one in made:

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from measure import error
+from models import random_model
 from torch import Tensor
 
 from xlstm7b.config import ModelConfig
@@ -15,16 +16,6 @@ CONFIG = ModelConfig(embedding_dim=64, num_blocks=2, num_heads=2, vocab_size=40)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 # What a few operations may add, where the plain model's error happens to be small.
 ROUNDING = {torch.float32: 8 * 2.0**-23, torch.bfloat16: 2.0**-7}
-
-
-def random_model(dtype: torch.dtype = torch.float32, config: ModelConfig = CONFIG) -> XLSTM:
-    """Gates that depend on their input; norms and biases that are not one number."""
-    model = XLSTM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "gate_preact" in name or "norm" in name:
-                parameter += 0.3 * torch.randn_like(parameter)
-    return model.to(dtype)
 
 
 def fresh(rows: int, dtype: torch.dtype) -> ModelState:
@@ -76,7 +67,7 @@ def assert_row_unchanged(got: ModelState, before: ModelState, row: int) -> None:
 @torch.no_grad()
 def test_equals_the_model(dtype):
     """Whole rows, then rows of different lengths on top, then single tokens of some of the rows."""
-    model = random_model(dtype)
+    model = random_model(CONFIG, dtype)
     plain, exact = copy.deepcopy(model), copy.deepcopy(model).double()
     fused, state = FusedModel(model), fresh(3, dtype)
 
@@ -116,7 +107,7 @@ def test_equals_the_model(dtype):
 @pytest.mark.parametrize("batch", [1, 2])
 @torch.no_grad()
 def test_reads_in_any_chunks(batch):
-    model = random_model()
+    model = random_model(CONFIG, torch.float32)
     plain, exact = copy.deepcopy(model), copy.deepcopy(model).double()
     fused, state = FusedModel(model), fresh(batch, torch.float32)
     whole, plain_state = torch.randint(0, 40, (batch, 200)), None
@@ -131,7 +122,7 @@ def test_reads_in_any_chunks(batch):
 @torch.no_grad()
 def test_the_feed_forward_in_slices(monkeypatch):
     """A long prompt's wide vectors are computed a few rows at a time."""
-    model = random_model()
+    model = random_model(CONFIG, torch.float32)
     plain, exact = copy.deepcopy(model), copy.deepcopy(model).double()
     monkeypatch.setattr("xlstm7b.generate.fused._FFN_ROWS", 7)
     fused, state, tokens = FusedModel(model), fresh(2, torch.float32), torch.randint(0, 40, (2, 31))
@@ -144,7 +135,7 @@ def test_the_feed_forward_in_slices(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.no_grad()
 def test_vectors_at_all_tokens(dtype):
-    model = random_model(dtype)
+    model = random_model(CONFIG, dtype)
     plain, exact = copy.deepcopy(model), copy.deepcopy(model).double()
     fused, state = FusedModel(model), fresh(2, dtype)
     tokens, lengths = torch.randint(0, 40, (2, 33)), torch.tensor([33, 20])
@@ -161,7 +152,7 @@ def test_vectors_at_all_tokens(dtype):
 @torch.no_grad()
 def test_rows_that_start_from_one_slot_and_are_written_to_another(dtype):
     """Slots that are no target stay as they are, bit for bit; two rows may start from one slot."""
-    model = random_model(dtype)
+    model = random_model(CONFIG, dtype)
     fused, state = FusedModel(model), fresh(6, dtype)
     fused.read(torch.randint(0, 40, (6, 20)), state)
     state.tokens_seen.add_(torch.arange(6))
@@ -184,7 +175,7 @@ def test_rows_that_start_from_one_slot_and_are_written_to_another(dtype):
 @torch.no_grad()
 def test_a_state_kept_in_bfloat16():
     """It is rounded after every read; a row that is not live does not change even then."""
-    model = random_model()
+    model = random_model(CONFIG, torch.float32)
     fused, tokens = FusedModel(model), torch.randint(0, 40, (2, 50))
     state = ModelState.zeros(CONFIG, 2, dtype=torch.bfloat16)
     fused.read(tokens, state)
@@ -209,7 +200,7 @@ def storage_bytes(*tensors: Tensor) -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parameters_become_views_and_there_is_no_second_copy(dtype):
-    model = random_model(dtype)
+    model = random_model(CONFIG, dtype)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     size = sum(parameter.nbytes for parameter in model.parameters())
     fused = FusedModel(model)
@@ -244,7 +235,7 @@ def test_parameters_become_views_and_there_is_no_second_copy(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.no_grad()
 def test_saving_a_fused_model_and_fusing_a_loaded_one(tmp_path, dtype):
-    model = random_model(dtype)
+    model = random_model(CONFIG, dtype)
     FusedModel(model)
     model.save_pretrained(tmp_path / "model")
     loaded = XLSTM.from_pretrained(tmp_path / "model", device="cpu")
@@ -267,7 +258,7 @@ def test_saving_a_fused_model_and_fusing_a_loaded_one(tmp_path, dtype):
 
 
 def test_fusing_twice_moves_nothing():
-    model = random_model()
+    model = random_model(CONFIG, torch.float32)
     first = FusedModel(model)
     second = FusedModel(model)
     for one, two in zip(tensors(first), tensors(second), strict=True):
@@ -301,7 +292,7 @@ def test_fuse_copies_only_what_is_not_adjacent():
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_a_fused_model_can_be_trained_and_uses_what_it_learned(optimizer):
-    model = random_model()
+    model = random_model(CONFIG, torch.float32)
     fused, tokens = FusedModel(model), torch.randint(0, 40, (2, 30))
 
     def read() -> Tensor:
@@ -333,7 +324,7 @@ def test_float32_through_the_kernels(batch, reads):
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = ModelConfig(64, 1, 2, vocab_size=40, ffn_proj_factor=1.0)  # interpreting is slow
-    model = random_model(config=config)
+    model = random_model(config, torch.float32)
     fused = FusedModel(copy.deepcopy(model).to(device))
     fused.operations = gpu
     tokens, live = torch.randint(0, 40, (batch, 9)), torch.arange(batch) % 3 != 1
@@ -384,7 +375,7 @@ def test_bfloat16_on_a_gpu(batch):
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_model_made_in_inference_mode_is_fused(inside):
     with torch.inference_mode():
-        model = random_model()
+        model = random_model(CONFIG, torch.float32)
     with torch.inference_mode(inside):
         fused = FusedModel(model)
         tokens = torch.randint(0, CONFIG.vocab_size, (1, 5))

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoint_files import run as run_script
-from engines import Driver, copy_of, greedy, is_idle, new_engine, random_model
+from engines import Driver, copy_of, greedy, is_idle, new_engine
 from measure import error
+from models import spread_model
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate import (
@@ -30,7 +31,7 @@ PROMPTS = ["Once upon a time", "A", "é", "The quick brown fox jumps over the la
 GREEDY = {"temperature": 0, "max_new_tokens": 12}
 SAMPLED = {"temperature": 1.5, "max_new_tokens": 12, "seed": 7}
 
-MODEL = random_model(gate_std=0.5)
+MODEL = spread_model(gate_std=0.5)
 EXACT_MODEL = copy.deepcopy(MODEL).double()
 GENERATOR = Generator(MODEL, ByteTokenizer())
 
@@ -211,7 +212,7 @@ def test_a_text_continues_under_penalties_that_count_its_start(penalty):
 
 
 def model_with_nan() -> XLSTM:
-    model = random_model(gate_std=0.5)
+    model = spread_model(gate_std=0.5)
     with torch.no_grad():
         model.lm_head.weight[200, 3] = torch.nan
     return model
@@ -234,7 +235,7 @@ def test_logits_that_are_not_numbers_raise(sampling):
 def test_a_read_raises_if_the_logits_after_it_are_not_numbers():
     with pytest.raises(FloatingPointError, match=NO_NUMBERS):
         Generator(model_with_nan(), ByteTokenizer()).read(PROMPTS[:2])
-    model = random_model(gate_std=0.5)
+    model = spread_model(gate_std=0.5)
     with torch.no_grad():
         model.backbone.embeddings.weight[2 + ord("B")] = torch.nan
     generator = Generator(model, ByteTokenizer())
@@ -377,7 +378,7 @@ def test_a_generator_can_be_used_after_a_fault(monkeypatch, fault, work):
 @pytest.mark.parametrize("prompts", ["A", PROMPTS, ["A prompt"] * 3])
 def test_a_generator_uses_the_weights_as_they_are(prompts):
     """A model may be trained between two calls. No state of the old weights is used then."""
-    model = random_model()
+    model = spread_model()
     generator, logprobs = Generator(model, ByteTokenizer()), {**GREEDY, "logprobs": 0}
     before = generator.generate(prompts, **logprobs)
     optimizer, tokens = torch.optim.AdamW(model.parameters(), lr=1e-2), torch.arange(2, 40)[None]
@@ -425,7 +426,7 @@ def results(generator: Generator, prompts: list[str]) -> list[tuple[list[int], l
 @pytest.mark.parametrize("prompts", [["A"], ["A prompt"] * 3])
 @pytest.mark.parametrize("change", [replaced_data, other_end, other_cap])
 def test_replaced_weights_and_configs_are_seen(change, prompts, fused):
-    model = random_model(gate_std=0.5)
+    model = spread_model(gate_std=0.5)
     generator = Generator(model, ByteTokenizer(), fused=fused)
     before = results(generator, prompts)
     change(model)
@@ -439,7 +440,7 @@ def test_replaced_weights_and_configs_are_seen(change, prompts, fused):
 
 @pytest.mark.parametrize("change", [written_through_another_name, other_eps])
 def test_a_refreshed_generator_uses_the_model_as_it_is(change):
-    model = random_model()
+    model = spread_model()
     generator = Generator(model, ByteTokenizer(), fused=False)
     before = results(generator, ["A prompt"] * 3)
     change(model)
@@ -450,7 +451,7 @@ def test_a_refreshed_generator_uses_the_model_as_it_is(change):
 
 
 def test_a_refreshed_generator_compares_the_model_again():
-    model = random_model()
+    model = spread_model()
     generator = Generator(model, ByteTokenizer())
     generator.generate("A", **GREEDY)
     other_eps(model)
@@ -460,7 +461,7 @@ def test_a_refreshed_generator_compares_the_model_again():
 
 
 def test_a_model_that_was_cast_after_a_call():
-    model = random_model()
+    model = spread_model()
     generator = Generator(model, ByteTokenizer())
     generator.generate("A", **GREEDY)
     model.double()
@@ -472,7 +473,7 @@ def test_a_model_that_was_cast_after_a_call():
 @torch.no_grad()
 def test_a_stream_that_was_open_while_the_weights_changed():
     """Its engine is not used again: it holds states of the old weights."""
-    model = random_model()
+    model = spread_model()
     generator = Generator(model, ByteTokenizer())
     stream = generator.stream("A", **GREEDY)
     next(stream)
@@ -588,7 +589,7 @@ def test_progress_counts_every_prompt_token_once():
 # Mistakes raise one clear sentence, before anything runs.
 
 STATE = GENERATOR.read(["A", "B"])
-BARE = Generator(random_model(force_bos_token_insert=False), ByteTokenizer())
+BARE = Generator(spread_model(force_bos_token_insert=False), ByteTokenizer())
 
 
 @pytest.mark.parametrize(
@@ -690,7 +691,7 @@ def test_only_a_language_model_generates(kind, fused):
 
 def test_ids_that_the_tokenizer_does_not_have_add_no_text():
     """The vocabulary has 320 ids, bytes have 258."""
-    generator = Generator(random_model(), ByteTokenizer())
+    generator = Generator(spread_model(), ByteTokenizer())
     for token in (258, 319):
         bias = {token: 100.0}
         done = generator.generate("A", max_new_tokens=3, logit_bias=bias, logprobs=2)[0]

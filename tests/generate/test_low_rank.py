@@ -7,6 +7,7 @@ import torch
 from adapters import TARGETS, adapted_model, random_adapter
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import open_gates
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate.fused import FusedModel
@@ -23,11 +24,7 @@ WIDE = torch.float64
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    model = XLSTM(CONFIG)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "gate_preact" in name:
-                parameter.normal_(std=0.5)
+    model = open_gates(XLSTM(CONFIG))
     folder = tmp_path_factory.mktemp("models") / "base"
     model.save_pretrained(folder)
     for bits in ("int8", "int4"):

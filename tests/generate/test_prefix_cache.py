@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from descriptors import few_descriptors
-from engines import ImmediateExecutor, random_model, token_lists
+from engines import ImmediateExecutor, token_lists
 from hypothesis import given
 from hypothesis import strategies as st
+from models import spread_model
 
 from xlstm7b.generate import prefix_cache, request
 from xlstm7b.generate.fused import FusedModel
@@ -26,7 +27,7 @@ from xlstm7b.generate.state import SavedState, StateStore
 from xlstm7b.model import ModelState
 
 CPU = torch.device("cpu")
-CONFIG = random_model().config
+CONFIG = spread_model().config
 LONG = random.Random(1).choices(range(320), k=400)
 FINGERPRINT = b"these weights"
 
@@ -278,7 +279,7 @@ def test_files_are_found_after_a_restart(tmp_path):
 
 def test_a_prompt_without_a_first_token_is_found_after_a_restart(tmp_path):
     """A state has then read as many tokens as its prefix has."""
-    config = random_model(force_bos_token_insert=False).config
+    config = spread_model(force_bos_token_insert=False).config
     for _ in range(2):
         store = StateStore(tmp_path, config, 1 << 30, evict=True, prefix="prefix-")
         cache = PrefixCache(CPU, 0, 0, DiskLevel(store, FINGERPRINT, CPU))
@@ -416,15 +417,15 @@ def fingerprint(model, dtype=torch.float32, description: object = "config") -> b
 
 
 def test_fingerprints_differ_for_other_dtypes_and_configs():
-    model = random_model()
+    model = spread_model()
     same = fingerprint(model)
-    assert fingerprint(random_model()) == same
+    assert fingerprint(spread_model()) == same
     assert fingerprint(model, torch.bfloat16) != same
     assert fingerprint(model, description="other") != same
 
 
 def test_every_bit_of_every_weight_is_in_the_fingerprint():
-    draw, model = random.Random(5), random_model()
+    draw, model = random.Random(5), spread_model()
     same = fingerprint(model)
     for name, parameter in model.named_parameters():
         bits = parameter.detach().view(-1).view(torch.int32)

@@ -15,13 +15,12 @@ from engines import (
     greedy,
     is_idle,
     new_engine,
-    random_model,
     run_alone,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure import error
-from models import random_model as exact_model
+from models import assert_state_after, random_model, spread_model
 
 from xlstm7b import accounting
 from xlstm7b.config import ModelConfig
@@ -34,9 +33,9 @@ from xlstm7b.generate.unfused import UnfusedModel
 from xlstm7b.tokenizer import ByteTokenizer
 
 torch.manual_seed(0)
-EXACT = exact_model()
+EXACT = random_model()
 FUSED = FusedModel(copy.deepcopy(EXACT))
-MODEL = random_model()
+MODEL = spread_model()
 ENDLESS = SamplingParams(temperature=0, eos_token_id=())
 
 
@@ -49,16 +48,9 @@ def exact_runner(slots: int, least: int = 1, interval: int = 3) -> GraphRunner:
     return runner
 
 
-@torch.no_grad()
 def assert_has_read(runner: ModelRunner, slot: int, tokens: list[int]) -> None:
-    """Tokens seen, logits and state are those of one pass over all tokens."""
-    saved = runner.saved(slot)
-    assert saved.tokens_seen == [len(tokens)]
-    want, state = EXACT(torch.tensor([tokens]), logits="last")
-    assert error(saved.logits, want) < 1e-11
-    for block, want_block in zip(saved.model_state.blocks, state.blocks, strict=True):
-        for part, want_part in zip(block, want_block, strict=True):
-            assert error(part, want_part) < 1e-11
+    """The slot holds the state after these tokens."""
+    assert_state_after(runner.saved(slot), EXACT, tokens)
 
 
 @settings(max_examples=40)
@@ -214,7 +206,7 @@ def test_replay_on_a_gpu_equals_float64(size, slots):
     Many slots of small heads, and a few with heads of a 7B.
     """
     torch.manual_seed(0)
-    model = exact_model(ModelConfig(*size, vocab_size=320), gate_std=0.1)
+    model = random_model(ModelConfig(*size, vocab_size=320), gate_std=0.1)
     prompts = [[2 + n] * (1 + n % 7) for n in range(slots)]
     errors = {}
     for replay in (False, True):
@@ -256,7 +248,7 @@ def test_how_many_slots_replay_takes_depends_on_the_size_of_the_state() -> None:
 def test_a_gpu_switches_between_replay_and_the_plain_step(monkeypatch, state_dtype):
     """Requests of very different lengths: the batch shrinks below the threshold and grows again."""
     torch.manual_seed(0)
-    model = random_model(embedding_dim=256, num_heads=4).to("cuda", torch.bfloat16)
+    model = spread_model(embedding_dim=256, num_heads=4).to("cuda", torch.bfloat16)
     monkeypatch.setattr(runner_module, "default_replay_slots", lambda config: 16)
     found = []
     for replay in (False, None):

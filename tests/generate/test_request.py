@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import Driver, new_engine, random_model, token_lists
+from engines import Driver, new_engine, token_lists
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from models import spread_model
 
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate import Completion, Request, RequestOutput, RequestStatus, SamplingParams
@@ -248,7 +249,7 @@ def test_logits_that_are_not_numbers_raise(token, logprob):
 
 @pytest.mark.parametrize("wanted", [None, 0, 2])
 def test_a_completion_has_log_probabilities_if_wanted(wanted):
-    driver = Driver(new_engine(random_model(), slots=1))
+    driver = Driver(new_engine(spread_model(), slots=1))
     params = SamplingParams(max_new_tokens=3, eos_token_id=(), logprobs=wanted)
     request = driver.add(Request("A prompt", params))
     driver.finish()

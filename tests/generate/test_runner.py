@@ -12,10 +12,11 @@ from engines import GraphRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure import error
+from models import assert_state_after, spread_model, tensors
 from torch import Tensor
 
 from xlstm7b.config import ModelConfig
-from xlstm7b.generate import SamplingParams, SavedState
+from xlstm7b.generate import SamplingParams
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.params import MAX_LOGPROBS
 from xlstm7b.generate.runner import (
@@ -40,20 +41,8 @@ from xlstm7b.model import XLSTM
 EOS = 39
 
 
-def random_model() -> XLSTM:
-    """In float64, with gates that depend on the input: no near ties between tokens."""
-    model = XLSTM(ModelConfig(64, 2, 2, vocab_size=40, eos_token_id=EOS)).double()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "gate_preact" in name:
-                parameter.normal_(std=0.5)
-        model.lm_head.weight *= 20
-        model.lm_head.weight[EOS] = 0  # end of text: possible, not likely
-    return model
-
-
 torch.manual_seed(0)
-MODEL = random_model()
+MODEL = spread_model(torch.float64, gate_std=0.5, spread=20, vocab_size=40, eos_token_id=EOS)
 FUSED = FusedModel(MODEL)
 FLOAT32 = copy.deepcopy(MODEL).float()
 FUSED_FLOAT32 = FusedModel(FLOAT32)
@@ -69,11 +58,6 @@ def draw(*lengths: int) -> list[list[int]]:
     return [torch.randint(1, EOS, (length,)).tolist() for length in lengths]
 
 
-def tensors(state: SavedState) -> list[Tensor]:
-    parts = [part for block in state.model_state.blocks for part in block]
-    return [*parts, state.model_state.tokens_seen, state.logits]
-
-
 def held(runner: ModelRunner, *slots: int) -> list[Tensor]:
     """A copy of everything that the runner holds of these slots."""
     return [tensor for slot in slots for tensor in tensors(runner.saved(slot))]
@@ -83,16 +67,9 @@ def unchanged(runner: ModelRunner, before: list[Tensor], *slots: int) -> bool:
     return all(map(torch.equal, held(runner, *slots), before))
 
 
-@torch.no_grad()
 def assert_has_read(runner: ModelRunner, slot: int, tokens: list[int]) -> None:
-    """Tokens seen, logits and state are those of one pass over all tokens."""
-    saved = runner.saved(slot)
-    assert saved.tokens_seen == [len(tokens)]
-    want, state = MODEL(torch.tensor([tokens]), logits="last")
-    assert error(saved.logits, want) < 1e-11
-    for block, want_block in zip(saved.model_state.blocks, state.blocks, strict=True):
-        for part, want_part in zip(block, want_block, strict=True):
-            assert error(part, want_part) < 1e-11
+    """The slot holds the state after these tokens."""
+    assert_state_after(runner.saved(slot), MODEL, tokens)
 
 
 # Prefill

@@ -86,7 +86,7 @@ def spoil(scores: Tensor, bad: list[str]) -> Tensor:
     return scores
 
 
-def assert_same(oracle: Sampler, sampler: Sampler) -> None:
+def assert_same_sampling(oracle: Sampler, sampler: Sampler) -> None:
     for name in ("tokens", "pending", "index"):
         assert getattr(sampler, name).tolist() == getattr(oracle, name).tolist(), name
 
@@ -128,7 +128,7 @@ def test_tokens_are_those_of_pytorch(
         both[0](scores, needs)
         with blocks_of(block):
             both[1](scores, needs)
-        assert_same(*both)
+        assert_same_sampling(*both)
 
 
 @settings(max_examples=20)
@@ -160,7 +160,7 @@ def test_drafts_are_verified_as_by_pytorch(
             got = both[1].sample_drafts(scores, drafts, SAMPLING, unused)
         assert got.tokens.tolist() == want.tokens.tolist()
         assert got.kept.tolist() == want.kept.tolist()
-        assert_same(*both)
+        assert_same_sampling(*both)
 
 
 @settings(max_examples=10)
@@ -176,7 +176,7 @@ def test_penalties_make_scores_of_64_bits(rows, seed, grid):
         both[0](scores, both[0].needs)
         with blocks_of(16):
             both[1](scores, both[1].needs)
-        assert_same(*both)
+        assert_same_sampling(*both)
         assert torch.equal(both[0]._counts, both[1]._counts)
 
 
@@ -196,7 +196,7 @@ def test_large_vocabularies(grid, vocab):
     scores = make_scores(0, (len(rows), vocab), grid, 3.0)
     for sampler in both:
         sampler(scores, sampler.needs)
-    assert_same(*both)
+    assert_same_sampling(*both)
 
 
 def test_some_rows_and_the_first_rows():
@@ -207,7 +207,7 @@ def test_some_rows_and_the_first_rows():
         for sampler in both:
             sampler.sample_rows(scores, [2, 0])
             sampler.first(2)(scores[:2], sampler.needs)
-        assert_same(*both)
+        assert_same_sampling(*both)
     assert both[1].index.tolist() == [4, 2, 2]
 
 

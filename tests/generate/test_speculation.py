@@ -17,19 +17,19 @@ from engines import (
     ROUNDING,
     Driver,
     GraphRunner,
+    assert_same_completion,
     copy_of,
     gpu_like_engine,
     greedy,
     is_idle,
     new_engine,
-    random_model,
     run_alone,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure import error
-from models import random_model as exact_model
-from speculation_cases import assert_same, grammar_requests, many_requests
+from models import assert_state_after, random_model, spread_model
+from speculation_cases import grammar_requests, many_requests
 
 from xlstm7b.bench import speculation
 from xlstm7b.generate import Completion, Engine, Generator, Request, SamplingParams, SavedState
@@ -44,9 +44,9 @@ from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import ByteTokenizer
 
 torch.manual_seed(0)
-EXACT = exact_model()
+EXACT = random_model()
 FUSED = FusedModel(copy.deepcopy(EXACT))
-MODEL = random_model()
+MODEL = spread_model()
 ENDLESS = SamplingParams(temperature=0, eos_token_id=(), max_new_tokens=1000)
 both_engines = pytest.mark.parametrize("make_engine", [new_engine, gpu_like_engine])
 
@@ -67,17 +67,9 @@ def exact_runner(
     return runner
 
 
-@torch.no_grad()
 def assert_has_read(runner: ModelRunner, slot: int, tokens: Sequence[int], back: int = 0) -> None:
-    """Tokens seen, logits and state are those of one pass over all tokens but the last `back`."""
-    tokens = tokens[: len(tokens) - back]
-    saved = runner.saved(slot, back)
-    assert saved.tokens_seen == [len(tokens)]
-    want, state = EXACT(torch.tensor([[*tokens]]), logits="last")
-    assert error(saved.logits, want) < 1e-11
-    for block, want_block in zip(saved.model_state.blocks, state.blocks, strict=True):
-        for part, want_part in zip(block, want_block, strict=True):
-            assert error(part, want_part) < 1e-11
+    """The slot holds the state after these tokens, and the one before the last `back` of them."""
+    assert_state_after(runner.saved(slot, back), EXACT, tokens[: len(tokens) - back])
 
 
 @cache
@@ -261,7 +253,7 @@ def test_outputs_and_states_are_those_without_drafts(make_engine, accuracy, orac
     assert is_idle(driver.engine)
     for request, want in zip(requests, wanted, strict=True):
         got = driver.completion(request)
-        assert_same(got, want)
+        assert_same_completion(got, want)
         assert 0 <= got.accepted_tokens <= got.drafted_tokens
         assert got.accepted_tokens < max(1, len(got.token_ids))
     stats = driver.engine.stats()
@@ -281,7 +273,7 @@ def test_a_request_alone(make_engine, oracle, monkeypatch):
         want, driver, before = alone(request), Driver(engine), engine.stats().steps
         driver.add(request)
         driver.finish()
-        assert_same(driver.completion(request), want)
+        assert_same_completion(driver.completion(request), want)
         if len(want.token_ids) == 30:
             assert engine.stats().steps - before < 25
     assert is_idle(engine)
@@ -320,7 +312,7 @@ def test_requests_are_aborted_in_the_middle_of_a_verification(make_engine, oracl
     assert len(finished) > 5
     for request, want in zip(requests, wanted, strict=True):
         if request in finished:
-            assert_same(driver.completion(request), want)
+            assert_same_completion(driver.completion(request), want)
         else:
             got = driver.token_ids(request)
             assert got == want.token_ids[: len(got)]
@@ -366,7 +358,7 @@ def test_stop_strings_end_an_output_within_a_pass(make_engine, accuracy, oracle,
     for request, want in zip(requests, wanted, strict=True):
         assert want.finish_reason == "stop"
         got = driver.completion(request)
-        assert_same(got, want)
+        assert_same_completion(got, want)
         # The cache has the state after the output: with its tokens as a prompt, all is cached.
         again = Request([*request.prompt_token_ids[1:], *got.token_ids], greedy("").params)
         fresh = alone(copy_of(again, params=greedy("", 8).params))
@@ -390,7 +382,7 @@ def test_requests_without_drafts_in_the_same_batch(oracle, monkeypatch):
     driver.finish()
     for request, want in zip(requests, wanted, strict=True):
         got = driver.completion(request)
-        assert_same(got, want)
+        assert_same_completion(got, want)
         assert got.drafted_tokens == 0 or request.speculate
     assert any(request.accepted_tokens for request in requests)
 
@@ -407,7 +399,7 @@ def test_drafts_with_grammars(make_engine, accuracy, oracle, monkeypatch):
     driver.finish()
     assert is_idle(driver.engine)
     for request, want in zip(requests, wanted, strict=True):
-        assert_same(driver.completion(request), want)
+        assert_same_completion(driver.completion(request), want)
     accepted = [r.accepted_tokens for r in requests if r.params.structured_outputs is not None]
     assert sum(accepted) > 20
     assert len([count for count in accepted if count]) > 5
@@ -501,7 +493,7 @@ def test_steps_run_ahead_while_drafts_do_not_pay(oracle, monkeypatch):
     driver.step(4)
     assert len(driver.engine._in_flight) == 1
     driver.finish()
-    assert_same(driver.completion(request), want)
+    assert_same_completion(driver.completion(request), want)
 
 
 def test_outputs_of_a_pass_are_processed_while_the_next_one_runs(oracle, monkeypatch):
@@ -519,7 +511,7 @@ def test_outputs_of_a_pass_are_processed_while_the_next_one_runs(oracle, monkeyp
             assert len(driver.engine._in_flight) == in_flight
         assert request.drafted_tokens == (3 if in_flight else 4) * MAX_DRAFT
         driver.finish()
-        assert_same(driver.completion(request), want)
+        assert_same_completion(driver.completion(request), want)
         assert is_idle(driver.engine)
 
 
@@ -534,7 +526,7 @@ def test_stop_strings_without_a_final_state(make_engine, oracle, monkeypatch):
     assert is_idle(driver.engine)
     for request, want in zip(requests, wanted, strict=True):
         got = driver.completion(request)
-        assert_same(got, want)
+        assert_same_completion(got, want)
         assert got.finish_reason == "stop"
         assert got.accepted_tokens < len(got.token_ids)
 
@@ -567,7 +559,7 @@ def test_large_batches_have_fewer_drafts_on_a_gpu(oracle, monkeypatch):
     assert {(8, 7)} <= {*passes}
     assert all(bucket * (drafts + 1) <= 64 for bucket, drafts in passes)
     for request, want in zip(requests[30:], wanted[30:], strict=True):
-        assert_same(driver.completion(request), want)
+        assert_same_completion(driver.completion(request), want)
 
 
 def test_a_step_waits_for_the_last_token_only_within_a_repetition():
@@ -678,7 +670,7 @@ def test_refusals():
 
 
 def test_a_generator_refuses_when_it_is_built():
-    other = random_model(block="previous", qk_dim_factor=2.0, v_dim_factor=2.0)
+    other = spread_model(block="previous", qk_dim_factor=2.0, v_dim_factor=2.0)
     for model, options, message in (
         (MODEL, {"speculate": "lookup", "replay": False}, "speculation needs replay decoding"),
         (MODEL, {"speculate": MODEL, "fused": False}, "which fused=False turns off"),
@@ -742,7 +734,7 @@ def test_a_gpu_in_bfloat16(state_dtype, share, monkeypatch):
     torch.manual_seed(0)
     # Nearly no draft would pay for such a small model.
     monkeypatch.setattr(ModelRunner, "draft_cost", lambda *_: DraftCost())
-    model = random_model(embedding_dim=512, num_heads=4, num_blocks=3).to("cuda", torch.bfloat16)
+    model = spread_model(embedding_dim=512, num_heads=4, num_blocks=3).to("cuda", torch.bfloat16)
     speculation.make_predictable(model)
     forced = partial(speculation.ForcedDrafts, 320, share, False)
     monkeypatch.setattr("xlstm7b.generate.drafts.LookupText", forced)

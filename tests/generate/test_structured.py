@@ -17,10 +17,10 @@ import jsonschema_rs
 import numpy as np
 import pytest
 import torch
-from engines import Driver, copy_of, gpu_like_engine, is_idle, new_engine, random_model
+from engines import Driver, copy_of, gpu_like_engine, is_idle, new_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import spelling_model
+from models import spelling_model, spread_model
 from tokenizer_kinds import gpt2, qwen, sentencepiece, unigram
 
 from xlstm7b.chat_format import PlainFormat
@@ -38,7 +38,7 @@ from xlstm7b.generate.structured import (
 )
 from xlstm7b.tokenizer import ByteTokenizer, FileTokenizer
 
-MODEL = random_model()
+MODEL = spread_model()
 TOKENIZER = ByteTokenizer()
 GENERATOR = Generator(MODEL, TOKENIZER)
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}  # a random model likes white space
@@ -235,7 +235,7 @@ def test_tokens_of_several_bytes(kind, tmp_path: Path):
     folder = kind(tmp_path / kind.__name__)
     tokenizer = FileTokenizer(folder / "tokenizer.json")
     size = tokenizer.vocab_size + 7  # some ids have no token
-    model = random_model(vocab_size=size, eos_token_id=tokenizer.special.eos)
+    model = spread_model(vocab_size=size, eos_token_id=tokenizer.special.eos)
     form = {"json": {"type": "string", "pattern": "^the (lazy )?dog, [a-zäß]{1,9}$"}}
     generator = Generator(model, tokenizer)
     outputs = generator.generate(

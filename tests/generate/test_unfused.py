@@ -12,10 +12,11 @@ from changed_models import (
     other_norm,
     trained_lora,
 )
-from engines import Driver, copy_of, gpu_like_engine, greedy, new_engine, random_model
+from engines import Driver, copy_of, gpu_like_engine, greedy, new_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure import error
+from models import spread_model
 from torch import nn
 
 from xlstm7b import Generator, Request, SamplingParams
@@ -73,7 +74,7 @@ def test_a_refused_model_is_left_as_it_was():
 
 def test_extra_layers_blocks_and_parameters_are_differences():
     def refusal(change):
-        model = random_model()
+        model = spread_model()
         change(model)
         with pytest.raises(ValueError, match="fused=False") as error:
             FusedModel(model)
@@ -124,13 +125,13 @@ def test_patched_classes_show_in_the_logits(monkeypatch, kind, named):
     forward = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, x: forward(self, x).flip(-1))
     with pytest.raises(ValueError, match="fused=False") as refusal:
-        FusedModel(random_model())
+        FusedModel(spread_model())
     assert str(refusal.value) == named + REMEDY
 
 
 def test_rounding_that_adds_up_over_many_blocks_is_no_other_model(monkeypatch):
     """A 7B in bfloat16 with 4-bit weights: each block is off by 1%, the logits by more than 10%."""
-    model = random_model(num_blocks=48)
+    model = spread_model(num_blocks=48)
 
     def add_product(x, y, W):
         added = y @ W.mT
@@ -148,7 +149,7 @@ def test_rounding_that_adds_up_over_many_blocks_is_no_other_model(monkeypatch):
 
 
 def test_notes_compiled_calls_shared_weights_and_training_mode_are_no_differences():
-    model = random_model()
+    model = spread_model()
     model.backbone.blocks[0].note = "mine"
     model.lm_head.weight = model.backbone.embeddings.weight
     model.compile()
@@ -159,7 +160,7 @@ def test_notes_compiled_calls_shared_weights_and_training_mode_are_no_difference
 
 
 def test_adapters_added_after_the_first_call_are_noticed():
-    model = random_model()
+    model = spread_model()
     generator = Generator(model, ByteTokenizer())
     generator.generate("A", max_new_tokens=2)
     trained_lora(model)
@@ -183,7 +184,7 @@ def test_equals_the_model_alone_batched_and_streamed(change):
 
 
 def test_equals_the_fused_path():
-    model = random_model()
+    model = spread_model()
     fused, plain = Generator(model, ByteTokenizer()), unfused(copy.deepcopy(model))
     params = SamplingParams(max_new_tokens=12, seed=3, top_p=0.9, logprobs=2)
     done = (generator.run([Request(p, params) for p in PROMPTS]) for generator in (fused, plain))
@@ -208,7 +209,7 @@ def test_equals_the_model_with_a_prefix_cache(make):
     assert engine.stats().cached_tokens > 40
 
 
-MODEL = random_model()
+MODEL = spread_model()
 FUSED, PLAIN = FusedModel(copy.deepcopy(MODEL)), UnfusedModel(MODEL)
 
 
@@ -277,7 +278,7 @@ def test_an_adapter_that_learns_between_two_calls():
 
 def test_cached_states_on_disk_are_not_those_of_another_model(tmp_path):
     """Two models with the same weights: the second has another norm."""
-    for model in (random_model(), changed_model(other_norm)):
+    for model in (spread_model(), changed_model(other_norm)):
         engine = new_engine(model, slots=1, cache_folder=tmp_path, cache_interval=8, fused=False)
         driver = Driver(engine)
         request = driver.add(greedy("Once upon a time"))
@@ -289,14 +290,14 @@ def test_cached_states_on_disk_are_not_those_of_another_model(tmp_path):
 
 def test_peft_adapters():
     peft = pytest.importorskip("peft")
-    model = random_model()
+    model = spread_model()
     adapted = peft.get_peft_model(
         model, peft.LoraConfig(target_modules=["q", "k", "v"], init_lora_weights=False)
     )
     with pytest.raises(ValueError, match=r"backbone\.blocks\.0\.mlstm_layer\.q is a .*lora"):
         Generator(model, ByteTokenizer()).generate("A")
     want = by_forward(model, "The sea")
-    assert want != by_forward(random_model(), "The sea")
+    assert want != by_forward(spread_model(), "The sea")
     for either in (model, adapted):
         assert unfused(either).generate("The sea", **GREEDY)[0].token_ids == want
 
@@ -307,7 +308,7 @@ def test_peft_adapters():
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("prompt", ["", "A", "The sea was"])
 def test_the_state_of_a_prompt_that_is_only_scored(state, prompt):
-    generator = Generator(random_model(), ByteTokenizer())
+    generator = Generator(spread_model(), ByteTokenizer())
     before = generator.read("So ") if state else None
     request = Request(prompt, state=before, prompt_logprobs=1, prefill_only=True, keep_state=True)
     without = copy_of(request, keep_state=False)
@@ -331,7 +332,7 @@ def test_the_state_of_a_prompt_that_is_only_scored(state, prompt):
 
 @pytest.mark.gpu
 def test_calls_of_the_model_on_a_gpu():
-    model = random_model()
+    model = spread_model()
     trained_lora(model)
     want = [by_forward(model, prompt) for prompt in PROMPTS]
     assert [done.token_ids for done in unfused(model.cuda()).generate(PROMPTS, **GREEDY)] == want

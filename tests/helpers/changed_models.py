@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from engines import random_model
+from models import spread_model
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -127,6 +127,6 @@ CHANGES: dict[Callable[[XLSTM], None], str] = {
 
 
 def changed_model(change: Callable[[XLSTM], None]) -> XLSTM:
-    model = random_model()
+    model = spread_model()
     change(model)
     return model

@@ -42,7 +42,7 @@ def fuse(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return fused
 
 
-def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+def assert_same_tensors(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     assert got.keys() == want.keys()
     for name, tensor in want.items():
         assert got[name].dtype == tensor.dtype, name
@@ -51,6 +51,12 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below the folder, by its path there."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def run(script: str, *arguments: object, **environment: str) -> str:

@@ -6,8 +6,8 @@ from functools import lru_cache
 import pytest
 import torch
 from hypothesis import strategies as st
+from models import assert_states_match
 
-from xlstm7b.config import ModelConfig
 from xlstm7b.generate import Completion, Engine, Request, RequestOutput, SamplingParams
 from xlstm7b.generate import engine as engine_module
 from xlstm7b.generate import runner as runner_module
@@ -19,7 +19,7 @@ from xlstm7b.generate.scheduler import PrefillLimits
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import ByteTokenizer
 
-# In float32 the logits of `random_model` differ by at most 2e-4 from float64's, and by another
+# In float32 the logits of `spread_model` differ by at most 2e-4 from float64's, and by another
 # rounding error for each way of cutting a prompt: two ways may differ by twice that.
 ROUNDING = 4e-4
 
@@ -27,20 +27,6 @@ ROUNDING = 4e-4
 token_lists = st.lists(st.integers(0, 2), max_size=6).map(
     lambda parts: [token for part in parts for token in [part] * 40]
 )
-
-
-def random_model(*, gate_std: float = 0.1, **changes: object) -> XLSTM:
-    """Gates depend on the input, and logits are far apart: no near ties between tokens."""
-    torch.manual_seed(0)
-    fields = {"embedding_dim": 64, "num_blocks": 2, "num_heads": 2, "vocab_size": 320}
-    model = XLSTM(ModelConfig(**{**fields, **changes}))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "gate_preact" in name:
-                parameter.normal_(std=gate_std)
-        model.lm_head.weight *= 15
-        model.lm_head.weight[0] = 0  # end of text: possible, not likely
-    return model
 
 
 def new_engine(model: XLSTM, **options: object) -> Engine:
@@ -131,6 +117,21 @@ class Driver:
         assert [*merged.top_logprobs] == (completion.top_logprobs or [])
         assert completion.cached_tokens == request.cached_tokens
         return completion
+
+
+def assert_same_completion(got: Completion, want: Completion) -> None:
+    """Two ways to the same output: log-probabilities and states differ by rounding."""
+    assert (got.text, got.token_ids) == (want.text, want.token_ids)
+    assert (got.finish_reason, got.prompt_tokens) == (want.finish_reason, want.prompt_tokens)
+    assert (got.logprobs is None) == (want.logprobs is None)
+    assert (got.top_logprobs is None) == (want.top_logprobs is None)
+    if want.logprobs is not None:
+        assert got.logprobs == pytest.approx(want.logprobs, abs=ROUNDING)
+    if want.top_logprobs is not None:
+        assert [[*top] for top in got.top_logprobs] == [[*top] for top in want.top_logprobs]
+    assert (got.state is None) == (want.state is None)
+    if want.state is not None:
+        assert_states_match(got.state, want.state, ROUNDING)
 
 
 def is_idle(engine: Engine) -> bool:

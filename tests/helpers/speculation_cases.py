@@ -1,30 +1,8 @@
 """Requests whose outputs must be the same with and without drafts, and how they are compared."""
 
 import pytest
-from engines import ROUNDING
-from measure import error
 
-from xlstm7b.generate import Completion, Request, SamplingParams
-
-
-def assert_same(got: Completion, want: Completion) -> None:
-    assert (got.token_ids, got.text) == (want.token_ids, want.text)
-    assert got.finish_reason == want.finish_reason
-    assert (got.logprobs is None) == (want.logprobs is None)
-    if want.logprobs is not None:
-        assert got.logprobs == pytest.approx(want.logprobs, abs=ROUNDING)
-        assert (got.top_logprobs is None) == (want.top_logprobs is None)
-        if want.top_logprobs is not None:
-            assert [[*top] for top in got.top_logprobs] == [[*top] for top in want.top_logprobs]
-    assert (got.state is None) == (want.state is None)
-    if want.state is not None:
-        assert got.state.tokens_seen == want.state.tokens_seen
-        assert error(got.state.logits, want.state.logits) < ROUNDING
-        for block, want_block in zip(
-            got.state.model_state.blocks, want.state.model_state.blocks, strict=True
-        ):
-            for part, want_part in zip(block, want_block, strict=True):
-                assert error(part, want_part) < ROUNDING
+from xlstm7b.generate import Request, SamplingParams
 
 
 def many_requests() -> list[Request]:

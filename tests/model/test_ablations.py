@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engines import Driver, greedy
-from engines import random_model as spread_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure import error
-from models import assert_states_match, random_model, random_tokens
+from models import assert_states_match, random_model, random_tokens, spread_model
 from torch import Tensor
 from train_processes import CONFIG, in_processes, layouts_agree, run
 from train_runs import losses, recipe

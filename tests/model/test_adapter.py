@@ -10,6 +10,7 @@ import torch
 from adapters import TARGETS, adapted_model, random_adapter, write_adapter
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import open_gates
 from safetensors.torch import load_file, save_file
 
 from xlstm7b.checkpoint import open_checkpoint
@@ -30,11 +31,7 @@ CONFIG = ModelConfig(128, 2, 2, vocab_size=320)
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    model = XLSTM(CONFIG)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "gate_preact" in name:
-                parameter.normal_(std=0.2)
+    model = open_gates(XLSTM(CONFIG), 0.2)
     folder = tmp_path_factory.mktemp("models") / "base"
     model.save_pretrained(folder)
     return folder

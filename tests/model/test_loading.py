@@ -19,7 +19,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 @torch.no_grad()
-def random_model(dtype: torch.dtype = torch.float32) -> XLSTM:
+def filled_model(dtype: torch.dtype = torch.float32) -> XLSTM:
     model = XLSTM(CONFIG).to(dtype)
     for parameter in model.parameters():
         parameter.normal_()
@@ -39,7 +39,7 @@ def assert_holds(model: XLSTM, want: dict[str, Tensor], dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_round_trip_in_the_stored_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
-    model, tokens = random_model(dtype), torch.randint(0, 7, (2, 9))
+    model, tokens = filled_model(dtype), torch.randint(0, 7, (2, 9))
     model.save_pretrained(tmp_path / "model")
     assert names_in(tmp_path / "model") == {"model.safetensors", "config.json", "SHA256SUMS"}
     again = XLSTM.from_pretrained(tmp_path / "model")
@@ -56,14 +56,14 @@ def test_round_trip_in_the_stored_dtype(dtype: torch.dtype, tmp_path: Path) -> N
 def test_weights_are_cast_while_loading(
     stored: torch.dtype, wanted: torch.dtype, tmp_path: Path
 ) -> None:
-    model = random_model(stored)
+    model = filled_model(stored)
     model.save_pretrained(tmp_path)
     loaded = XLSTM.from_pretrained(str(tmp_path), dtype=wanted, device="cpu")
     assert_holds(loaded, model.state_dict(), wanted)
 
 
 def test_a_model_is_loaded_from_shards(tmp_path: Path) -> None:
-    model = random_model()
+    model = filled_model()
     save_checkpoint(tmp_path, CONFIG, model.named_parameters(), max_shard_bytes=40_000)
     assert len(set(json.loads((tmp_path / INDEX).read_text())["weight_map"].values())) > 5
     assert_holds(XLSTM.from_pretrained(tmp_path), model.state_dict(), torch.float32)
@@ -73,7 +73,7 @@ def test_a_model_is_loaded_from_shards(tmp_path: Path) -> None:
 
 
 def test_a_loaded_model_owns_its_weights(tmp_path: Path) -> None:
-    model = random_model()
+    model = filled_model()
     model.save_pretrained(tmp_path)
     loaded = XLSTM.from_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -87,7 +87,7 @@ def test_a_loaded_model_owns_its_weights(tmp_path: Path) -> None:
 
 
 def test_parameters_train_after_loading(tmp_path: Path) -> None:
-    random_model().save_pretrained(tmp_path)
+    filled_model().save_pretrained(tmp_path)
     loaded = XLSTM.from_pretrained(tmp_path)
     loaded.token_logprobs(torch.tensor([[0, 3, 5]]), torch.tensor([[3, 5, 0]]))[0].sum().backward()
     assert all(p.grad is not None and p.is_leaf for p in loaded.parameters())
@@ -114,9 +114,9 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"file is a file, not a folder$"):
         XLSTM.from_pretrained(tmp_path / "file")
     with pytest.raises(ValueError, match=r"file is a file; a checkpoint is a folder$"):
-        random_model().save_pretrained(tmp_path / "file")
+        filled_model().save_pretrained(tmp_path / "file")
     with pytest.raises(ValueError, match=r"holds other files and no config\.json: save to a new"):
-        random_model().save_pretrained(tmp_path)
+        filled_model().save_pretrained(tmp_path)
     assert names_in(tmp_path) == {"file"}
 
 
@@ -130,7 +130,7 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_tensors_are_refused(fault: str, message: str, tmp_path: Path) -> None:
-    random_model().save_pretrained(tmp_path)
+    filled_model().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     head = tensors["lm_head.weight"]
@@ -198,14 +198,14 @@ def large_folder(tmp_path_factory: pytest.TempPathFactory):
 def test_loading_takes_no_more_memory_than_the_model(
     dtype: str, large_folder: Path, tmp_path: Path
 ) -> None:
-    random_model().save_pretrained(tmp_path)
+    filled_model().save_pretrained(tmp_path)
     ratio, samples = map(float, run(LOAD, large_folder, tmp_path, dtype).split())
     assert samples > 20
     assert 0.95 < ratio < 1.15
 
 
 def test_a_dtype_by_name(tmp_path):
-    random_model().save_pretrained(tmp_path)
+    filled_model().save_pretrained(tmp_path)
     model = XLSTM.from_pretrained(tmp_path, dtype="bfloat16")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert XLSTM.empty(model.config, dtype="float64").lm_head.weight.dtype == torch.float64
@@ -218,7 +218,7 @@ def test_a_dtype_by_name(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float33", "Tensor", "int8", torch.int8])
 def test_a_dtype_that_weights_cannot_have(tmp_path, dtype):
-    random_model().save_pretrained(tmp_path)
+    filled_model().save_pretrained(tmp_path)
     with pytest.raises(
         ValueError, match=r'^dtype must be a dtype for weights, as "bfloat16", not '
     ):

@@ -14,8 +14,8 @@ import pytest
 import torch
 from checkpoint_files import names_in
 from commands import environment
-from engines import random_model
 from live_server import serving
+from models import spread_model
 from rounding import rounded_inputs
 from safetensors.torch import load_file, save_file
 
@@ -48,7 +48,7 @@ CALIBRATION = [[0, *range(i, i + 31)] for i in range(40, 56)]
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source") / "model"
-    model = random_model(embedding_dim=128)
+    model = spread_model(embedding_dim=128)
     torch.manual_seed(1)
     with torch.no_grad():
         for block in model.backbone.blocks:
@@ -224,7 +224,7 @@ def round_to_fp8(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tenso
 
 
 def test_sizes_that_the_operators_do_not_take(tmp_path: Path) -> None:
-    random_model().save_pretrained(tmp_path / "narrow")  # queries of 32 rows, values of 64
+    spread_model().save_pretrained(tmp_path / "narrow")  # queries of 32 rows, values of 64
     scheme = Quantization.named("int4", group_size=32)
     model = XLSTM.from_pretrained(tmp_path / "narrow", quantize=scheme)
     exact = XLSTM.from_pretrained(tmp_path / "narrow", quantize=scheme, dtype=torch.float64)
