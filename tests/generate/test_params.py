@@ -1,142 +1,130 @@
-"""SamplingParams: fields, defaults, bounds and the sentences about mistakes."""
+"""SamplingParams: fields, defaults, bounds and mistakes."""
 
 import math
-import re
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, fields, replace
 
 import numpy as np
 import pytest
+from errors import refused
 
 from xlstm7b.generate.params import HELP, MAX_LOGPROBS, SamplingParams, check_logprobs
 
-OUTSIDE = r"is outside the vocabulary of 40"
+HUGE = 10**400
+# The first field is the one at fault: the error names it and its value.
+WRONG_TYPES = [
+    {"max_new_tokens": 5.5},
+    {"max_new_tokens": "5"},
+    {"max_new_tokens": None},
+    {"min_new_tokens": 1.0},
+    {"top_k": True},
+    {"top_k": None},
+    {"seed": 1.0},
+    {"logprobs": False},
+    {"temperature": None},
+    {"temperature": "hot"},
+    {"temperature": True},
+    {"temperature": 1 + 0j},
+    {"min_p": "0"},
+    {"top_p": [1]},
+    {"presence_penalty": HUGE},
+    {"logit_bias": {"65": 1}},
+    {"logit_bias": {65: "1"}},
+    {"logit_bias": [65]},
+    {"logit_bias": None},
+    {"eos_token_id": "0"},
+    {"eos_token_id": 0.0},
+    {"eos_token_id": [0, None]},
+    {"stop_strings": 5},
+    {"stop_strings": None},
+    {"stop_strings": [5]},
+    {"stop_strings": b"a"},
+]
 OUT_OF_BOUNDS = [
-    ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
-    ({"max_new_tokens": 2**63}, f"max_new_tokens must be below 2^63, not {2**63}"),
-    ({"min_new_tokens": -1}, "min_new_tokens must be at least 0, not -1"),
-    (
-        {"min_new_tokens": 9, "max_new_tokens": 8},
-        "min_new_tokens (9) must not exceed max_new_tokens (8)",
-    ),
-    ({"temperature": -1}, "temperature must be 0 or a positive number, not -1"),
-    ({"temperature": math.inf}, "temperature must be 0 or a positive number, not inf"),
-    ({"temperature": math.nan}, "temperature must be 0 or a positive number, not nan"),
-    ({"top_k": -1}, "top_k must be 0 (all tokens) or a positive number, not -1"),
-    ({"top_p": 0}, "top_p must be above 0 and at most 1, not 0"),
-    ({"top_p": 1.1}, "top_p must be above 0 and at most 1, not 1.1"),
-    ({"top_p": math.nan}, "top_p must be above 0 and at most 1, not nan"),
-    ({"min_p": -0.1}, "min_p must be between 0 and 1, not -0.1"),
-    ({"min_p": math.nan}, "min_p must be between 0 and 1, not nan"),
-    ({"repetition_penalty": 0}, "repetition_penalty must be between 0.01 and 100, not 0"),
-    ({"repetition_penalty": math.nan}, "repetition_penalty must be between 0.01 and 100, not nan"),
-    ({"presence_penalty": math.inf}, "presence_penalty must be between -100 and 100, not inf"),
-    ({"frequency_penalty": math.nan}, "frequency_penalty must be between -100 and 100, not nan"),
-    ({"logit_bias": {3: math.inf}}, "logit_bias of token 3 must be at most 100, not inf"),
-    ({"logit_bias": {3: math.nan}}, "logit_bias of token 3 must be at most 100, not nan"),
-    ({"seed": -1}, "seed must be between 0 and 2^64 - 1, not -1"),
-    ({"seed": 2**64}, f"seed must be between 0 and 2^64 - 1, not {2**64}"),
-    ({"stop_strings": ""}, "a stop string must not be empty"),
-    ({"stop_strings": ["a", ""]}, "a stop string must not be empty"),
-    ({"logprobs": -1}, "logprobs must be between 0 and 20, not -1"),
-    ({"logprobs": 21}, "logprobs must be between 0 and 20, not 21"),
-    (
-        {"top_p": 2, "seed": -1, "top_k": -3},
-        "top_k must be 0 (all tokens) or a positive number, not -3",
-    ),
+    {"max_new_tokens": 0},
+    {"max_new_tokens": 2**63},
+    {"min_new_tokens": -1},
+    {"temperature": -1},
+    {"temperature": math.inf},
+    {"temperature": math.nan},
+    {"top_k": -1},
+    {"top_p": 0},
+    {"top_p": 1.1},
+    {"top_p": math.nan},
+    {"min_p": -0.1},
+    {"min_p": math.nan},
+    {"repetition_penalty": 0},
+    {"repetition_penalty": math.nan},
+    {"presence_penalty": math.inf},
+    {"frequency_penalty": math.nan},
+    {"seed": -1},
+    {"seed": 2**64},
+    {"logprobs": -1},
+    {"logprobs": 21},
+    {"top_k": -3, "top_p": 2, "seed": -1},  # the first of several, in the order of the fields
+]
+# Errors that name something else.
+OTHERS = [
+    ({"min_new_tokens": 9, "max_new_tokens": 8}, ["min_new_tokens (9)", "max_new_tokens (8)"]),
+    ({"logit_bias": {3: math.inf}}, ["logit_bias", "token 3", "inf"]),
+    ({"logit_bias": {3: math.nan}}, ["logit_bias", "token 3", "nan"]),
+    ({"logit_bias": {-1: 1.0}}, ["logit_bias", "token -1"]),
+    ({"eos_token_id": [0, -1]}, ["eos_token_id -1"]),
+    ({"stop_strings": ""}, ["stop string", "empty"]),
+    ({"stop_strings": ["a", ""]}, ["stop string", "empty"]),
+]
+BEYOND_40 = [
+    ({"logit_bias": {3: 1.0, 40: 1.0}}, ["logit_bias", "token 40", "vocabulary of 40"]),
+    ({"eos_token_id": 40}, ["eos_token_id 40", "vocabulary of 40"]),
 ]
 
 
+@pytest.mark.parametrize("changes", WRONG_TYPES, ids=str)
+def test_values_of_another_type(changes):
+    ((field, value),) = changes.items()
+    with refused(field, f"not {value!r}"):
+        SamplingParams(**changes)
+
+
+def test_a_bias_beyond_the_range_of_a_float():
+    with refused("logit_bias", HUGE):
+        SamplingParams(logit_bias={65: HUGE})
+
+
 @pytest.mark.parametrize("vocab_size", [40, None])
-@pytest.mark.parametrize(("changes", "message"), OUT_OF_BOUNDS)
-def test_values_out_of_bounds(changes, message, vocab_size):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        SamplingParams(**changes).check(vocab_size)
-
-
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        ({"logit_bias": {3: 1.0, 40: 1.0}}, f"token 40 of logit_bias {OUTSIDE}"),
-        ({"logit_bias": {-1: 1.0}}, f"token -1 of logit_bias {OUTSIDE}"),
-        ({"eos_token_id": 40}, f"eos_token_id 40 {OUTSIDE}"),
-        ({"eos_token_id": [0, -1]}, f"eos_token_id -1 {OUTSIDE}"),
+        *((one, [next(iter(one)), f"not {next(iter(one.values()))!r}"]) for one in OUT_OF_BOUNDS),
+        *OTHERS,
     ],
+    ids=str,
 )
-def test_tokens_outside_the_vocabulary(changes, message):
+def test_values_out_of_bounds(changes, named, vocab_size):
     params = SamplingParams(**changes)
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with refused(*named):
+        params.check(vocab_size)
+
+
+@pytest.mark.parametrize(("changes", "named"), BEYOND_40, ids=str)
+def test_tokens_outside_the_vocabulary(changes, named):
+    params = SamplingParams(**changes)
+    params.check()
+    params.check(41)
+    with refused(*named):
         params.check(40)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"logit_bias": {-1: 1.0}}, "token -1 of logit_bias must be at least 0"),
-        ({"eos_token_id": [0, -1]}, "eos_token_id -1 must be at least 0"),
-    ],
-)
-def test_negative_tokens_before_the_vocabulary_is_known(changes, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        SamplingParams(**changes).check()
-    SamplingParams(logit_bias={10**9: 1.0}, eos_token_id=[10**9]).check()
 
 
 def test_a_small_vocabulary_has_few_most_likely_tokens():
     SamplingParams(logprobs=7).check(7)
-    with pytest.raises(ValueError, match=r"^logprobs must be between 0 and 7, not 8$"):
+    with refused("logprobs", 8):
         SamplingParams(logprobs=8).check(7)
     for count in (0, MAX_LOGPROBS):
         check_logprobs("prompt_logprobs", count, 40)
     for count in (-1, 21, 2.0, True, None, "3"):
-        with pytest.raises(
-            ValueError, match=f"^prompt_logprobs must be between 0 and 20, not {count}$"
-        ):
+        with refused("prompt_logprobs", f"not {count}"):
             check_logprobs("prompt_logprobs", count, 40)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"max_new_tokens": 5.5}, "max_new_tokens must be a whole number, not 5.5"),
-        ({"max_new_tokens": "5"}, "max_new_tokens must be a whole number, not '5'"),
-        ({"max_new_tokens": None}, "max_new_tokens must be a whole number, not None"),
-        ({"min_new_tokens": 1.0}, "min_new_tokens must be a whole number, not 1.0"),
-        ({"top_k": True}, "top_k must be a whole number, not True"),
-        ({"top_k": None}, "top_k must be a whole number, not None"),
-        ({"seed": 1.0}, "seed must be a whole number, not 1.0"),
-        ({"logprobs": False}, "logprobs must be a whole number, not False"),
-        ({"temperature": None}, "temperature must be a number, not None"),
-        ({"temperature": "hot"}, "temperature must be a number, not 'hot'"),
-        ({"temperature": True}, "temperature must be a number, not True"),
-        ({"temperature": 1 + 0j}, "temperature must be a number, not (1+0j)"),
-        ({"min_p": "0"}, "min_p must be a number, not '0'"),
-        ({"top_p": [1]}, "top_p must be a number, not [1]"),
-        (
-            {"presence_penalty": 10**400},
-            f"presence_penalty must be within the range of a float, not {10**400}",
-        ),
-        (
-            {"logit_bias": {65: 10**400}},
-            f"logit_bias must be within the range of a float, not {10**400}",
-        ),
-        ({"logit_bias": {"65": 1}}, "logit_bias must be numbers by token id, not {'65': 1}"),
-        ({"logit_bias": {65: "1"}}, "logit_bias must be numbers by token id, not {65: '1'}"),
-        ({"logit_bias": [65]}, "logit_bias must be numbers by token id, not [65]"),
-        ({"logit_bias": None}, "logit_bias must be numbers by token id, not None"),
-        ({"eos_token_id": "0"}, "eos_token_id must be an id or a list of ids, not '0'"),
-        ({"eos_token_id": 0.0}, "eos_token_id must be an id or a list of ids, not 0.0"),
-        ({"eos_token_id": [0, None]}, "eos_token_id must be an id or a list of ids, not [0, None]"),
-        ({"stop_strings": 5}, "stop_strings must be a string or a list of strings, not 5"),
-        ({"stop_strings": None}, "stop_strings must be a string or a list of strings, not None"),
-        ({"stop_strings": [5]}, "stop_strings must be a string or a list of strings, not [5]"),
-        ({"stop_strings": b"a"}, "stop_strings must be a string or a list of strings, not b'a'"),
-    ],
-)
-def test_values_of_another_type(changes, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        SamplingParams(**changes)
 
 
 def test_defaults_are_valid_and_change_nothing():
@@ -235,21 +223,18 @@ def test_from_options():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        (
-            {"max_tokens": 5},
-            "there is no sampling parameter 'max_tokens'; there are: " + ", ".join(HELP),
-        ),
-        ({"do_sample": False, "temperature": 0.7}, "do_sample=False contradicts temperature 0.7"),
-        ({"do_sample": True, "temperature": 0}, "do_sample=True contradicts temperature 0"),
-        ({"do_sample": 1}, "do_sample must be true or false, not 1"),
-        ({"do_sample": True, "temperature": "hot"}, "temperature must be a number, not 'hot'"),
-        ({"seed": "x"}, "seed must be a whole number, not 'x'"),
+        ({"max_tokens": 5}, ["max_tokens", *HELP]),
+        ({"do_sample": False, "temperature": 0.7}, ["do_sample=False", "temperature 0.7"]),
+        ({"do_sample": True, "temperature": 0}, ["do_sample=True", "temperature 0"]),
+        ({"do_sample": 1}, ["do_sample", "not 1"]),
+        ({"do_sample": True, "temperature": "hot"}, ["temperature", "not 'hot'"]),
+        ({"seed": "x"}, ["seed", "not 'x'"]),
     ],
 )
-def test_mistakes_in_options(options, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+def test_mistakes_in_options(options, named):
+    with refused(*named):
         SamplingParams.from_options(**options)
 
 
