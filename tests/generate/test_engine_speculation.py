@@ -229,6 +229,11 @@ def alone(request: Request, longer: Sequence[int] = ()) -> Completion:
     return completion
 
 
+@cache
+def wanted_outputs() -> list[Completion]:
+    return [alone(request) for request in many_requests()]
+
+
 @pytest.fixture
 def oracle(monkeypatch: pytest.MonkeyPatch) -> type[Oracle]:
     """All drafts are read: they cost nothing."""
@@ -245,8 +250,7 @@ def oracle(monkeypatch: pytest.MonkeyPatch) -> type[Oracle]:
 @pytest.mark.parametrize("accuracy", [0.0, 0.8, 1.0])
 def test_outputs_and_states_are_those_without_drafts(make_engine, accuracy, oracle, monkeypatch):
     monkeypatch.setattr(oracle, "accuracy", accuracy)
-    requests = many_requests()
-    wanted = [alone(request) for request in requests]
+    wanted, requests = wanted_outputs(), many_requests()
     driver = Driver(make_engine(MODEL, slots=5, speculate="lookup"))
     driver.add_all(requests)
     driver.finish()
@@ -269,8 +273,8 @@ def test_a_request_alone(make_engine, oracle, monkeypatch):
     """Much is generated in few steps."""
     monkeypatch.setattr(oracle, "accuracy", 1.0)
     engine = make_engine(MODEL, slots=1, speculate="lookup")
-    for request in many_requests()[2::3]:
-        want, driver, before = alone(request), Driver(engine), engine.stats().steps
+    for request, want in [*zip(many_requests(), wanted_outputs(), strict=True)][2::3]:
+        driver, before = Driver(engine), engine.stats().steps
         driver.add(request)
         driver.finish()
         assert_same_completion(driver.completion(request), want)
