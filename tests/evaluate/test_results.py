@@ -1,6 +1,7 @@
 """Results files: what they say about a run, and how they compare."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ def results(**metrics: Any) -> dict[str, Any]:
 def test_fingerprints_differ_between_models(tmp_path: Path) -> None:
     folder, tensors = save_small(tmp_path)
     first = fingerprint(folder)
+    assert first["folder"] == str(folder)
     assert first["parameters"] == sum(tensor.numel() for tensor in tensors.values())
     save_checkpoint(tmp_path / "same", open_checkpoint(folder).config, tensors.items())
     assert fingerprint(tmp_path / "same")["fingerprint"] == first["fingerprint"]
@@ -44,6 +46,9 @@ def test_a_file_says_what_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     info = read["xlstm7b"]
     assert info["command"] == "xlstm7b eval 'a b' --tasks arc"
     assert info["model"] == fingerprint(folder)
+    packages = ("xlstm7b", "torch", "triton", "tokenizers", "lm_eval", "datasets", "transformers")
+    installed = {name for name in packages if find_spec(name)}
+    assert info["versions"].keys() == {"python", *installed}
     assert "settings" not in info
     assert run_info({}, limit=None)["settings"] == {"limit": None}
     assert info["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
