@@ -87,7 +87,11 @@ def draw(picture: Picture, path: Path, theme: str) -> None:
             (picture.y_title, 0.865, 9.5, "normal", "grey"),
             (picture.conditions, 0.03, 8.5, "normal", "grey"),
         ):
-            figure.text(0.012, height, text, size=size, weight=weight, color=colours[colour])
+            drawn_text = figure.text(
+                0.012, height, text, size=size, weight=weight, color=colours[colour]
+            )
+            if drawn_text.get_window_extent().x1 > figure.bbox.width:
+                raise ValueError(f"the text is wider than the picture: {text!r}")
         drawn = io.BytesIO()
         figure.savefig(drawn, format="png", dpi=DPI, facecolor=colours["back"])
     finally:
@@ -111,6 +115,8 @@ def drawn_source(path: Path) -> str | None:
 
 
 def _draw_axes(axes: Any, picture: Picture, colours: dict[str, str]) -> None:
+    from matplotlib import ticker
+
     axes.set_facecolor(colours["back"])
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(colours["grey"])
@@ -120,6 +126,9 @@ def _draw_axes(axes: Any, picture: Picture, colours: dict[str, str]) -> None:
     axes.set_xlabel(picture.x_title, color=colours["grey"], size=9.5)
     if picture.y_is_log:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+    axes.yaxis.set_major_formatter(lambda value, _: _short_number(value))
     if picture.x_is_tokens:
         _token_ticks(axes, sorted({int(x) for line in picture.lines for x in line.x}))
 
@@ -137,6 +146,10 @@ def _short_count(count: int) -> str:
         if count >= size and count % size == 0:
             return f"{count // size}{letter}"
     return str(count)
+
+
+def _short_number(value: float) -> str:
+    return f"{value / 1000:g}K" if value >= 10_000 else f"{value:g}"
 
 
 def _draw_lines(axes: Any, picture: Picture, theme: str) -> None:

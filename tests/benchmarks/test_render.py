@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import render
-from drawing import THEMES, Line, Picture, apart, drawn_source
+from drawing import THEMES, Line, Picture, apart, draw, drawn_source
 from figures import (
     ROOT,
     Cell,
@@ -220,6 +220,13 @@ def test_a_picture_is_drawn_again_only_if_it_changes(folder: Path) -> None:
     sources = {drawn_source(folder / "images" / f"line-{theme}.png") for theme in THEMES}
     assert len(sources) == 1
     assert None not in sources
+
+
+def test_a_text_must_fit_its_picture(tmp_path: Path) -> None:
+    picture = Picture("word " * 40, "", "", "x", "y", [Line("ours", [0, 1], [1, 2])])
+    with pytest.raises(ValueError, match="wider than the picture: 'word word"):
+        draw(picture, tmp_path / "a.png", "light")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_picture_has_few_lines() -> None:
