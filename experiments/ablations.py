@@ -46,6 +46,7 @@ from xlstm7b.cli import main
 from xlstm7b.cli.options import Command, option
 from xlstm7b.cli.train import Device, to_training_device
 from xlstm7b.train import Recipe
+from xlstm7b.train.metrics_log import read_metrics
 
 _BASE = {  # 300 steps of 8 × 4,096 tokens with the 160M
     "optimizer.betas": [0.9, 0.95],
@@ -253,10 +254,15 @@ def run_variant(
     if results.has(last, shape):
         return
     with failures_recorded(results, last, shape, folder):
-        lines = (time_steps if timed else train)(recipe, folder, device)
-        record_speed(results, shape, lines)
         if timed:
+            record_speed(results, shape, time_steps(recipe, folder, device))
             return
+        try:
+            lines = train(recipe, folder, device)
+        except FloatingPointError:  # the curves end where it diverged
+            record_curves(results, shape, read_metrics(folder / "metrics.jsonl"), ablation.panels)
+            raise
+        record_speed(results, shape, lines)
         record_curves(results, shape, lines, ablation.panels)
         record_norms(results, shape, lines, recipe.schedule.warmup)
         results.add("validation loss", shape, lines[-1]["validation_loss"], "nats")

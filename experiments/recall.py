@@ -54,7 +54,6 @@ from variants import (
     check_same,
     choose,
     failures_recorded,
-    free,
     known,
     open_results,
     print_list,
@@ -523,8 +522,6 @@ def run_variant(
             note = f"95% interval: ±{widest:.2f} at most; guessing: {1 / task.values:.2f}"
             lengths, shares = [*found], [*found.values()]
             results.add_curve(what, shape, lengths, shares, "", x_unit="tokens", note=note)
-        del model
-        free(device)
 
 
 if __name__ == "__main__":

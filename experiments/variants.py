@@ -201,7 +201,6 @@ def failures_recorded(results: Results, what: str, shape: Shape, folder: Path) -
     If training is stopped, by Ctrl-C, SIGTERM or a time limit, they stay.
     """
     print(f"\nvariant {shape['variant']}", file=sys.stderr)
-    torch.compiler.reset()  # graphs of models accumulate, and their number is limited
     try:
         yield
     except FloatingPointError as error:
@@ -214,6 +213,7 @@ def failures_recorded(results: Results, what: str, shape: Shape, folder: Path) -
 
 def train(recipe: Recipe, folder: Path, device: str) -> list[Line]:
     """Trains a run or continues it, and returns its metrics. Ends the program if it is stopped."""
+    _free()
     found = saved_steps(folder / "checkpoints")
     trainer = Trainer(recipe, folder, device)
     with progress(recipe, found[-1] if found else recipe.start_step, device) as report:
@@ -221,8 +221,6 @@ def train(recipe: Recipe, folder: Path, device: str) -> list[Line]:
     if trainer.step < recipe.run.steps:
         print(f"{folder}: stopped at step {trainer.step}; the same command continues")
         raise typer.Exit
-    del trainer
-    free(device)
     lines = read_metrics(folder / "metrics.jsonl")
     # The trainer skips a few steps that are not finite. Such losses are None.
     if None in (lines[-1]["loss"], lines[-1].get("validation_loss", 0.0)):
@@ -232,6 +230,7 @@ def train(recipe: Recipe, folder: Path, device: str) -> list[Line]:
 
 def time_steps(recipe: Recipe, folder: Path, device: str) -> list[Line]:
     """Makes the steps of a run without validation and checkpoints: the model may be too large."""
+    _free()
     lines: list[Line] = []
     with process_group(device), progress(recipe, 0, device) as report:
         trainer = Trainer(recipe, folder, device)
@@ -241,15 +240,14 @@ def time_steps(recipe: Recipe, folder: Path, device: str) -> list[Line]:
                 report(lines[-1])
         finally:
             trainer.loader.close()
-    del trainer
-    free(device)
     return lines
 
 
-def free(device: str) -> None:
-    """Gives the memory of a model back before the next one is built."""
+def _free() -> None:
+    """Frees what is left of the model before, also if it failed."""
     gc.collect()
-    if device == "cuda":
+    if torch.cuda.is_initialized():
+        torch.compiler.reset()  # compiled graphs accumulate, and their number is limited
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
@@ -282,18 +280,15 @@ def record_curves(
 ) -> None:
     """Records those of the curves of a run that are chosen."""
     for what in [name for name in _CURVES if name in chosen]:
-        _record_curve(results, shape, what, lines)
-
-
-def _record_curve(results: Results, shape: Shape, what: str, lines: Sequence[Line]) -> None:
-    field, summary, unit, note = _CURVES[what]
-    found = [line for line in lines if field in line]
-    values = [line[field] for line in found]
-    if summary is not None:
-        values = over_previous(values, summary)
-    points = [(line["step"], y) for line, y in zip(found, values, strict=True) if y is not None]
-    x, y = zip(*points, strict=True)
-    results.add_curve(what, shape, x, y, unit, x_unit="step", note=note)
+        field, summary, unit, note = _CURVES[what]
+        found = [line for line in lines if field in line]
+        values = [line[field] for line in found]
+        if summary is not None:
+            values = over_previous(values, summary)
+        points = [(line["step"], y) for line, y in zip(found, values, strict=True) if y is not None]
+        if points:
+            x, y = zip(*points, strict=True)
+            results.add_curve(what, shape, x, y, unit, x_unit="step", note=note)
 
 
 def over_previous(

@@ -120,7 +120,11 @@ def test_models_that_diverge_or_do_not_fit_are_recorded(
         "layer-norm": torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate"),
     }
 
-    def fail(trainer: Trainer) -> None:
+    update = Trainer.update
+
+    def fail(trainer: Trainer) -> Any:
+        if trainer.step < 2:
+            return update(trainer)
         raise errors[trainer.folder.name]
 
     monkeypatch.setattr(Trainer, "update", fail)
@@ -130,6 +134,7 @@ def test_models_that_diverge_or_do_not_fit_are_recorded(
     said = {name: row["validation loss"]["error"] for name, row in found.items()}
     assert said["rms-norm"].startswith("diverged: loss nan and gradient norm nan at step 2; ")
     assert said["layer-norm"] == "out of memory: CUDA out of memory."
+    assert found["rms-norm"]["training loss"]["x"] == [0, 1]  # the curve ends where it diverged
     monkeypatch.setattr(Trainer, "__init__", None)  # they are not tried again
     assert script(*command).code == 1
 
