@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ablation_tables import ABLATION_TABLES
 from figures import (
     Cell,
     Row,
@@ -25,6 +24,7 @@ from figures import (
     shown,
     value,
 )
+from loss_tables import LOSS_TABLES
 from xlstm7b.bench.results import OURS
 
 LLAMA, FALCON = "Llama 3.1 8B", "Falcon-Mamba 7B"
@@ -305,24 +305,6 @@ def drift(rows: Rows) -> Table:
     return Table(("states", "loss", "loss with replay"), lines, one_call=True)
 
 
-def quality(rows: Rows) -> Table:
-    """What quantised weights and bfloat16 states cost: the loss of held-out books."""
-    lines: list[list[Cell | str]] = []
-    for weights in ("bfloat16", "fp8", "int8", "int4"):
-        cells = [
-            exact(
-                pick(
-                    rows, "drift", "loss", model=model, weights=weights, states=states, replay="on"
-                )
-            )
-            for model in ("books-160m", "books-400m")
-            for states in ("float32", "bfloat16")
-        ]
-        lines.append([weights, *cells])
-    header = ("weights", "160M", "160M, bf16 states", "400M", "400M, bf16 states")
-    return Table(header, lines)
-
-
 def paper_blocks(rows: Rows) -> Table:
     """The paper's table of training speed with the block of the first xLSTM paper and the new."""
     lines: list[list[Cell | str]] = []
@@ -488,7 +470,6 @@ TABLES: dict[str, Callable[[Rows], Table]] = {
     "speculation-drafts": speculation_drafts,
     "speculation-texts": speculation_texts,
     "drift": drift,
-    "quality": quality,
     "grouped-scoring": grouped_scoring,
     "paper-decode": paper_decode,
     "paper-generation": paper_generation,
@@ -496,6 +477,6 @@ TABLES: dict[str, Callable[[Rows], Table]] = {
     "paper-prefill": paper_prefill,
     "paper-full-gpu": paper_full_gpu,
     "paper-cell": paper_cell,
-    **ABLATION_TABLES,
     "paper-blocks": paper_blocks,
+    **LOSS_TABLES,
 }

@@ -1,4 +1,4 @@
-"""The tables of the paper's ablations, from experiments/ablations.py and experiments/recall.py."""
+"""The tables of losses: the paper's ablations, recall, and what quantisation costs."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -30,14 +30,13 @@ def schedule(rows: Rows) -> Table:
 
 
 def previous_vs_new(rows: Rows) -> Table:
-    """Loss and memory of the block of the first xLSTM paper and of xLSTM 7B's."""
-    lines: list[list[Cell | str]] = []
-    for size in ("160m", "400m"):
-        for variant, label in ((f"{size}-previous", "previous"), (size, "new")):
-            of = partial(pick, rows, "ablations", experiment="previous-vs-new", variant=variant)
-            cells = _loss(of("validation loss")), value(of("peak memory"))
-            lines.append([f"{size[:-1]}M, {label}", *cells])
-    return Table(("", "loss", "peak memory"), lines, one_call=True)
+    """Loss with the block of the first xLSTM paper and of xLSTM 7B's."""
+    of = partial(pick, rows, "ablations", "validation loss", experiment="previous-vs-new")
+    lines: list[list[Cell | str]] = [
+        [f"{size[:-1]}M", _loss(of(variant=f"{size}-previous")), _loss(of(variant=size))]
+        for size in ("160m", "400m")
+    ]
+    return Table(("loss", "previous block", "new block"), lines, one_call=True)
 
 
 def head_dimension(rows: Rows) -> Table:
@@ -68,11 +67,32 @@ def recall(name: str, labels: Mapping[str, str], rows: Rows) -> Table:
     return Table(("", *(f"{length:,} tokens" for length in lengths)), lines, one_call=True)
 
 
+def quality(rows: Rows) -> Table:
+    """What quantised weights and bfloat16 states cost: losses, and differences from the first."""
+    cases = {
+        "bfloat16 states": ("bfloat16", "bfloat16"),
+        "int8": ("int8", "float32"),
+        "fp8": ("fp8", "float32"),
+        "fp8, bfloat16 states": ("fp8", "bfloat16"),
+        "int4": ("int4", "float32"),
+    }
+    lines: list[list[Cell | str]] = []
+    for model in ("books-160m", "books-400m"):
+        of = partial(pick, rows, "quality", "loss", model=model)
+        first = of(weights="bfloat16", states="float32")
+        lines.append([model, Cell(f"{first['value']:.4f}", (first,))])
+        for weights, states in cases.values():
+            row = of(weights=weights, states=states)
+            lines[-1].append(Cell(f"{row['value'] - first['value']:+.4f}", (row, first)))
+    lines.append(["7B", *["not measured"] * (1 + len(cases))])
+    return Table(("", "loss, bfloat16", *cases), lines)
+
+
 def _loss(row: Row) -> Cell:
     return Cell(f"{row['value']:.3f}", (row,))
 
 
-ABLATION_TABLES: dict[str, Callable[[Rows], Table]] = {
+LOSS_TABLES: dict[str, Callable[[Rows], Table]] = {
     "paper-previous-vs-new": previous_vs_new,
     "paper-head-dimension": head_dimension,
     "paper-pre-norm": partial(
@@ -115,6 +135,7 @@ ABLATION_TABLES: dict[str, Callable[[Rows], Table]] = {
         },
     ),
     "paper-schedule": schedule,
+    "quality": quality,
     "paper-recall-heads": partial(
         recall,
         "recall-heads",
