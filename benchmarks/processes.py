@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -18,7 +18,7 @@ import torch
 import typer
 
 from xlstm7b.bench.measure import UnsteadyError, synchronize
-from xlstm7b.bench.results import Results
+from xlstm7b.bench.results import Results, Shape
 from xlstm7b.cli.options import listed, option
 
 Json = Annotated[Path | None, option("Append the results to this JSON Lines file.")]
@@ -40,7 +40,7 @@ class Case(NamedTuple):
     """What is measured at once: one figure, or several of one shape and system."""
 
     whats: tuple[str, ...]
-    shape: Mapping[str, int | str]
+    shape: Shape
     system: str
 
     def is_in(self, results: Results) -> bool:
