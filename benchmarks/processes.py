@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -19,7 +19,7 @@ import typer
 
 from xlstm7b.bench.measure import UnsteadyError, synchronize
 from xlstm7b.bench.results import Results, Shape
-from xlstm7b.cli.options import listed, option
+from xlstm7b.cli.options import option
 
 Json = Annotated[Path | None, option("Append the results to this JSON Lines file.")]
 Call = Annotated[
@@ -157,25 +157,6 @@ def exit_if_failed(results: Results) -> None:
     """Exit code 1 if something of this call could not be measured."""
     if any("error" in row for row in results.rows if row["call"] == results.call):
         raise typer.Exit(1)
-
-
-def chosen(what: str, given: Sequence[str] | None, known: Collection[str]) -> list[str]:
-    """The names that were given; all of them by default. `ValueError` for one that is not known."""
-    for name in given or ():
-        if name not in known:
-            raise ValueError(f"there is no {what} {name!r}; choose from {', '.join(known)}")
-    return list(given or known)
-
-
-def numbers(flag: str, text: str, least: int = 1) -> tuple[int, ...]:
-    """The numbers of an option, which are separated by commas."""
-    try:
-        found = tuple(int(part) for part in listed(text))
-    except ValueError:
-        raise ValueError(f"{flag} takes numbers such as 1,8,64, not {text!r}") from None
-    if any(number < least for number in found):
-        raise ValueError(f"{flag} must be at least {least}, not {min(found)}")
-    return found
 
 
 def reason(error: BaseException) -> str:

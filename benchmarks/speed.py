@@ -23,6 +23,7 @@ from typing import Annotated, Any, Protocol, TypeAlias
 import torch
 import typer
 
+from options import chosen, numbers
 from peers import CHECKED, COMPILED, EAGER, GRAPH, MOST_STEPS, PEERS, Decoder, Llama3, check
 from processes import (
     Call,
@@ -30,11 +31,9 @@ from processes import (
     Here,
     Json,
     Timeout,
-    chosen,
     exit_if_failed,
     measure_alone,
     measure_here,
-    numbers,
     repeated,
     results_file,
 )
@@ -209,8 +208,9 @@ def speed(
     params = context.params | {"device": to_device(device).type, "figures": tuple(listed(figures))}
     for each in fields(Plan):
         if each.type == Numbers:
-            flag, least = f"--{each.name.replace('_', '-')}", int(each.name != "contexts")
-            params[each.name] = numbers(flag, params[each.name], least)
+            name, text = each.name.replace("_", "-"), params[each.name]
+            least = 0 if name == "contexts" else 1
+            params[each.name] = tuple(numbers(name, text, least)) if text else ()
     plan = Plan(**{each.name: params[each.name] for each in fields(Plan)})
     with results_file(json) as file:
         packages = [each for name in names if name in PEERS for each in PEERS[name].packages]
