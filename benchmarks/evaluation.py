@@ -87,6 +87,8 @@ def measure_grouping(
 
     For comparison: the difference that rounding makes between two batch sizes without grouping.
     """
+    if results.has("difference by batch size", shape):
+        return
     requests = random_questions(model.config.vocab_size, questions)
 
     def scored(prefixes: str) -> tuple[list[Score], int]:
@@ -126,9 +128,11 @@ def measure_prompts(
 
     generate(min(lengths))  # allocates what is allocated only once
     for length in lengths:
+        case = shape | {"prompt": length}
+        if results.has("peak memory", case):
+            continue
         release(device)
         times = [generate(length) for _ in range(1 + _REPEATS)]  # the first one compiles kernels
-        case = shape | {"prompt": length}
         results.add("first token", case, median(times[1:]), "s")
         results.add("peak memory", case, 1e-9 * peak_memory(torch.device(device)), "GB")
 

@@ -19,21 +19,18 @@ def test_the_loss_is_that_of_a_pass_over_the_text(tmp_path: Path) -> None:
     folder = save_byte_model(tmp_path / "model")
     text, file = tmp_path / "text.txt", tmp_path / "drift.jsonl"
     text.write_text("The sea was calm. " * 8)
-    words = [str(folder), str(text), "--device", "cpu", "--weights", "float32,int8"]
+    words = [str(folder), str(text), "--device", "cpu", "--dtype", "float32"]
     result = CliRunner().invoke(drift.app, [*words, "--tokens", "40", "--json", str(file)])
     assert result.exit_code == 0, result.exception
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    names = "weights", "states", "replay"
-    assert [tuple(row["shape"][name] for name in names) for row in rows] == [
-        *product(("float32", "int8"), ("float32", "bfloat16"), ("off", "on"))
-    ]
+    kinds = [(row["shape"]["states"], row["shape"]["replay"]) for row in rows]
+    assert kinds == [*product(("float32", "bfloat16"), ("off", "on"))]
     model = XLSTM.from_pretrained(folder)
     ids = torch.tensor(ByteTokenizer().encode(text.read_text())[: 3 * 41]).view(3, 41)
     with torch.no_grad():
         want = float(F.cross_entropy(model(ids[:, :-1])[0].flatten(0, 1), ids[:, 1:].flatten()))
-    for row, largest in zip(rows, (1e-4, 1e-4, 1e-2, 1e-2, *[0.1] * 4), strict=True):
+    for row, largest in zip(rows, (1e-4, 1e-4, 1e-2, 1e-2), strict=True):
         assert row["value"] == pytest.approx(want, rel=largest)
-    assert rows[-1]["value"] != rows[0]["value"]
 
     assert "fewer --tokens" in str(
         CliRunner().invoke(drift.app, [*words, "--tokens", "144"]).exception
