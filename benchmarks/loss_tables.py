@@ -68,24 +68,37 @@ def recall(name: str, labels: Mapping[str, str], rows: Rows) -> Table:
 
 
 def quality(rows: Rows) -> Table:
-    """What quantised weights and bfloat16 states cost: losses, and differences from the first."""
+    """What quantised weights and bfloat16 states cost: the loss of held-out books."""
+    of = partial(pick, rows, "quality", "loss")
+    lines: list[list[Cell | str]] = []
+    for weights in ("bfloat16", "fp8", "int8", "int4"):
+        lines.append([weights])
+        for model in ("books-160m", "books-400m"):
+            for states in ("float32", "bfloat16"):
+                row = of(model=model, weights=weights, states=states)
+                lines[-1].append(Cell(f"{row['value']:.4f}", (row,)))
+    header = ("weights", "160M", "160M, bf16 states", "400M", "400M, bf16 states")
+    return Table(header, lines, one_call=True)
+
+
+def readme_quality(rows: Rows) -> Table:
+    """The loss of held-out books, and by how much smaller weights and states raise it."""
     cases = {
-        "bfloat16 states": ("bfloat16", "bfloat16"),
-        "int8": ("int8", "float32"),
+        "bf16 states": ("bfloat16", "bfloat16"),
         "fp8": ("fp8", "float32"),
-        "fp8, bfloat16 states": ("fp8", "bfloat16"),
+        "int8": ("int8", "float32"),
         "int4": ("int4", "float32"),
     }
     lines: list[list[Cell | str]] = []
-    for model in ("books-160m", "books-400m"):
-        of = partial(pick, rows, "quality", "loss", model=model)
+    for size in ("160m", "400m"):
+        of = partial(pick, rows, "quality", "loss", model=f"books-{size}")
         first = of(weights="bfloat16", states="float32")
-        lines.append([model, Cell(f"{first['value']:.4f}", (first,))])
+        lines.append([f"{size[:-1]}M", Cell(f"{first['value']:.4f}", (first,))])
         for weights, states in cases.values():
             row = of(weights=weights, states=states)
             lines[-1].append(Cell(f"{row['value'] - first['value']:+.4f}", (row, first)))
     lines.append(["7B", *["not measured"] * (1 + len(cases))])
-    return Table(("", "loss, bfloat16", *cases), lines)
+    return Table(("", "loss, bf16", *cases), lines)
 
 
 def _loss(row: Row) -> Cell:
@@ -136,6 +149,7 @@ LOSS_TABLES: dict[str, Callable[[Rows], Table]] = {
     ),
     "paper-schedule": schedule,
     "quality": quality,
+    "readme-quality": readme_quality,
     "paper-recall-heads": partial(
         recall,
         "recall-heads",
