@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from options import numbers
+from options import chosen, numbers
 from peers import TransformersXLSTM
 from processes import (
     Call,
@@ -55,15 +55,14 @@ def inside_transformers(
     here: Here = False,
 ) -> None:
     """Time `generate` of the xLSTM of transformers, with and without `optimize`."""
-    systems, sizes, on = systems or list(SYSTEMS), numbers("batches", batches), to_device(device)
-    if unknown := set(systems) - set(SYSTEMS):
-        raise ValueError(f"there is no system {unknown.pop()!r}; choose from {', '.join(SYSTEMS)}")
+    names, sizes = chosen("system", systems, SYSTEMS), numbers("batches", batches)
+    on = to_device(device)
     ModelConfig.named(size)
     to_dtype(dtype, ("float32", "bfloat16"))
     with results_file(json) as file:
         packages = TransformersXLSTM.packages
         results = Results("inside transformers", on.type, file=file, call=call, packages=packages)
-        for system in systems:
+        for system in names:
             shape = {"model": size, "weights": dtype, "states": dtype}
             cases = [Case(("generate",), shape | {"batch": n}, system) for n in sizes]
             if here:
