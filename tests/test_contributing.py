@@ -6,7 +6,7 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src/xlstm7b"
 # Their tests are arranged with their own modules.
-OTHERS = {"bench", "evaluate", "experiment"}
+OTHERS = {"bench", "evaluate"}
 
 
 def test_every_module_has_tests_that_are_found_by_its_path() -> None:

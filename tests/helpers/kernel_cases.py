@@ -16,19 +16,14 @@ from xlstm7b.quantize.gpu import prepare
 from xlstm7b.quantize.weight import QuantizedWeight
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 # Triton's interpreter computes bfloat16 wrongly: it is tested on GPUs only.
 DTYPES = [torch.float32, torch.bfloat16 if torch.cuda.is_available() else torch.float16]
-
-
 LARGEST = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-
-
 EPS, CAP = 1e-6, 15.0
-
-
 GUARD = 256  # NaNs after the last element of a tensor from `draw`
+SCHEMES = [Scheme("int8"), Scheme("fp8"), *(Scheme("int4", size) for size in GROUP_SIZES)]
+INT4 = [Scheme("int4", size) for size in GROUP_SIZES]
+OPTIONS = ["product", "norm", "gates", "uncapped", "not live", "swiglu", "residual", "cap"]
 
 
 def fill_new_memory_with_nan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,9 +55,6 @@ def assert_close(got: Tensor, want: Tensor, largest: float) -> None:
     got, want = got.masked_fill(infinite, 0), want.masked_fill(infinite, 0)
     sizes = want.norm(dim=-1)
     assert ((got - want).norm(dim=-1) <= largest * (sizes + sizes.mean())).all()
-
-
-OPTIONS = ["product", "norm", "gates", "uncapped", "not live", "swiglu", "residual", "cap"]
 
 
 def multiply_both(
@@ -102,9 +94,3 @@ def multiply_both(
     # Gates are summed and returned in float32 for every dtype. Tensor cores drop a few digits.
     assert_close(gates, want_gates, 1e-5 + 1e-8 * k)
     return got, want
-
-
-SCHEMES = [Scheme("int8"), Scheme("fp8"), *(Scheme("int4", size) for size in GROUP_SIZES)]
-
-
-INT4 = [Scheme("int4", size) for size in GROUP_SIZES]

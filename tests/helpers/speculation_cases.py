@@ -1,4 +1,4 @@
-"""Requests whose outputs must be the same with and without drafts, and how they are compared."""
+"""Requests whose outputs must be the same with and without drafts."""
 
 import pytest
 
