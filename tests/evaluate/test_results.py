@@ -71,12 +71,13 @@ def test_files_are_compared_with_the_first(tmp_path: Path) -> None:
     ]
 
 
+SEEDS = ("random_seed", "numpy_seed", "torch_seed", "fewshot_seed")
 HARNESS = {
     "results": {"arc": {"acc,none": 0.5}, "boolq": {"acc,none": 0.5}},
     "n-shot": {"arc": 5, "boolq": 0},
     "versions": {"arc": 1.0, "boolq": 2.0},
     "n-samples": {"arc": {"original": 9, "effective": 9}, "boolq": {"effective": 9}},
-    "config": {"limit": None, "random_seed": 0, "fewshot_seed": 1234, "batch_size": 1},
+    "config": {"limit": None, "batch_size": 1, **dict.fromkeys(SEEDS, 1234)},
     "xlstm7b": {"settings": {"tokenizer": "a" * 64, "chat_template": None}, "command": "x"},
 }
 PERPLEXITY = {
@@ -109,7 +110,7 @@ def changed(content: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     ("content", "path", "value", "said"),
     [
         (HARNESS, "config/limit", 100, "limit none and 100"),
-        (HARNESS, "config/fewshot_seed", 1, "fewshot seed 1234 and 1"),
+        *((HARNESS, f"config/{name}", 1, f"{name.replace('_', ' ')} 1234 and 1") for name in SEEDS),
         (HARNESS, "n-shot/arc", 25, "few-shot examples of arc 5 and 25"),
         (
             HARNESS,
