@@ -108,12 +108,12 @@ def load(url: str, clients: int, seconds: float, environment: dict[str, str]) ->
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "xlstm7b", "bench", "serve", url, "--clients", clients]
         command += ["--seconds", seconds, "--prompt-tokens", 512, "--new-tokens", 256]
-        command += ["--json", f"{folder}/results.json"]
+        command += ["--json", f"{folder}/results.jsonl"]
         subprocess.run(
             [str(part) for part in command], env=environment, check=True, stdout=subprocess.DEVNULL
         )
-        found = json.loads(Path(folder, "results.json").read_text())["results"]
-    return next(one["tokens_per_second"] for one in found if one.get("tokens_per_second"))
+        lines = Path(folder, "results.jsonl").read_text().splitlines()
+    return next(row["value"] for row in map(json.loads, lines) if row["what"] == "output")
 
 
 def compare(name: str, rounds: int, versions: list[Callable[[], float]]) -> None:
@@ -186,7 +186,7 @@ def run(options: argparse.Namespace, model: str) -> None:
             wait_for(server, url)
             urls.append(url)
         versions = [
-            lambda url=url: load(url, options.clients, options.seconds, environments[0])
+            lambda url=url: load(url, options.clients, options.seconds, environments[1])
             for url in urls
         ]
         compare(f"{options.clients} clients", options.rounds, versions)

@@ -1,85 +1,99 @@
 """The engine's benchmark on a small model."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from xlstm7b.bench import cases
-from xlstm7b.bench.engine import drive, make_requests, random_adapters
-from xlstm7b.bench.measure import plan_model
-from xlstm7b.bench.plans import Engine as Plan
+from xlstm7b.bench.engine import Benchmark, Load, drive, random_adapters
+from xlstm7b.bench.measure import RandomModel
+from xlstm7b.bench.results import Results
 from xlstm7b.generate import Engine, RequestStatus
 from xlstm7b.tokenizer import ByteTokenizer
 
+TINY = RandomModel("tiny", "cpu", "float32")
+LOAD = Load(4, 10, 20, (8, 8), prefill_tokens=16)
 
-def test_both_parts_are_measured(small: dict[str, Any]) -> None:
-    plan = Plan.of(
-        **small,
-        streams=4,
-        requests=10,
-        prompt_tokens=20,
-        new_tokens="8",
-        prefill_tokens=[16, 64],
-        prefix_tokens=600,
-    )
-    *streams, nothing, second, later, slowest = cases.run(plan)
-    assert [result.figures["prefill_tokens"] for result in streams] == [16, 64]
-    for result in streams:
-        assert (result.part, result.batch, result.length) == ("streams", 4, 20)
-        assert result.seconds is not None
-        assert 0 < result.figures["first_token_seconds"] < result.seconds
-        assert 0 < result.figures["gap_p50"] <= result.figures["gap_p99"] < result.seconds
-        assert 0 < result.figures["outside_model"] < 1
-        assert result.tokens_per_second is not None
-        assert round(result.tokens_per_second * result.seconds) == 10 * 8
-        assert result.limit is not None
-        share = 100 * result.tokens_per_second / result.limit
-        assert result.percent_of_limit == share
-    rows = nothing, second, later, slowest
-    assert [(row.part, row.work, row.length) for row in rows] == [
-        ("prefix", "nothing cached", 600),
-        ("prefix", "second request", 600),
-        ("prefix", "later requests, median", 600),
-        ("prefix", "later requests, slowest", 600),
+
+@pytest.fixture
+def benchmark() -> Benchmark:
+    return Benchmark(Results("engine", "cpu"), TINY, TINY.make(), ByteTokenizer())
+
+
+def values(benchmark: Benchmark) -> dict[str, float]:
+    return {row["what"]: row["value"] for row in benchmark.results.rows}
+
+
+def test_requests_at_the_same_time(benchmark: Benchmark) -> None:
+    benchmark.streams(LOAD)
+    rows = benchmark.results.rows
+    shape = TINY.shape(streams=4, requests=10, prompt=20, output=8, **{"prefill tokens": 16})
+    assert [(row["what"], row["shape"], row["unit"]) for row in rows] == [
+        ("first token", shape, "ms"),
+        ("between tokens, p50", shape, "ms"),
+        ("between tokens, p99", shape, "ms"),
+        ("outside the model", shape, "%"),
+        ("output", shape, "tok/s"),
     ]
-    assert later.seconds is not None
-    assert slowest.seconds is not None
-    assert 0 < later.seconds <= slowest.seconds
+    assert rows[-1]["limit"] > 0
+    found = values(benchmark)
+    seconds = 80 / found["output"]  # 10 outputs of 8 tokens
+    assert 0 < found["first token"] < 1e3 * seconds
+    assert 0 < found["between tokens, p50"] <= found["between tokens, p99"] < 1e3 * seconds
+    assert 0 < found["outside the model"] < 100
 
 
-def test_requests_with_adapters_in_turn(small: dict[str, Any]) -> None:
-    options = {"streams": 4, "requests": 6, "prompt_tokens": 9, "new_tokens": "3"}
-    plan = Plan.of(**small, **options, adapters=2, parts=["streams"])
-    (result,) = cases.run(plan)
-    assert result.work == "prefill of 512, 2 adapters"
-    assert result.tokens_per_second is not None
-    adapters = random_adapters(plan.config, 2)
-    requests = make_requests(plan, adapters)
+def test_a_shared_prefix(benchmark: Benchmark) -> None:
+    benchmark.prefix(600, int(1e9))
+    rows = benchmark.results.rows
+    assert [(row["what"], row["shape"]["request"], row["unit"]) for row in rows] == [
+        ("first token", "first", "ms"),
+        ("first token", "second", "ms"),
+        ("first token", "later, median", "ms"),
+        ("first token", "later, slowest", "ms"),
+    ]
+    assert {row["shape"]["prefix"] for row in rows} == {600}
+    assert 0 < rows[2]["value"] <= rows[3]["value"]
+
+
+def test_requests_with_adapters_in_turn(benchmark: Benchmark) -> None:
+    load = replace(LOAD, requests=6, adapters=2)
+    benchmark.streams(load)
+    assert benchmark.results.rows[-1]["shape"]["adapters"] == 2
+    adapters = random_adapters(TINY.config, 2)
+    requests = load.make(320, adapters)
     assert [request.adapter for request in requests] == adapters * 3
 
 
-def test_requests_with_a_schema_are_compared_with_the_same_without(small: dict[str, Any]) -> None:
+def test_requests_with_a_schema_are_compared_with_the_same_without(
+    benchmark: Benchmark, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("llguidance")
-    options = {"streams": 4, "requests": 6, "prompt_tokens": 9, "new_tokens": "7-20"}
-    plan = Plan.of(**small, **options, parts=["grammar"])
-    (result,) = cases.run(plan)
-    assert (result.part, result.batch, result.length) == ("grammar", 4, 9)
-    assert result.seconds is not None
-    assert result.tokens_per_second is not None
-    lengths = [request.params.max_new_tokens for request in make_requests(plan)]
-    assert round(result.tokens_per_second * result.seconds) == sum(lengths)  # no output ends early
-    assert result.limit is not None
-    assert result.percent_of_limit == 100 * result.tokens_per_second / result.limit
+    load, ran = replace(LOAD, requests=6, new_tokens=(7, 20)), []
+
+    def counting(engine: Engine, requests: Any, streams: int) -> list[list[float]]:
+        times = drive(engine, requests, streams)
+        ran.append([len(each) - 1 for each in times])
+        return times
+
+    monkeypatch.setattr("xlstm7b.bench.engine.drive", counting)
+    benchmark.grammar(load)
+    row = benchmark.results.rows[-1]
+    assert row["shape"]["format"] == "JSON schema"
+    assert row["shape"]["output"] == "7-20"
+    assert row["limit"] > 0
+    lengths = [request.params.max_new_tokens for request in load.make(320)]
+    assert ran[1] == ran[3] == lengths  # no output ends early
 
 
-def test_lengths_are_drawn_from_a_range_and_streams_are_kept_up(small: dict[str, Any]) -> None:
-    plan = Plan.of(**small, streams=3, requests=12, prompt_tokens=5, new_tokens="2-6")
-    requests, again = make_requests(plan), make_requests(plan)
+def test_lengths_are_drawn_from_a_range_and_streams_are_kept_up() -> None:
+    load = Load(3, 12, 5, (2, 6))
+    requests, again = load.make(320), load.make(320)
     lengths = [request.params.max_new_tokens for request in requests]
     assert lengths == [request.params.max_new_tokens for request in again]
     assert (min(lengths), max(lengths)) == (2, 6)
 
-    engine, most = Engine(plan_model(plan), ByteTokenizer(), slots=8), 0
+    engine, most = Engine(TINY.make(), ByteTokenizer(), slots=8), 0
     step = engine.step
 
     def counting_step() -> Any:

@@ -10,16 +10,15 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from xlstm7b.bench.cases import Result
-from xlstm7b.bench.plans import ModelPlan
+from xlstm7b.bench.results import Results, Shape
 from xlstm7b.config import ModelConfig
 from xlstm7b.devices import to_dtype
 from xlstm7b.model import XLSTM
@@ -224,29 +223,33 @@ def capture(step: Callable[[], object]) -> Callable[[], None]:
     return replay
 
 
-def attempt(case: Result, run: Callable[[Result], Result], *failures: type[Exception]) -> Result:
-    """The result of `run(case)`.
+def attempt(
+    results: Results, what: str, shape: Shape, work: Callable[[], None], *failures: type[Exception]
+) -> None:
+    """Does the work that adds this figure, unless the run has it. Then frees what it used.
 
-    Out of memory, unsteady timings or one of `failures` becomes the case's error.
+    Out of memory, unsteady timings and `failures` are recorded in place of the figure.
     """
+    if results.has(what, shape):
+        return
     caught: tuple[type[Exception], ...] = (torch.OutOfMemoryError, UnsteadyError, *failures)
     try:
-        return run(case)
+        work()
     except caught as error:
-        return failed(case, error)
+        results.fail(what, shape, reason(error))
+    release(results.device)
 
 
-def failed(case: Result, error: BaseException) -> Result:
-    """The case with the reason why it could not be measured."""
+def reason(error: BaseException) -> str:
+    """Why something could not be measured, in one line."""
     if isinstance(error, torch.OutOfMemoryError):
-        return replace(case, error="out of memory")
+        return "out of memory"
     text = str(error)
     if isinstance(error, UnsteadyError):
-        return replace(case, error=text)
+        return text
     if isinstance(error, torch.AcceleratorError):
         text = text.partition("\n")[0]  # the other lines are advice
-    reason = " ".join(f"{type(error).__name__}: {text}".split())
-    return replace(case, error=reason[:200])
+    return " ".join(f"{type(error).__name__}: {text}".split())
 
 
 @contextmanager
@@ -268,32 +271,56 @@ def time_limit(seconds: float) -> Iterator[None]:
 # Memory
 
 
-def release(device: str) -> None:
+def release(device: str | torch.device) -> None:
     """Frees what nothing uses any more, and resets the peak of a GPU's memory."""
     gc.collect()
-    if device == "cuda":
+    if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()
     reset_peak(device)
 
 
-def reset_peak(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+def reset_peak(device: str | torch.device) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
 
-def free_memory(device: str) -> int:
+def free_memory(device: str | torch.device) -> int:
     """Bytes that can still be allocated."""
-    if device == "cuda":
-        return int(torch.cuda.mem_get_info()[0])
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 # Random models and prompts
 
 
-def plan_model(plan: ModelPlan) -> XLSTM:
-    quantize = None if plan.quantize == "no" else plan.quantize
-    return random_model(plan.size, dtype=plan.dtype, device=plan.device, quantize=quantize)
+@dataclass(frozen=True)
+class RandomModel:
+    """A model with random weights, and how it is run."""
+
+    size: str
+    device: str
+    dtype: str = "bfloat16"
+    state_dtype: str = "float32"
+    quantize: str | None = None
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        return ModelConfig.named(self.size)
+
+    def shape(self, **more: int | float | str) -> Shape:
+        """What its figures depend on, for `Results`."""
+        weights = self.quantize or self.dtype
+        return {"model": self.size, "weights": weights, "states": self.state_dtype, **more}
+
+    def make(self) -> XLSTM:
+        """Its first generator joins weights, which takes more memory for a moment: that is over."""
+        model = random_model(
+            self.size, dtype=self.dtype, device=self.device, quantize=self.quantize
+        )
+        make_generator(model, state_dtype=self.state_dtype).read([[1]])
+        release(self.device)
+        return model
 
 
 def random_model(
@@ -371,10 +398,6 @@ def make_generator(
     )
 
 
-def plan_generator(model: XLSTM, plan: ModelPlan, batch_size: int = 1, **named: Any) -> "Generator":
-    return make_generator(model, state_dtype=plan.state_dtype, batch_size=batch_size, **named)
-
-
 def random_prompts(vocab_size: int, batch: int, length: int) -> list[list[int]]:
     """Random token ids. `Generator` puts the first token before them: it has its state."""
     draw = torch.Generator().manual_seed(length)
@@ -385,18 +408,14 @@ def random_prompts(vocab_size: int, batch: int, length: int) -> list[list[int]]:
 # The hardware's peaks
 
 
-def find_peaks(
-    device: str, dtype: torch.dtype, tflops: float | None = None, tbs: float | None = None
-) -> tuple[float, float]:
-    """FLOP/s and bytes/s: those given, those of an H200 on an H200, else measured now."""
-    flops, bandwidth = (None if peak is None else 1e12 * peak for peak in (tflops, tbs))
-    if flops is not None and bandwidth is not None:
-        return flops, bandwidth
-    if device == "cuda" and "H200" in torch.cuda.get_device_name():
-        return flops or H200[0], bandwidth or H200[1]
-    width = 8192 if device == "cuda" else 1024
+def find_peaks(device: str, dtype: torch.dtype) -> tuple[float, float]:
+    """FLOP/s and bytes/s: the known ones of an H200, else measured now."""
+    is_gpu = torch.device(device).type == "cuda"
+    if is_gpu and "H200" in torch.cuda.get_device_name(device):
+        return H200
+    width = 8192 if is_gpu else 1024
     table = torch.randn(32 * width, 1024, device=device)  # larger than any cache
-    bandwidth = bandwidth or table.nbytes / measure(lambda: table @ table[0], device)
+    bandwidth = table.nbytes / measure(lambda: table @ table[0], device)
 
     def seconds(width: int, dtype: torch.dtype) -> float:
         square = torch.randn(width, width, device=device).to(dtype)
@@ -404,4 +423,4 @@ def find_peaks(
 
     # The faster dtype counts: a CPU without bf16 instructions takes a hundred times as long.
     fastest = min((torch.float32, dtype), key=partial(seconds, width // 8))
-    return flops or 2 * width**3 / seconds(width, fastest), bandwidth
+    return 2 * width**3 / seconds(width, fastest), bandwidth

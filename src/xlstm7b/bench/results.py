@@ -45,9 +45,9 @@ class Results:
     ) -> None:
         """`command` is recorded; by default it is this process's own. So are the versions of torch,
         of Triton on a GPU, and of `packages`."""
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ValueError(f"cannot write {file}: there is no folder {file.absolute().parent}")
-        self.file = file
+        if file is not None:
+            check_target(file)
+        self.file, self.device = file, device
         self.failed = False
         self.call = call or uuid.uuid4().hex[:8]
         self.reread()
@@ -125,15 +125,15 @@ class Results:
         if self.file is not None:
             with self.file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        if what != self._heading:
-            print(f"\n{what}")
-            self._heading = what
+        if (heading := _joined(shape)) != self._heading:
+            print(f"\n{heading}")
+            self._heading = heading
         print(f"  {shown_row(row)}", flush=True)
 
 
 def shown_row(row: Mapping[str, Any]) -> str:
-    """One line of text: the shape, the system, the value, and how near it is to its limit."""
-    case = f"{_joined(row['shape']):44} {row['system']:16}"
+    """One line of text: what and whose it is, the value, and how near it is to its limit."""
+    case = f"{row['what']:20} {row['system']:16}"
     if "error" in row:
         return f"{case} failed: {row['error']}"
     if "x" in row:
@@ -159,6 +159,17 @@ def shown_number(value: float) -> str:
 def percent_of_limit(row: Mapping[str, Any]) -> float:
     value, limit = row["value"], row["limit"]
     return float(100 * (limit / value if row["unit"] in LOWER_IS_BETTER else value / limit))
+
+
+def check_target(file: Path) -> None:
+    """`ValueError` if nothing can be appended to this file."""
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"cannot write {file}: there is no folder {folder}")
+    if file.is_dir():
+        raise ValueError(f"cannot write {file}: it is a folder")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise ValueError(f"cannot write {file}: no write permission")
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
@@ -191,7 +202,7 @@ def machine_name(device: str) -> str:
 def versions(device: str, packages: Sequence[str] = ()) -> dict[str, str]:
     """Versions of torch, of Triton on a GPU, and of other packages that are installed."""
     found = {}
-    for name in dict.fromkeys(("torch", *(["triton"] * (device == "cuda")), *packages)):
+    for name in dict.fromkeys(("torch", *(["triton"] * device.startswith("cuda")), *packages)):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -3,8 +3,8 @@
 Requests are sent at random times (Poisson), whether or not earlier ones are answered. Times count
 from when a request was due, so waiting to connect counts too. With `--clients`, a
 fixed number of clients each wait for their answer and then send the next request. Prompts are
-random token ids of mixed lengths, all different, after a common prefix of `--shared-tokens`.
-Answers are streamed and have their full length.
+random token ids of mixed lengths, all different, after a common prefix. Answers are streamed and
+have their full length.
 """
 
 import http.client
@@ -13,43 +13,60 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from urllib.parse import urlsplit
 
-from xlstm7b.bench.cases import Column, Part, Result
 from xlstm7b.bench.measure import percentile
-from xlstm7b.bench.plans import Serve
-from xlstm7b.report import counted, figure
+from xlstm7b.bench.results import Results, Shape
+from xlstm7b.report import counted
 
 _IDS = range(2, 256)  # valid in every vocabulary; none ends the output
 
-_LOAD = (
-    Column("requests", "requests"),
-    Column("s", "seconds", digits=1),
-    Column("requests/s", "requests_per_second", digits=2),
-    Column("prompt tok/s", "prompt_tokens_per_second", digits=1),
-    Column("new tok/s", "tokens_per_second", digits=1),
-)
-PARTS = {
-    "load": Part("answered requests", _LOAD),
-    "times": Part("their times, ms", [Column(f"p{n}", f"p{n}", 1e3, 1) for n in (50, 90, 99)]),
-}
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """The requests to send. Without clients they are sent at `rate`, in requests per second."""
+
+    url: str
+    rate: float = 4.0
+    clients: int = 0
+    seconds: float = 30.0
+    prompt_tokens: tuple[int, ...] = (32, 128, 512)
+    new_tokens: tuple[int, ...] = (16, 64, 128)
+    shared_tokens: int = 0
+    seed: int = 0
+    timeout: float = 120.0
+    api_key: str | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_address(self.url):
+            raise ValueError(f"{self.url!r} is not a server address such as http://127.0.0.1:8000")
+        if self.shared_tokens + min(self.prompt_tokens) < 1:
+            raise ValueError("every prompt must have at least one token")
+
+    @property
+    def path(self) -> str:
+        """The path of the URL, without /v1, in which the base URLs of OpenAI clients end."""
+        return urlsplit(self.url).path.rstrip("/").removesuffix("/v1")
+
+    @property
+    def shape(self) -> Shape:
+        shape: dict[str, int | float | str] = {"clients": self.clients}
+        if not self.clients:
+            shape = {"requests/s": self.rate}
+        shape["prompt"] = " or ".join(map(str, self.prompt_tokens))
+        shape["output"] = " or ".join(map(str, self.new_tokens))
+        return shape | ({"shared": self.shared_tokens} if self.shared_tokens else {})
 
 
-def results(plan: Serve) -> Iterator[Result]:
-    """Checks the server; then, when iterated, sends the requests and yields what was measured."""
-    check_server(plan)
-    return _results(plan)
-
-
-def _results(plan: Serve) -> Iterator[Result]:
-    measured = send(plan)
-    yield from measured.results()
-    if measured.interrupted:
-        raise KeyboardInterrupt
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number, or too large
+        return False
 
 
 @dataclass
@@ -72,44 +89,44 @@ class Measured:
     interrupted: bool = False
 
     @property
-    def answered(self) -> list[Answer]:
-        return [answer for answer in self.answers if answer.error is None]
-
-    @property
     def errors(self) -> dict[str, int]:
         return dict(Counter(answer.error for answer in self.answers if answer.error))
 
-    def times(self) -> dict[str, list[float]]:
-        good = self.answered
+    def add_to(self, results: Results, shape: Shape) -> None:
+        """Adds what was measured of the answered requests, and a failure for each kind of error."""
+        good = [answer for answer in self.answers if answer.error is None]
+        if good:
+            for what, count, unit in (
+                ("requests", len(good), "req/s"),
+                ("prompts", sum(answer.prompt_tokens for answer in good), "tok/s"),
+                ("output", sum(answer.new_tokens for answer in good), "tok/s"),
+            ):
+                results.add(what, shape, count / self.seconds, unit)
+        else:
+            results.fail("output", shape, "no request was answered")
         gaps = [late - early for answer in good for early, late in pairwise(answer.chunks)]
-        return {
-            "first token": [answer.chunks[0] for answer in good if answer.chunks],
-            "between chunks": gaps,
-            "whole answer": [answer.ended for answer in good],
-        }
-
-    def results(self) -> Iterator[Result]:
-        good = self.answered
-        figures = {
-            "requests": len(good),
-            "requests_per_second": len(good) / self.seconds,
-            "prompt_tokens_per_second": sum(a.prompt_tokens for a in good) / self.seconds,
-            "answers": [asdict(answer) for answer in self.answers],
-        }
-        speed = sum(answer.new_tokens for answer in good) / self.seconds
-        error = None if good else "no request was answered"
-        yield Result(
-            "load", "server", "", "", 0, 0, self.seconds, speed, figures=figures, error=error
-        )
-        for reason, count in self.errors.items():
-            yield Result("load", "server", counted(count, "request"), error=reason)
-        for name, values in self.times().items():
-            if values:
-                figures = {f"p{percent}": percentile(values, percent) for percent in (50, 90, 99)}
-                yield Result("times", name, figures=figures)
+        for what, times in (
+            ("first token", [answer.chunks[0] for answer in good if answer.chunks]),
+            ("between chunks", gaps),
+            ("whole answer", [answer.ended for answer in good]),
+        ):
+            for percent in (50, 90, 99) if times else ():
+                results.add(f"{what}, p{percent}", shape, 1e3 * percentile(times, percent), "ms")
+        for error, count in self.errors.items():
+            results.fail(error, shape, counted(count, "request"))
 
 
-def check_server(load: Serve) -> None:
+def measure_server(results: Results, load: Load) -> None:
+    """Sends the load. After Ctrl-C it adds the results so far and raises it again."""
+    if results.has("output", load.shape):
+        return
+    measured = send(load)
+    measured.add_to(results, load.shape)
+    if measured.interrupted:
+        raise KeyboardInterrupt
+
+
+def check_server(load: Load) -> None:
     """Raises an `OSError` if nothing answers at the address, a `ValueError` if it is not ready."""
     connection = _connect(load)
     try:
@@ -123,7 +140,7 @@ def check_server(load: Serve) -> None:
         raise ValueError(f"{load.url} is not ready: its /health returns {status}")
 
 
-def send(load: Serve) -> Measured:
+def send(load: Load) -> Measured:
     """Sends the load. Returns when everything is answered, or at Ctrl-C with the answers so far."""
     draw = random.Random(load.seed)
     answers: list[Answer] = []
@@ -145,7 +162,7 @@ def send(load: Serve) -> Measured:
     try:
         for _ in range(load.clients):
             start(be_a_client, _bodies(load, random.Random(draw.random())))
-        if load.rate is not None:
+        if not load.clients:
             bodies, due = _bodies(load, draw), began
             while (due := due + draw.expovariate(load.rate)) - began < load.seconds:
                 body = next(bodies)
@@ -158,7 +175,7 @@ def send(load: Serve) -> Measured:
     return Measured(time.perf_counter() - began, [*answers], interrupted)
 
 
-def _bodies(load: Serve, draw: random.Random) -> Iterator[bytes]:
+def _bodies(load: Load, draw: random.Random) -> Iterator[bytes]:
     shared = random.Random(load.seed).choices(_IDS, k=load.shared_tokens)
     while True:
         body = {
@@ -171,13 +188,13 @@ def _bodies(load: Serve, draw: random.Random) -> Iterator[bytes]:
         yield json.dumps(body).encode()
 
 
-def _connect(load: Serve) -> http.client.HTTPConnection:
+def _connect(load: Load) -> http.client.HTTPConnection:
     address = urlsplit(load.url)
     kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
     return kind(address.hostname or "", address.port, timeout=load.timeout)
 
 
-def _ask(load: Serve, body: bytes, due: float) -> Answer:
+def _ask(load: Load, body: bytes, due: float) -> Answer:
     answer, deadline = Answer(), time.perf_counter() + load.timeout
     headers = {"content-type": "application/json"}
     if load.api_key:
@@ -219,16 +236,3 @@ def _read_stream(
         if event["usage"]:
             answer.prompt_tokens = event["usage"]["prompt_tokens"]
             answer.new_tokens = event["usage"]["completion_tokens"]
-
-
-def draw(_: Mapping[str, Part], rows: Sequence[Result], path: Path) -> None:
-    """The distribution of the times to the first token and between chunks."""
-    load = rows[0]
-    answers = [Answer(**answer) for answer in load.figures["answers"]]
-    times = Measured(load.seconds or 0.0, answers).times()
-    with figure(path, columns=2) as axes:
-        for axis, name in zip(axes, ("first token", "between chunks"), strict=True):
-            shares = [(index + 1) / len(times[name]) for index in range(len(times[name]))]
-            axis.plot([1e3 * value for value in sorted(times[name])], shares)
-            axis.set(title=name, xlabel="milliseconds", xscale="log", ylabel="share of all")
-            axis.grid(alpha=0.3)

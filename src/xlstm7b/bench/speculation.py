@@ -6,91 +6,16 @@ checked: no draft changes it.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from functools import partial
-from unittest.mock import patch
+from collections.abc import Sequence
 
 import torch
 
-from xlstm7b.bench.cases import Result
-from xlstm7b.bench.measure import (
-    GREEDY,
-    attempt,
-    measure_steps,
-    plan_generator,
-    random_prompts,
-    release,
-)
-from xlstm7b.bench.plans import Generation
-from xlstm7b.generate.draft_model import Speculation
 from xlstm7b.generate.drafts import MAX_DRAFT, DraftLength
 from xlstm7b.model import XLSTM
 
-_SHARES = (0.0, 0.5, 0.8, 1.0)  # of right drafts
-_PROMPT_TOKENS = 16
 _EMBEDDING_STD = 30.0  # all blocks together add less to the residual stream
 _HIGHEST_LOGIT = 20.0  # others are a few
 _GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples modulo 1 are spread evenly
-
-
-def results(model: XLSTM, plan: Generation) -> Iterator[Result]:
-    """For each batch size: without speculation, with drafts that adapt, with all that fit."""
-    make_predictable(model)
-    works = [("no speculation", None, False), ("p = 0, lengths adapt", 0.0, True)]
-    works += [(f"p = {share:g}, up to {MAX_DRAFT} drafts", share, False) for share in _SHARES]
-    for batch in plan.batches:
-        plain = None
-        for work, share, adapts in works:
-            case = Result("speculation", work=work, batch=batch, length=_PROMPT_TOKENS)
-            run = partial(_timed, model, plan, share, adapts, plain)
-            # `ValueError`: too many slots
-            result = attempt(case, run, ValueError, RuntimeError)
-            plain = plain or result.seconds
-            yield result
-            release(plan.device)
-
-
-def _timed(
-    model: XLSTM,
-    plan: Generation,
-    share: float | None,
-    adapts: bool,
-    plain: float | None,
-    case: Result,
-) -> Result:
-    vocab_size = plan.config.vocab_size
-    prompts = random_prompts(vocab_size, case.batch, case.length)
-    speculate: Speculation = None if share is None else "lookup"
-    generator = plan_generator(model, plan, case.batch, speculate=speculate)
-    drafted = accepted = 0
-
-    def generate(tokens: int) -> None:
-        nonlocal drafted, accepted
-        for prompt, done in zip(
-            prompts, generator.generate(prompts, max_new_tokens=tokens, **GREEDY), strict=True
-        ):
-            if done.token_ids != following(prompt[-1], tokens, vocab_size):
-                raise RuntimeError("the output is not what the model generates")
-            drafted, accepted = drafted + done.drafted_tokens, accepted + done.accepted_tokens
-
-    drafter = partial(ForcedDrafts, vocab_size, share, adapts)
-    with patch("xlstm7b.generate.drafts.LookupText", drafter):
-        seconds, spread = measure_steps(generate, plan.device, seconds=plan.seconds, base=64)
-    figures = {"spread": spread}
-    if drafted:
-        figures["accepted"] = 100 * accepted / drafted
-    if plain is not None:
-        figures["of_plain"] = plain / seconds
-    speed = case.batch / seconds
-    return Result(
-        case.part,
-        work=case.work,
-        batch=case.batch,
-        length=case.length,
-        seconds=seconds,
-        tokens_per_second=speed,
-        figures=figures,
-    )
 
 
 @torch.no_grad()

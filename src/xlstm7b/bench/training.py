@@ -1,27 +1,24 @@
 """`xlstm7b bench training`: how fast a model trains, and how much memory that takes.
 
-Each case runs in its own process, with the trainer of `xlstm7b train`: loader, forward,
-backward, clipping, AdamW over float32 weights, bfloat16 computation on a GPU. The text is random.
-MFU counts `accounting.training_flops`, without recomputation, against the peak of an H100. LoRA
-has a base of random weights in a temporary folder.
-
-Peers train with PyTorch's cross-entropy over all logits and without recomputation; on a GPU they
-are compiled as a whole. `xlstm` is the authors' package, `transformers` has its own xLSTM, and
-`optimized` is that with this package's forward pass (`bench transformers`).
+It uses the trainer of `xlstm7b train`: loader, forward, backward, clipping, AdamW over float32
+weights, bfloat16 computation on a GPU. The text is random. MFU counts
+`accounting.training_flops`, without recomputation, against the peak of an H100 or H200 in bf16.
+LoRA and state tuning have a base of random weights in a temporary folder.
 """
 
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from xlstm7b.accounting import (
@@ -30,10 +27,8 @@ from xlstm7b.accounting import (
     state_tuning_flops,
     training_flops,
 )
-from xlstm7b.bench.cases import Column, Part, Result
-from xlstm7b.bench.measure import synchronize
-from xlstm7b.bench.peers import in_process, load_transformers, load_xlstm
-from xlstm7b.bench.plans import Training, TrainingCase
+from xlstm7b.bench.measure import attempt, reset_peak
+from xlstm7b.bench.results import Results, Shape
 from xlstm7b.checkpoint import save_checkpoint
 from xlstm7b.config import ModelConfig
 from xlstm7b.data.shards import ShardWriter, write_manifest
@@ -44,94 +39,109 @@ from xlstm7b.train.processes import process_group
 from xlstm7b.train.recipe import Batch, Data, Lora, Recipe, Run, Schedule, Source, StateTuning
 from xlstm7b.train.trainer import Trainer
 
-_WARM_UP = 2  # steps that are not counted: they compile
-
-_COLUMNS = (
-    "batch",
-    "tokens",
-    Column("micro-batches", "micro_batches"),
-    "tok/s",
-    "ms",
-    Column("MFU, %", "mfu", 100, 1),
-    "GB",
-    Column("first step, s", "first_step", digits=1),
-    "speed of ours, ×",
-)
-_TITLE = f"one step of training; MFU of {H100_FLOPS / 1e12:.0f} TFLOP/s (H100, H200 in bf16)"
-PARTS = {"training": Part(_TITLE, _COLUMNS, plot=("tokens", "tok/s"))}
+WARM_UP = 2  # steps that are not counted: they compile
 
 
-def results(plan: Training) -> Iterator[Result]:
-    for text in plan.cases:
-        case = TrainingCase.parse(text)
-        for name in ("ours",) if case.trained else ("ours", *plan.peers):
-            # Peers cannot recompute activations.
-            same = case if name == "ours" else replace(case, activations="none")
-            job = {"name": name, "case": asdict(same), "steps": plan.steps, "device": plan.device}
-            yield from in_process(row(same, name), train, plan.timeout, **job)
+@dataclass(frozen=True)
+class Case:
+    """A model, the batches of a step, and how it is trained."""
+
+    size: str
+    batch: int
+    length: int
+    micro_batches: int = 1
+    activations: str = "none"  # which of them are recomputed
+    method: str = "full"  # "lora" (rank 16) and "state" train on frozen weights
+    quantize: str | None = None  # int8 or int4, of frozen weights
+
+    @property
+    def shape(self) -> Shape:
+        own: dict[str, int | str] = {"model": self.size, "batch": self.batch, "length": self.length}
+        if self.micro_batches > 1:
+            own["micro-batches"] = self.micro_batches
+        if self.activations != "none":
+            own["recomputed"] = self.activations
+        if self.method != "full":
+            own |= {"method": self.method, "weights": self.quantize or "bfloat16"}
+        return own
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step."""
+        return self.batch * self.length * self.micro_batches
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of one step, without recomputation."""
+        config, lora = ModelConfig.named(self.size), Lora()
+        if self.method == "lora":
+            flops = lora_training_flops(config, self.length, lora.targets, lora.rank)
+        elif self.method == "state":
+            flops = state_tuning_flops(config, self.length)
+        else:
+            flops = training_flops(config, self.length)
+        return self.batch * self.micro_batches * flops
 
 
-def row(case: TrainingCase, name: str) -> Result:
-    """The case without figures."""
-    recomputes = "" if case.activations == "none" else f"recomputes {case.activations}"
-    work = ", ".join(filter(None, (case.trained, recomputes)))
-    figures = {"micro_batches": case.micro_batches}
-    return Result("training", name, work, case.size, case.batch, case.length, figures=figures)
+class StepTimes(NamedTuple):
+    """The time of one training step."""
+
+    seconds: float  # the median
+    spread: float  # half the range, relative to `seconds`
+    first: float  # of the first step, which compiles
 
 
-def train(name: str, case: dict[str, Any], steps: int, device: str) -> Iterator[Result]:
-    """Trains in this process: `_WARM_UP` steps that are not counted, then `steps`."""
-    parsed = TrainingCase(**case)
-    if name == "ours":
-        yield _train_ours(parsed, steps, device)
-    else:
-        yield _train_peer(name, parsed, steps, device)
+def step_seconds(step: Callable[[], float], steps: int) -> StepTimes:
+    """Times a function that trains on one batch, waits for the device, and returns the loss.
 
-
-def _timed(
-    case: TrainingCase, name: str, step: Callable[[], float], steps: int, device: str
-) -> Result:
-    """`step` trains on one batch, waits for the device, and returns the loss."""
-    times, losses = [], []
-    for _ in range(_WARM_UP + steps):
+    `WARM_UP` steps are not counted. A loss that is not finite is a `FloatingPointError`.
+    """
+    times = []
+    for _ in range(WARM_UP + steps):
         began = time.perf_counter()
-        losses.append(step())
+        loss = step()
         times.append(time.perf_counter() - began)
-    blank = row(case, name)
-    figures = {"first_step": times[0], "losses": losses}
-    memory = torch.cuda.max_memory_allocated() if device == "cuda" else None
-    result = replace(blank, memory=memory, figures=blank.figures | figures)
-    return with_speed(result, case, median(times[_WARM_UP:]), has_mfu=device == "cuda")
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss}")
+    counted = times[WARM_UP:]
+    seconds = median(counted)
+    return StepTimes(seconds, (max(counted) - min(counted)) / 2 / seconds, times[0])
 
 
-def with_speed(result: Result, case: TrainingCase, seconds: float, *, has_mfu: bool) -> Result:
-    """The result with the time of one step, and what follows from it."""
-    speed = case.tokens / seconds
-    figures = dict(result.figures)
-    if has_mfu:
-        config, lora = ModelConfig.named(case.size), Lora()
-        flops = training_flops(config, case.length)
-        if case.trained.startswith("lora"):
-            flops = lora_training_flops(config, case.length, lora.targets, lora.rank)
-        elif case.trained:
-            flops = state_tuning_flops(config, case.length)
-        figures["mfu"] = flops / case.length * speed / H100_FLOPS
-    return replace(result, seconds=seconds, tokens_per_second=speed, figures=figures)
+def measure_training(results: Results, case: Case, steps: int) -> None:
+    """Tokens per second, peak memory, MFU and the time of the first step."""
+    on_gpu = results.device.startswith("cuda")
+
+    def work() -> None:
+        torch.compiler.reset()  # else a second size is compiled for any shape, which is slower
+        reset_peak(results.device)
+        with our_step(case, steps, results.device) as step:
+            times = step_seconds(step, steps)
+        results.add("first step", case.shape, times.first, "s")
+        if on_gpu:
+            peak = 1e-9 * torch.cuda.max_memory_allocated()
+            results.add("peak memory", case.shape, peak, "GB")
+            mfu = case.flops / times.seconds / H100_FLOPS
+            results.add("MFU", case.shape, 100 * mfu, "%")
+        speed = case.tokens / times.seconds
+        results.add("training", case.shape, speed, "tok/s", spread=times.spread)
+
+    attempt(results, "training", case.shape, work, FloatingPointError)
 
 
-def _train_ours(case: TrainingCase, steps: int, device: str) -> Result:
-    """The trainer, on a folder of random documents."""
+@contextmanager
+def our_step(case: Case, steps: int, device: str) -> Iterator[Callable[[], float]]:
+    """A step of the trainer, on a folder of random documents for this many steps."""
     with tempfile.TemporaryDirectory() as folder, process_group(device):
-        recipe = _recipe(case, steps, Path(folder) / "data")
-        trainer = Trainer(recipe, Path(folder), device)
+        trainer = Trainer(_recipe(case, steps, Path(folder) / "data"), Path(folder), device)
         try:
-            return _timed(case, "ours", lambda: trainer.update().loss, steps, device)
+            yield lambda: trainer.update().loss
         finally:
             trainer.loader.close()
 
 
-def _recipe(case: TrainingCase, steps: int, data: Path) -> Recipe:
-    model, is_state = ModelConfig.named(case.size), case.trained.startswith("state")
+def _recipe(case: Case, steps: int, data: Path) -> Recipe:
+    model, is_state = ModelConfig.named(case.size), case.method == "state"
     draw = np.random.default_rng(0)
     data.mkdir()
     with ShardWriter(data / "00000.ds", vocab_size=model.vocab_size) as writer:
@@ -146,12 +156,12 @@ def _recipe(case: TrainingCase, steps: int, data: Path) -> Recipe:
         data, [writer.entry], vocab_size=model.vocab_size, tokenizer_fingerprint="random"
     )
     base = data.with_name("base")
-    if case.trained:
-        _write_base(base, model, case.trained)
+    if case.method != "full":
+        _write_base(base, model, case.quantize)
     return Recipe(
         name="bench",
-        init_from=str(base) if case.trained else "",
-        lora=Lora() if case.trained.startswith("lora") else None,
+        init_from=str(base) if case.method != "full" else "",
+        lora=Lora() if case.method == "lora" else None,
         state_tuning=StateTuning() if is_state else None,
         model=model,
         data=Data(
@@ -161,14 +171,13 @@ def _recipe(case: TrainingCase, steps: int, data: Path) -> Recipe:
         ),
         batch=Batch(case.batch * case.micro_batches, micro_batch=case.batch),
         schedule=Schedule(warmup=0),
-        run=Run(_WARM_UP + steps, activation_checkpointing=case.activations),  # type: ignore[arg-type]
+        run=Run(WARM_UP + steps, activation_checkpointing=case.activations),  # type: ignore[arg-type]
     )
 
 
-def _write_base(folder: Path, config: ModelConfig, trained: str) -> None:
+def _write_base(folder: Path, config: ModelConfig, quantize: str | None) -> None:
     """A checkpoint of noise, the same in every matrix: to draw all numbers would take minutes."""
-    _, _, bits = trained.partition("-")
-    quantization = Quantization.named(bits) if bits else None
+    quantization = Quantization.named(quantize) if quantize else None
     schemes = {} if quantization is None else schemes_of(config, quantization)
     noise = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
 
@@ -185,40 +194,3 @@ def _write_base(folder: Path, config: ModelConfig, trained: str) -> None:
     shapes = config.parameter_shapes().items()
     tensors = ((name, matrix(shape, schemes.get(name))) for name, shape in shapes)
     save_checkpoint(folder, config, tensors, quantization=quantization)
-
-
-def _train_peer(name: str, case: TrainingCase, steps: int, device: str) -> Result:
-    """float32 weights under bfloat16 autocast on a GPU, compiled with the loss."""
-    config, is_xlstm = ModelConfig.named(case.size), name == "xlstm"
-    if is_xlstm:
-        model = load_xlstm(config, torch.float32, device, mode="train")
-    else:
-        model = load_transformers(config, torch.float32, device)
-    if name == "optimized":
-        from xlstm7b.integrations.transformers import optimize
-
-        model = optimize(model)
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, fused=True)
-
-    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            logits = model(tokens)[0] if is_xlstm else model(tokens, use_cache=False).logits
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-    compiled = torch.compile(loss_of) if device == "cuda" else loss_of
-
-    def step() -> float:
-        total = 0.0
-        for _ in range(case.micro_batches):
-            text = torch.randint(config.vocab_size, (case.batch, case.length + 1), device=device)
-            loss = compiled(text[:, :-1], text[:, 1:]) / case.micro_batches
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        synchronize(device)
-        return total
-
-    return _timed(case, name, step, steps, device)

@@ -134,7 +134,7 @@ def compare(
     as_json: Annotated[bool, option("Print JSON instead of a table.", "--json")] = False,
 ) -> None:
     """Compare this package with transformers on the same weights: logits, greedy tokens, speed."""
-    from xlstm7b.bench.compare import compare as run
+    from xlstm7b.compare import compare as run
 
     result = run(
         model,

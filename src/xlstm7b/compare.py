@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from xlstm7b.bench.measure import GREEDY, measure, random_prompts
-from xlstm7b.bench.peers import load_transformers
-from xlstm7b.checkpoint import open_checkpoint
+from xlstm7b.checkpoint import open_checkpoint, read_quantization, transformers_limits
 from xlstm7b.config import ModelConfig
 from xlstm7b.generate import Generator
 from xlstm7b.model import XLSTM
@@ -76,7 +75,7 @@ def compare(
     checkpoint = open_checkpoint(folder_or_hub_id)
     config, folder = checkpoint.config, checkpoint.folder
     prompts = _prompt_tokens(config, folder)
-    theirs = _forward_of(load_transformers(config, dtype, device, folder=folder))
+    theirs = _forward_of(_load_transformers(config, folder, dtype, device))
     model = XLSTM.from_pretrained(folder, dtype=dtype, device=device)
     results = []
     for text, ids in prompts.items():
@@ -109,6 +108,34 @@ def compare(
         _our_speeds(model, prompt),
         _their_speeds(theirs, torch.tensor(prompt, device=device)),
     )
+
+
+def _load_transformers(
+    config: ModelConfig, folder: Path, dtype: torch.dtype, device: str
+) -> torch.nn.Module:
+    """The model of transformers, with native kernels whichever the folder's own config names."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError("this needs transformers: pip install 'xlstm7b[bench]'") from error
+    if limits := transformers_limits(config):
+        raise ValueError("; ".join(limits))
+    named = config.to_dict(str(dtype).removeprefix("torch."))
+    if (quantization := read_quantization(folder)) is not None:
+        import xlstm7b.integrations.transformers  # noqa: F401 (needed for int4)
+
+        named["quantization_config"] = quantization
+    factory: Any = transformers.xLSTMForCausalLM
+    theirs = transformers.xLSTMConfig(**named)
+    try:
+        model = factory.from_pretrained(folder, config=theirs, dtype=dtype).to(device)
+    except (RuntimeError, OSError) as error:
+        # It cannot read the authors' own format, which `xlstm7b convert` turns into one that it
+        # reads.
+        reason = " ".join(str(error).split())
+        raise ValueError(f"transformers does not load {folder}: {reason}") from error
+    module: torch.nn.Module = model.eval()
+    return module
 
 
 def _forward_of(model: torch.nn.Module) -> Forward:
