@@ -65,7 +65,7 @@ def test_neither_the_package_nor_help_nor_info_loads_torch() -> None:
         "--max-new-tokens",
         "Talk with a model.",
         "(a GPU if there is one)",
-        "--peak-tflops",
+        "--batches",
     ):
         assert part in helps
     assert json.loads(info)["parameters"]["total"] == 6_865_424_896

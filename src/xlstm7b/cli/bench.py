@@ -182,7 +182,7 @@ def engine(
     prefix_tokens: Annotated[int, option("Tokens of the shared prefix.")] = 30_000,
     cache_gb: Annotated[float, option("Device memory for the prefix cache, in GB.")] = 4.0,
     tokenizer: Annotated[
-        Path | None, option("A tokenizer.json.", default="a byte-level tokenizer")
+        Path | None, option("Path of a tokenizer.json.", default="a byte-level tokenizer")
     ] = None,
     size: _Size = None,
     dtype: _DType = None,
