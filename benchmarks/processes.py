@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
 
-from xlstm7b.bench.measure import UnsteadyError, synchronize
+from xlstm7b.bench.measure import reason, synchronize
 from xlstm7b.bench.results import Results, Shape
 from xlstm7b.cli.options import option
 
@@ -157,15 +157,3 @@ def exit_if_failed(results: Results) -> None:
     """Exit code 1 if something of this call could not be measured."""
     if any("error" in row for row in results.rows if row["call"] == results.call):
         raise typer.Exit(1)
-
-
-def reason(error: BaseException) -> str:
-    """Why something could not be measured, on one line."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
-    if isinstance(error, UnsteadyError):
-        return str(error)
-    text: Any = str(error)
-    if isinstance(error, torch.AcceleratorError):
-        text = text.partition("\n")[0]  # the other lines are advice
-    return f"{type(error).__name__}: {text}"

@@ -9,8 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 import processes
-from processes import Case, measure_alone, measure_here, reason, repeated, results_file
-from xlstm7b.bench.measure import UnsteadyError
+from processes import Case, measure_alone, measure_here, repeated, results_file
 from xlstm7b.bench.results import Results
 
 CASES = [Case(("decode", "peak memory"), {"context": n}, "peer") for n in range(3)]
@@ -82,11 +81,6 @@ def test_an_error_fails_one_case(tmp_path):
     measure_here(CASES, lambda: measure, results)
     assert ["error" in row for row in results.rows] == [False] * 2 + [True] * 2 + [False] * 2
     assert results.rows[2]["error"] == "out of memory"
-
-
-def test_reasons():
-    assert reason(UnsteadyError("timings differ")) == "timings differ"
-    assert reason(ValueError("no")) == "ValueError: no"
 
 
 def test_a_command_is_repeated_with_what_was_given():
