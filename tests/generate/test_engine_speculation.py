@@ -31,7 +31,7 @@ from measure import error
 from models import assert_state_after, random_model, spread_model
 from speculation_cases import grammar_requests, many_requests
 
-from xlstm7b.bench import speculation
+import forced_drafts
 from xlstm7b.generate import Completion, Engine, Generator, Request, SamplingParams, SavedState
 from xlstm7b.generate.chat import Chat
 from xlstm7b.generate.drafts import MAX_DRAFT, DraftCost, LookupText, SuffixIndex
@@ -739,8 +739,8 @@ def test_a_gpu_in_bfloat16(state_dtype, share, monkeypatch):
     # Nearly no draft would pay for such a small model.
     monkeypatch.setattr(ModelRunner, "draft_cost", lambda *_: DraftCost())
     model = spread_model(embedding_dim=512, num_heads=4, num_blocks=3).to("cuda", torch.bfloat16)
-    speculation.make_predictable(model)
-    forced = partial(speculation.ForcedDrafts, 320, share, False)
+    forced_drafts.make_predictable(model)
+    forced = partial(forced_drafts.ForcedDrafts, 320, share, False)
     monkeypatch.setattr("xlstm7b.generate.drafts.LookupText", forced)
     engine = new_engine(model, slots=8, speculate="lookup", state_dtype=state_dtype)
     driver = Driver(engine)
@@ -748,7 +748,7 @@ def test_a_gpu_in_bfloat16(state_dtype, share, monkeypatch):
     driver.finish()
     for request in many:
         start, count = request.prompt_token_ids[-1], request.params.max_new_tokens
-        assert driver.completion(request).token_ids == speculation.following(start, count, 320)
+        assert driver.completion(request).token_ids == forced_drafts.following(start, count, 320)
     stats = engine.stats()
     assert stats.drafted_tokens > 200
     assert (stats.accepted_tokens == 0) == (share == 0)
