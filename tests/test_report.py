@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 from train_processes import full_disk
 
 from xlstm7b import report
@@ -96,10 +95,3 @@ def test_a_failed_figure_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), report.figure(tmp_path / "a.png"):
         raise ZeroDivisionError
     assert not list(tmp_path.iterdir())
-
-
-def test_the_machine_names_its_processor_and_versions() -> None:
-    facts = report.machine("cpu")
-    assert list(facts) == ["date", "torch", "cpu"]
-    assert facts["torch"] == torch.__version__
-    assert facts["cpu"].endswith(f", {report.counted(torch.get_num_threads(), 'thread')}")

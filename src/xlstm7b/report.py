@@ -1,14 +1,11 @@
-"""Text tables and figures of results, files of results, and the machine they were measured on."""
+"""Text tables and figures of results, and files of results."""
 
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
+from typing import Any
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -33,38 +30,6 @@ def shown_bytes(count: float) -> str:
         if count >= size:
             return f"{count / size:,.1f} {unit}"
     return counted(int(count), "byte")
-
-
-def read_results(
-    path: Path, model: "type[BaseModel]", experiment: str | None = None
-) -> dict[str, Any]:
-    """The content of a `results.json`. `ValueError` if it is not what the model describes.
-
-    If a name is given, the file must be of the experiment of this name.
-    """
-    from pydantic import ValidationError
-
-    try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: it is not JSON ({error})") from error
-    found = content.get("experiment") if isinstance(content, dict) else None
-    if experiment is not None and isinstance(found, str) and found != experiment:
-        raise ValueError(
-            f"{path.parent} holds the experiment {found}, not {experiment}: choose another --output"
-        )
-    try:
-        model.model_validate(content, strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        said = {
-            "missing": "is missing",
-            "model_type": "must be an object",
-            "dict_type": "must be an object",
-        }.get(first["type"], first["msg"].replace("Input should be", "must be", 1))
-        raise ValueError(f"{path} is damaged: {where} {said}") from error
-    return content
 
 
 def check_matplotlib() -> None:
@@ -134,20 +99,3 @@ def token_ticks(axis: Any, counts: Sequence[int]) -> None:
     labels = [f"{n // 1024}K" if n >= 1024 and n % 1024 == 0 else str(n) for n in ticks]
     axis.set_xticks(ticks, labels)
     axis.minorticks_off()
-
-
-def machine(device: str) -> dict[str, str]:
-    """The date, processor and versions to store with a measurement."""
-    import platform
-    from datetime import date
-
-    import torch
-
-    facts = {"date": date.today().isoformat(), "torch": torch.__version__}
-    if torch.device(device).type != "cuda":
-        return facts | {
-            "cpu": f"{platform.machine()}, {counted(torch.get_num_threads(), 'thread')}"
-        }
-    import triton
-
-    return facts | {"gpu": torch.cuda.get_device_name(), "triton": triton.__version__}

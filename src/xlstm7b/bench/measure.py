@@ -6,10 +6,8 @@ Weights and prompts are random, so nothing is downloaded. They are the same in e
 import gc
 import math
 import os
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -250,22 +248,6 @@ def reason(error: BaseException) -> str:
     if isinstance(error, torch.AcceleratorError):
         text = text.partition("\n")[0]  # the other lines are advice
     return " ".join(f"{type(error).__name__}: {text}".split())
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raises a `TimeoutError` in the main thread after this time, such as in a long compilation."""
-
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"stopped after {seconds:.0f} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 # Memory
