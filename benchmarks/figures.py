@@ -24,7 +24,6 @@ from xlstm7b.bench.results import (
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 MOST_LINES = 4000  # in all files of results
-LONGEST_COMMAND, MOST_COMMANDS = 120, 2  # letters of a command below a table, and commands
 
 Row = Mapping[str, Any]
 
@@ -216,12 +215,14 @@ class Table:
     """The header and the rows of a table. Text cells have no figures, such as the paper's values.
 
     The figures of a row must be of one call. With `one_call`, those of the whole table must: then
-    rows are compared with each other.
+    rows are compared with each other. Without `has_sources`, the page itself says where and how
+    they were measured.
     """
 
     header: Sequence[str]
     rows: Sequence[Sequence[Cell | str]]
     one_call: bool = False
+    has_sources: bool = True
 
     def markdown(self) -> str:
         """The table, and a line with the machine, the date, the versions and the commands."""
@@ -236,32 +237,26 @@ class Table:
         lines = [list(self.header), ["---"] * len(self.header)]
         lines += [[cell.text for cell in row] for row in rows]
         table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        return f"{table}\n\n<sub>{sources(figures)}</sub>" if figures else table
+        return (
+            f"{table}\n\n<sub>{sources(figures)}</sub>" if figures and self.has_sources else table
+        )
 
 
 def sources(figures: Iterable[Row]) -> str:
-    """Where and when figures were measured, with which versions, by which commands."""
+    """Where and when figures were measured, with which versions, by which programs."""
     figures = list(figures)
     machines = dict.fromkeys(figure["machine"] for figure in figures)
     dates = sorted({figure["date"] for figure in figures})
     packages = dict.fromkeys(
         f"{name} {version}" for figure in figures for name, version in figure["versions"].items()
     )
-    commands = dict.fromkeys(_short(figure["command"]) for figure in figures)
+    commands = dict.fromkeys(_program(figure["command"]) for figure in figures)
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     about = ", ".join([*machines, when, *packages])
-    shown_commands = [f"`{command}`" for command in commands][:MOST_COMMANDS]
-    more = [f"{len(commands) - MOST_COMMANDS} more"] if len(commands) > MOST_COMMANDS else []
-    return f"{about}: {'; '.join([*shown_commands, *more])}"
+    return f"{about}: {', '.join(f'`{command}`' for command in commands)}"
 
 
-def _short(command: str) -> str:
-    """A command without the options that only say where its results go."""
+def _program(command: str) -> str:
+    """A command without its options, which the figures' file has."""
     words = command.split(" ")
-    kept = [
-        word
-        for before, word in zip(["", *words], words, strict=False)
-        if word.partition("=")[0] not in ("--json", "--call") and before not in ("--json", "--call")
-    ]
-    short = " ".join(kept)
-    return short if len(short) <= LONGEST_COMMAND else f"{short[:LONGEST_COMMAND].rstrip()} …"
+    return " ".join(words[: 3 if words[0] == "xlstm7b" else 2])

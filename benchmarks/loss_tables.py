@@ -16,7 +16,7 @@ def stability(name: str, labels: Mapping[str, tuple[str, str]], rows: Rows) -> T
         highest, high = of("highest gradient norm"), of("steps with a gradient norm over 2")
         lines.append([label, paper, _loss(of("validation loss")), number(highest), number(high)])
     header = ("", "the paper", "loss", "highest gradient norm", "steps with a norm over 2")
-    return Table(header, lines, one_call=True)
+    return Table(header, lines, one_call=True, has_sources=False)
 
 
 def schedule(rows: Rows) -> Table:
@@ -26,7 +26,7 @@ def schedule(rows: Rows) -> Table:
         of = partial(pick, rows, "ablations", "validation loss", experiment="schedule")
         with_cooldown, without = of(variant=f"{kind}-cooldown"), of(variant=kind)
         lines.append([f"{kind} decay", _loss(with_cooldown), _loss(without)])
-    return Table(("", "with cool-down", "without"), lines, one_call=True)
+    return Table(("", "with cool-down", "without"), lines, one_call=True, has_sources=False)
 
 
 def previous_vs_new(rows: Rows) -> Table:
@@ -36,7 +36,7 @@ def previous_vs_new(rows: Rows) -> Table:
         [f"{size[:-1]}M", _loss(of(variant=f"{size}-previous")), _loss(of(variant=size))]
         for size in ("160m", "400m")
     ]
-    return Table(("loss", "previous block", "new block"), lines, one_call=True)
+    return Table(("loss", "previous block", "new block"), lines, one_call=True, has_sources=False)
 
 
 def head_dimension(rows: Rows) -> Table:
@@ -53,7 +53,7 @@ def head_dimension(rows: Rows) -> Table:
         for heads, computed in sizes.items()
     ]
     header = ("heads", "d_qk, d_hv", "state C", "cell FLOPs, forward", "step time")
-    return Table(header, lines, one_call=True)
+    return Table(header, lines, one_call=True, has_sources=False)
 
 
 def recall(name: str, labels: Mapping[str, str], rows: Rows) -> Table:
@@ -64,7 +64,9 @@ def recall(name: str, labels: Mapping[str, str], rows: Rows) -> Table:
         curve = pick(rows, "recall", "recall 64", experiment=name, variant=variant)
         at = dict(zip(curve["x"], curve["y"], strict=True))
         lines.append([label, *(Cell(f"{at[length]:.2f}", (curve,)) for length in lengths)])
-    return Table(("", *(f"{length:,} tokens" for length in lengths)), lines, one_call=True)
+    return Table(
+        ("", *(f"{length:,} tokens" for length in lengths)), lines, one_call=True, has_sources=False
+    )
 
 
 def quality(rows: Rows) -> Table:

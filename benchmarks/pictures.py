@@ -26,7 +26,7 @@ Rows = list[Row]
 
 def speed_context(rows: Rows) -> Picture:
     """Tokens per second of one sequence over the tokens before it."""
-    systems = (OURS, LLAMA, LLAMA_LIMIT, FALCON, "xlstm", "transformers")
+    systems = (OURS, LLAMA, LLAMA_LIMIT, FALCON, "xlstm")
     found = _speeds(rows, "context", "decode", systems, batch=1)
     ours, llama = found[OURS], found[LLAMA]
     return Picture(

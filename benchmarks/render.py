@@ -70,7 +70,7 @@ def render_page(page: Path, rows: list[Row], images: Path, *, write: bool) -> It
             if name not in known:
                 raise ValueError(f"is not defined: {', '.join(known)} are")
             if kind == "table":
-                content = f"\n{TABLES[name](rows).markdown()}\n\n"
+                content = f"{TABLES[name](rows).markdown()}\n"
             else:
                 picture = PICTURES[name](rows)
                 content = picture_element(name, picture, os.path.relpath(images, page.parent))

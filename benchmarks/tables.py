@@ -84,11 +84,8 @@ def readme(rows: Rows) -> Table:
     ours, llama = decode(OURS, *contexts, million), decode(LLAMA, *contexts)
     peers = [decode(system, 0)[0] for system in (AUTHORS, TRANSFORMERS)]
     ours_full = full(OURS, weights="fp8", states="bfloat16")
-    quantised = [decode(OURS, 0, weights=weights)[0] for weights in ("fp8", "int8", "int4")]
-    sizes = [
-        _speed(rows, "peak memory", weights=weights, batch=1, context=0)
-        for weights in ("fp8", "int8", "int4")
-    ]
+    small = {"weights": "fp8", "states": "bfloat16"}
+    size = _speed(rows, "peak memory", batch=1, context=0, **small)
     return Table(
         ("7B, if nothing else is said", "xlstm7b", "limit", "beside it", "limit"),
         [
@@ -121,11 +118,11 @@ def readme(rows: Rows) -> Table:
                 named("MFU", listed(training("MFU", AUTHORS))),
             ],
             [
-                "fp8 / int8 / int4 weights",
-                joined(", ", listed(quantised), listed(sizes)),
-                listed(quantised, limit),
-                "",
-                "",
+                "fp8 weights, bfloat16 states",
+                joined(", ", *map(value, (*decode(OURS, 0, **small), size))),
+                limit(decode(OURS, 0, **small)[0]),
+                named(LLAMA, *map(value, (llama[0], memory(LLAMA, 0)[0]))),
+                named("8 bits", listed(decode(LLAMA_LIMIT, 0, **in_8_bits))),
             ],
         ],
     )
@@ -226,6 +223,12 @@ def engine(rows: Rows) -> Table:
     return Table(header, lines)
 
 
+def server(rows: Rows) -> Table:
+    """A server under load."""
+    row = pick(rows, "serve", "output", clients=64)
+    return Table(("load", "new tok/s"), [["64 clients, 512 tokens in, 256 out", number(row)]])
+
+
 def training(rows: Rows) -> Table:
     """Training beside the authors' package, which is compiled too."""
     lines: list[list[Cell | str]] = []
@@ -305,23 +308,12 @@ def drift(rows: Rows) -> Table:
     return Table(("states", "loss", "loss with replay"), lines, one_call=True)
 
 
-def paper_blocks(rows: Rows) -> Table:
-    """The paper's table of training speed with the block of the first xLSTM paper and the new."""
-    lines: list[list[Cell | str]] = []
-    for size, paper, shape in (
-        ("160m", "2.97 ×", {"batch": 8, "length": 4096}),
-        ("400m", "3.64 ×", {"batch": 8, "length": 4096}),
-        ("1.4b", "3.50 ×", {"batch": 1, "length": 8192, "micro-batches": 4}),
-        ("7b", "2.64 ×", {"batch": 1, "length": 8192, "micro-batches": 4, "recomputed": "block"}),
-    ):
-        case: dict[str, Any] = {"recomputed": None, **shape}
-        of: Pick = partial(pick, rows, "training", **case)
-        new, previous = (of("training", model=model) for model in (size, f"{size}-previous"))
-        memory = [of("peak memory", model=model) for model in (size, f"{size}-previous")]
-        speeds = number(previous), number(new), ratio(new, previous)
-        lines.append([size, paper, *speeds, listed(memory)])
-    header = ("", "the paper, new / previous", "previous, tok/s", "new", "ours", "memory")
-    return Table(header, lines)
+def paper_training(rows: Rows) -> Table:
+    """The speed of training a 7B, for each GPU."""
+    of: Pick = partial(pick, rows, "training", model="7b", length=8192, recomputed="selective")
+    header = ("", "tok/s of one GPU", "MFU")
+    lines: list[list[Cell | str]] = [["the paper, 128 H100s", "9.15K", "37.4%"]]
+    return Table(header, [*lines, ["ours, one GPU", number(of("training")), value(of("MFU"))]])
 
 
 def grouped_scoring(rows: Rows) -> Table:
@@ -409,23 +401,26 @@ def paper_prefill(rows: Rows) -> Table:
 
 
 def paper_full_gpu(rows: Rows) -> Table:
-    """Not in the paper: each model at its fastest setting and largest batch."""
+    """Not in the paper: each model at its largest batch, and ours at its fastest setting too."""
 
     def cell(context: int, system: str, **shape: Any) -> Cell:
         row = _speed(rows, "full GPU", system, context=context, **shape)
         batch = Cell(f" ({shown(row['shape']['batch'])})")
         return joined("", number(row), batch)
 
+    small = {"weights": "fp8", "states": "bfloat16"}
+    in_8_bits: dict[str, Any] = {"weights": "8 bits"}
     return table_over(
         "tokens before",
         (2048, 16384, 65536, 131072),
         {
             "ours": lambda context: cell(context, OURS),
-            "ours, bf16 states": lambda context: cell(context, OURS, **BF16_STATES),
-            "ours, fp8": lambda context: cell(context, OURS, weights="fp8"),
+            "ours, fp8, bf16 states": lambda context: cell(context, OURS, **small),
+            "`xlstm`": lambda context: cell(context, AUTHORS),
             FALCON: lambda context: cell(context, FALCON),
             LLAMA: lambda context: cell(context, LLAMA),
-            "`xlstm`": lambda context: cell(context, AUTHORS),
+            "its limit": lambda context: cell(context, LLAMA_LIMIT, weights="bfloat16"),
+            "in 8 bits": lambda context: cell(context, LLAMA_LIMIT, **in_8_bits),
         },
         one_call=True,
     )
@@ -465,6 +460,7 @@ TABLES: dict[str, Callable[[Rows], Table]] = {
     "cell-steps": cell_steps,
     "cell-sizes": cell_sizes,
     "engine": engine,
+    "server": server,
     "training": training,
     "training-7b": training_7b,
     "speculation-drafts": speculation_drafts,
@@ -477,6 +473,6 @@ TABLES: dict[str, Callable[[Rows], Table]] = {
     "paper-prefill": paper_prefill,
     "paper-full-gpu": paper_full_gpu,
     "paper-cell": paper_cell,
-    "paper-blocks": paper_blocks,
+    "paper-training": paper_training,
     **LOSS_TABLES,
 }

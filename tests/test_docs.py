@@ -36,11 +36,6 @@ from xlstm7b.registry import PLUGINS
 from xlstm7b.tokenizer import ByteTokenizer, write_tokenizer
 from xlstm7b.train import load_recipe, recipe_names
 
-# Others refer to these while they are being written. Remove each one once it is there.
-ANNOUNCED = {
-    "docs/benchmarks.md",
-}
-
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
 # Python
@@ -242,8 +237,6 @@ def check_program(words: list[str], is_whole: bool) -> None:
     for before, word in pairwise(words):
         is_read = is_of_the_repository(word) and before not in writes
         if is_read and not (ROOT / word).exists():
-            if word in ANNOUNCED:
-                return
             raise ValueError(f"there is no {word}")
     if len(words) > 1:
         CHECKS[program](words[1:], is_whole)
@@ -257,8 +250,7 @@ def test_commands_exist(page: Path) -> None:
             check(code)
         except (ValueError, OSError) as error:
             found.append(f"{code.where}: {code.text}: {error}")
-    if str(page.relative_to(ROOT)) not in ANNOUNCED:
-        assert not found, "\n" + "\n".join(found)
+    assert not found, "\n" + "\n".join(found)
 
 
 def test_every_experiment_is_in_the_paper() -> None:
@@ -308,12 +300,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = page.parent / name if name else page
         if re.match(r"https?:", name):
             continue
-        if anchor and str(target.resolve().relative_to(ROOT)) in ANNOUNCED:
-            continue
         if not target.exists() or (anchor and anchor not in anchors(target)):
             found.append(f"{page.relative_to(ROOT)}: the link {''.join(link)} leads nowhere")
-    if str(page.relative_to(ROOT)) not in ANNOUNCED:
-        assert not found, "\n" + "\n".join(found)
+    assert not found, "\n" + "\n".join(found)
 
 
 @cache
@@ -329,7 +318,6 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     """`mlstm/recurrent.py` is one of ours. `my_layers.py` is the reader's."""
     text = text_of(page)
     own = set(FILE_NAME.findall(text)) | set(re.findall(r"\bmy_\w+\.py", text))
-    own |= {Path(name).name for name in ANNOUNCED}
     named = set(re.findall(r"`([\w/]+\.py)`", text)) - own
     missing = [
         name for name in named if not any(file.endswith(f"/{name}") for file in python_files())

@@ -112,7 +112,7 @@ def test_a_page_is_rendered_once(folder: Path) -> None:
     assert "<sub>a GPU, 2026-11-19, torch 2.11.0: `python benchmarks/speed.py`</sub>" in page
     assert 'srcset="images/line-dark.png"' in page
     assert "A &quot;line&quot;" in page
-    assert page.startswith("# Title\n\n<!-- table speed -->\n\n| batch")
+    assert page.startswith("# Title\n\n<!-- table speed -->\n| batch")
     assert "<!-- /table -->\n\ntext | with | bars\n<!-- picture line -->\n<picture>" in page
     assert page.endswith("</picture>\n<!-- /picture -->\nthe end")
     times = {path: path.stat().st_mtime_ns for path in folder.rglob("*.*")}
