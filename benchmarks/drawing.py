@@ -182,6 +182,7 @@ def _draw_lines(axes: Any, picture: Picture, theme: str) -> None:
                     color=colours[n],
                     size=9.5,
                     weight="bold" if line.ours else "normal",
+                    bbox={"facecolor": THEMES[theme]["back"], "edgecolor": "none", "pad": 1},
                 )
             )
     width = axes.figure.bbox.width

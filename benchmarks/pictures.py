@@ -31,15 +31,24 @@ def speed_context(rows: Rows) -> Picture:
     ours, llama = found[OURS], found[LLAMA]
     return Picture(
         title="Decode speed does not fall with context",
-        conditions=f"One sequence, bfloat16 weights, {ours[0]['machine']}. Dotted: the time to "
-        "read Llama's weights and KV cache, also in bfloat16.",
+        conditions=f"One sequence, bfloat16 weights, {ours[0]['machine']}. Dotted: the limit "
+        "by memory bandwidth, also in bfloat16.",
         alt=f"Tokens per second over the context: xLSTM 7B stays at {ours[-1]['value']:.0f}, "
         f"Llama 3.1 8B falls from {llama[0]['value']:.0f} to {llama[-1]['value']:.0f} after "
         f"{llama[-1]['shape']['context']:,} tokens",
         x_title="tokens before",
         y_title="tokens per second",
         x_is_tokens=True,
-        lines=_lines(found, "context"),
+        lines=[
+            *_lines({OURS: ours}, "context"),
+            Line(
+                "its limit",
+                [row["shape"]["context"] for row in ours],
+                [row["limit"] for row in ours],
+                limit=True,
+            ),
+            *_lines({name: each for name, each in found.items() if name != OURS}, "context"),
+        ],
     )
 
 

@@ -57,73 +57,86 @@ def _speed(rows: Rows, what: str, system: str = OURS, **shape: Any) -> Row:
 
 
 def readme(rows: Rows) -> Table:
-    """Five comparisons, each from one call."""
-    contexts, million = (0, 131072), 1048576
-
-    def decode(system: str, *contexts: int, **shape: Any) -> list[Row]:
-        return [_speed(rows, "decode", system, batch=1, context=c, **shape) for c in contexts]
-
-    def memory(system: str, *contexts: int) -> list[Row]:
-        return [_speed(rows, "peak memory", system, batch=1, context=c) for c in contexts]
-
-    def full(system: str, **shape: Any) -> list[Row]:
-        return [
-            _speed(rows, "full GPU", system, context=context, **shape) for context in (2048, 131072)
-        ]
-
-    def training(what: str, system: str) -> list[Row]:
-        sizes = "160m", "400m", "1.4b"
-        return [pick(rows, "training", what, system, model=size) for size in sizes]
-
-    def named(name: str, *cells: Cell) -> Cell:
-        return joined(": ", name, joined(", ", *cells))
-
-    in_bf16: dict[str, Any] = {"weights": "bfloat16"}
+    """A row for each quantity, a column for each system. "–" was not measured."""
+    short, long, million = 0, 131072, 1048576
+    bf16: dict[str, Any] = {"weights": "bfloat16"}
     in_8_bits: dict[str, Any] = {"weights": "8 bits"}
-    same = decode(OURS, 0, **BF16_STATES)[0]
-    ours, llama = decode(OURS, *contexts, million), decode(LLAMA, *contexts)
-    peers = [decode(system, 0)[0] for system in (AUTHORS, TRANSFORMERS)]
-    ours_full = full(OURS, weights="fp8", states="bfloat16")
     small = {"weights": "fp8", "states": "bfloat16"}
-    size = _speed(rows, "peak memory", batch=1, context=0, **small)
+
+    def line(
+        title: str,
+        ours: Cell,
+        limit: Cell | str = "–",
+        llama: Cell | str = "–",
+        llama_limit: Cell | str = "–",
+        falcon: Cell | str = "–",
+        authors: Cell | str = "–",
+        transformers: Cell | str = "–",
+    ) -> list[Cell | str]:
+        return [title, ours, limit, llama, llama_limit, falcon, authors, transformers]
+
+    def alone(what: str, system: str, *contexts: int, **shape: Any) -> Cell:
+        """One sequence after these contexts."""
+        found = [_speed(rows, what, system, batch=1, context=c, **shape) for c in contexts]
+        return listed(found, number)
+
+    def alone_in_all(title: str, what: str, limit: Cell | str = "–") -> list[Cell | str]:
+        return line(
+            title,
+            alone(what, OURS, short, long, million),
+            limit,
+            joined(" / ", alone(what, LLAMA, short, long), "–"),
+            alone(what, LLAMA_LIMIT, short, long, million, **bf16),
+            joined(" / ", alone(what, FALCON, short, long), "–"),
+            joined(" / ", alone(what, AUTHORS, short, long), "–"),
+            joined(" / ", alone(what, TRANSFORMERS, short), "–", "–"),
+        )
+
+    def full(system: str, **shape: Any) -> Cell:
+        """A full GPU after two contexts."""
+        found = [_speed(rows, "full GPU", system, context=c, **shape) for c in (2048, long)]
+        return listed(found, number)
+
+    def trained(system: str) -> Cell:
+        sizes = "160m", "400m", "1.4b"
+        return listed([pick(rows, "training", "training", system, model=s) for s in sizes], number)
+
+    decode = _speed(rows, "decode", batch=1, context=short)
+    small_decode, small_memory = (
+        _speed(rows, what, batch=1, context=short, **small) for what in ("decode", "peak memory")
+    )
+    full_limits = [
+        limit(_speed(rows, "full GPU", context=2048, **shape)) for shape in (BF16, small)
+    ]
     return Table(
-        ("7B, if nothing else is said", "xlstm7b", "limit", "beside it", "limit"),
+        ("", OURS, "limit", LLAMA, "its limit", FALCON, f"`{AUTHORS}`", f"`{TRANSFORMERS}`"),
         [
-            [
-                "decode after 0 / 131,072 / 1,048,576 tokens",
-                joined(", ", listed(ours), listed(memory(OURS, *contexts, million))),
-                limit(ours[0]),
-                named(LLAMA, listed(llama), listed(memory(LLAMA, *contexts))),
-                listed(decode(LLAMA_LIMIT, *contexts, **in_bf16)),
-            ],
-            [
-                "the same model in other libraries",
-                value(same),
-                limit(same),
-                joined("; ", *(named(f"`{row['system']}`", value(row)) for row in peers)),
-                listed(peers, limit),
-            ],
-            [
-                "a full GPU after 2,048 / 131,072 tokens",
-                listed(ours_full),
-                limit(ours_full[0]),
-                joined("; ", *(named(name, listed(full(name))) for name in (FALCON, LLAMA))),
-                named(f"{LLAMA} in 8 bits", listed(full(LLAMA_LIMIT, **in_8_bits))),
-            ],
-            [
-                "training 160M / 400M / 1.4B",
-                listed(training("training", OURS)),
-                named("MFU", listed(training("MFU", OURS))),
-                named("`xlstm`", listed(training("training", AUTHORS))),
-                named("MFU", listed(training("MFU", AUTHORS))),
-            ],
-            [
-                "fp8 weights, bfloat16 states",
-                joined(", ", *map(value, (*decode(OURS, 0, **small), size))),
-                limit(decode(OURS, 0, **small)[0]),
-                named(LLAMA, *map(value, (llama[0], memory(LLAMA, 0)[0]))),
-                named("8 bits", listed(decode(LLAMA_LIMIT, 0, **in_8_bits))),
-            ],
+            alone_in_all(
+                "decode after 0 / 131,072 / 1,048,576 tokens, tok/s", "decode", limit(decode)
+            ),
+            alone_in_all("peak memory after the same, GB", "peak memory"),
+            line(
+                "full GPU after 2,048 / 131,072 tokens, tok/s",
+                full(OURS),
+                full_limits[0],
+                full(LLAMA),
+                full(LLAMA_LIMIT, **bf16),
+                full(FALCON),
+                full(AUTHORS),
+            ),
+            line(
+                "the same in 8 bits, tok/s",
+                full(OURS, **small),
+                full_limits[1],
+                llama_limit=full(LLAMA_LIMIT, **in_8_bits),
+            ),
+            line(
+                "decode in 8 bits, tok/s (memory)",
+                joined("", number(small_decode), " (", value(small_memory), ")"),
+                limit(small_decode),
+                llama_limit=alone("decode", LLAMA_LIMIT, short, **in_8_bits),
+            ),
+            line("training 160M / 400M / 1.4B, tok/s", trained(OURS), authors=trained(AUTHORS)),
         ],
     )
 

@@ -29,6 +29,7 @@ from figures import (
 )
 from figures import read_figures as read
 from render import app
+from tables import readme
 
 
 def figure(
@@ -98,6 +99,14 @@ def run(folder: Path, *arguments: str) -> tuple[int, str]:
 def test_the_pages_show_their_figures() -> None:
     result = CliRunner().invoke(app, ["--check"])
     assert result.exit_code == 0, result.output or result.exception
+
+
+def test_the_cells_of_the_readme_are_short() -> None:
+    table = readme(read())
+    cells = [Cell(cell).text if isinstance(cell, str) else cell.text for cell in
+             (*table.header, *(cell for row in table.rows for cell in row))]  # fmt: skip
+    long = [cell for cell in cells if len(cell.replace(" / ", " ").split()) > 8]
+    assert not long, f"over eight words: {long}"
 
 
 def test_the_pictures_are_small() -> None:
