@@ -203,52 +203,9 @@ def test_bad_yaml_is_named(tmp_path: Path, text: str) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_hub_ids_are_found_in_the_cache(tmp_path: Path) -> None:
-    folder, _ = save_small(tmp_path)
-    repository = tmp_path / "hub" / "models--some--model"
-    snapshot = repository / "snapshots" / ("0" * 40)
-    (repository / "blobs").mkdir(parents=True)
-    snapshot.mkdir(parents=True)
-    for path in folder.iterdir():  # the cache contains links
-        shutil.copy(path, repository / "blobs" / path.name)
-        (snapshot / path.name).symlink_to(repository / "blobs" / path.name)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0" * 40)
-    script = """if True:
-        import torch
-        from xlstm7b.checkpoint import open_checkpoint
-        opened = open_checkpoint("some/model")
-        print(opened.folder, sum(float(t.double().sum()) for _, t in opened.tensors()))
-        try:
-            open_checkpoint("some/other")
-        except OSError as error:
-            print(error)
-    """
-    found, failed = run(script, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)).splitlines()
-    total = sum(float(tensor.double().sum()) for _, tensor in open_checkpoint(folder).tensors())
-    assert found == f"{snapshot} {total}"
-    assert failed.startswith(
-        "there is no folder 'some/other', and the Hugging Face hub cannot be reached: give the "
-        "path of a local folder, or connect to the hub ("
-    )
-
-
-def test_what_the_hub_says_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str, allow_patterns: list[str]) -> str:
-        raise RuntimeError("404 Client Error.\n\nRepository Not Found")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
-    with pytest.raises(
-        OSError,
-        match=r"^there is no folder 'some/other', and the Hugging Face hub did not provide it: "
-        r"404 Client Error\. Repository Not Found$",
-    ):
-        resolve("some/other")
-
-
 def test_other_names_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for name in ("7b", "/no/such/folder", "../up/there", "a/b/c", "a b/c", "a/b\n"):
+    for name in ("7b", "/no/such/folder", "../up/there", "a/b/../c", "a b/c", "a/b\n"):
         with pytest.raises(ValueError, match="is neither a folder nor the id of a hub repository"):
             resolve(name)
     with pytest.raises(ValueError, match="file is a file, not a folder"):

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from xlstm7b.config import ModelConfig
+from xlstm7b.hub import TOKENIZER_FILES, HubName
 from xlstm7b.tokenizer import (
     ByteTokenizer,
     CachingEncoder,
@@ -236,15 +238,18 @@ def test_hub_ids_are_downloaded_without_weights(
 ) -> None:
     asked = []
 
-    def download(name: str, allow_patterns: list[str]) -> str:
-        asked.append((name, allow_patterns))
-        return str(kind.folder)
+    def download(name: HubName, patterns: Sequence[str]) -> Path:
+        asked.append((str(name), patterns))
+        return kind.folder
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    opened = open_tokenizer("someone/a-model")
-    assert opened.fingerprint == kind.ours.fingerprint
-    patterns = ["tokenizer*", "special_tokens_map.json", "chat_template*"]
-    assert asked == [("someone/a-model", patterns)]
+    monkeypatch.setattr("xlstm7b.hub.download", download)
+    for name in ("someone/a-model", "someone/a-model@v1/sub"):
+        assert open_tokenizer(name).fingerprint == kind.ours.fingerprint
+        assert asked.pop() == (name, TOKENIZER_FILES)
+    size = kind.ours.vocab_size
+    loaded = load_tokenizer("someone/a-model", size, revision="v1", subfolder="sub")
+    assert loaded.fingerprint == kind.ours.fingerprint
+    assert asked == [("someone/a-model@v1/sub", TOKENIZER_FILES)]
     with pytest.raises(ValueError, match=r"^there is no tokenizer at data/tokenizer\.json$"):
         open_tokenizer("data/tokenizer.json")
     assert len(asked) == 1

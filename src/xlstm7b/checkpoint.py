@@ -32,7 +32,6 @@ _FUSED = {
     "ifgate_preact": ("igate_preact", "fgate_preact"),
     "proj_up_gate_z": ("proj_up_gate", "proj_up"),
 }
-_INDEX = "model.safetensors.index.json"
 _BESIDE = (".weight_scale", ".weight_shape")  # tensors beside a quantised weight
 # Matrices of a model that `xlstm7b quantize` may quantise: all but those of the gates.
 _QUANTIZABLE = re.compile(r"lm_head\.weight|backbone\.blocks\.(?!.*([if]gate|norm)).*\.weight")
@@ -40,9 +39,6 @@ _QUANTIZABLE = re.compile(r"lm_head\.weight|backbone\.blocks\.(?!.*([if]gate|nor
 _OWN_FILE = re.compile(
     rf"model([-_].*)?\.safetensors(\.index\.json)?|config\.json|{files.MANIFEST}", re.DOTALL
 )
-# Files next to the weights that belong to the model.
-COMPANIONS = ["tokenizer*", "special_tokens_map.json", "chat_template*", "LICENSE*"]
-_HUB_FILES = ["config.json", "config.yaml", "model*.safetensors", _INDEX, *COMPANIONS]
 
 
 @dataclass(frozen=True)
@@ -177,30 +173,35 @@ def same_weights(ours: Mapping[str, str], theirs: Mapping[str, str]) -> bool:
 
 def companions(folder: Path) -> list[Path]:
     """The tokenizer, licence and similar files in a folder."""
-    found = (path for pattern in COMPANIONS for path in folder.glob(pattern))
+    found = (path for pattern in hub.COMPANION_FILES for path in folder.glob(pattern))
     return sorted(path for path in found if path.is_file())
 
 
-def resolve(folder_or_hub_id: str | Path, patterns: Sequence[str] = _HUB_FILES) -> Path:
-    """The folder itself, or the local copy of a hub repository.
+def resolve(
+    folder_or_hub_id: str | Path,
+    patterns: Sequence[str] = hub.MODEL_FILES,
+    *,
+    revision: str | None = None,
+    subfolder: str | None = None,
+) -> Path:
+    """The folder itself, or the local copy of a hub folder, whose names `hub.parse` reads.
 
-    Files of the repository that match `patterns` are downloaded if needed.
+    Files of the hub folder that match `patterns` are downloaded if needed.
     """
-    name, folder = str(folder_or_hub_id), Path(folder_or_hub_id)
-    if not name:  # else it would be the current folder
+    if not str(folder_or_hub_id):  # else it would be the current folder
         raise ValueError("a folder or hub id is needed, and the one given is empty")
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise ValueError(f"{name} is a file, not a folder")
-    if not hub.is_hub_id(name):
-        raise ValueError(f"{name!r} is neither a folder nor the id of a hub repository")
-    return hub.download(name, list(patterns))
+    folder = hub.locate(folder_or_hub_id, patterns, revision=revision, subfolder=subfolder)
+    if not folder.is_dir():
+        what = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise ValueError(f"{folder} {what}")
+    return folder
 
 
-def open_checkpoint(folder_or_hub_id: str | Path) -> Checkpoint:
+def open_checkpoint(
+    folder_or_hub_id: str | Path, *, revision: str | None = None, subfolder: str | None = None
+) -> Checkpoint:
     """Reads the config and the headers of the weights, and checks that they match."""
-    folder = resolve(folder_or_hub_id)
+    folder = resolve(folder_or_hub_id, revision=revision, subfolder=subfolder)
     config = read_config(folder)
     quantization = read_quantization(folder)
     dtypes = files.float_dtypes() | (files.quantized_dtypes() if quantization else {})
@@ -316,15 +317,12 @@ def save_checkpoint(
         raise ValueError(f"max_shard_bytes must be at least 1, not {max_shard_bytes}")
     companions = list(companions)
     for path in companions:
-        if _OWN_FILE.fullmatch(path.name) or not path.name.isprintable():
+        if is_own_file(path.name) or not path.name.isprintable():
             raise ValueError(
                 f"{path} cannot be copied: its name is that of a checkpoint file or not printable"
             )
 
-    def dropped(name: str) -> bool:
-        return _OWN_FILE.fullmatch(name) is not None
-
-    with files.replacing(target, dropped, overwrite=overwrite) as aside:
+    with files.replacing(target, is_own_file, overwrite=overwrite) as aside:
         sums: dict[str, str] = {}
 
         def write(name: str, pieces: Iterable[bytes | memoryview]) -> None:
@@ -352,7 +350,7 @@ def save_checkpoint(
         # 3. The index, the config and the manifest.
         if len(shards) > 1:
             index = {"metadata": {"total_size": nbytes}, "weight_map": file_of}
-            write(_INDEX, [files.json_bytes(index)])
+            write(hub.WEIGHTS_INDEX, [files.json_bytes(index)])
         dtypes &= set(files.float_dtypes().values())
         stored = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
         described = config.to_dict(stored)
@@ -360,6 +358,11 @@ def save_checkpoint(
             described["quantization_config"] = quantization.to_dict()
         write("config.json", [files.json_bytes(described)])
         files.write_manifest(aside, sums)
+
+
+def is_own_file(name: str) -> bool:
+    """True for the names of the files that `save_checkpoint` writes: weights, config, manifest."""
+    return _OWN_FILE.fullmatch(name) is not None
 
 
 def check_target(folder: str | Path) -> Path:
@@ -406,7 +409,7 @@ def verify(folder: str | Path, progress: Progress | None = None) -> int:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"there is no folder {str(folder)!r}")
-    own = {path.name for path in folder.iterdir() if _OWN_FILE.fullmatch(path.name)}
+    own = {path.name for path in folder.iterdir() if is_own_file(path.name)}
     sums = files.read_manifest(folder, own - {files.MANIFEST})
     for name, digest in sums.items():
         files.check_sha256(folder / name, digest)
@@ -473,21 +476,25 @@ def read_quantization(folder: Path) -> dict[str, Any] | None:
 
 def _read_headers(folder: Path, dtypes: Mapping[str, torch.dtype]) -> list[Stored]:
     """The tensors of a single file, of the shards in an index, or of numbered shards."""
-    single, index = folder / "model.safetensors", folder / _INDEX
+    single, index = folder / "model.safetensors", folder / hub.WEIGHTS_INDEX
     if single.exists():
         return files.read_headers([single], dtypes)
     if not index.exists():
         count = len(list(folder.glob("model_*.safetensors")))
         if not count:
-            raise ValueError(f"{folder} holds neither {single.name} nor {_INDEX}")
+            raise ValueError(f"{folder} holds neither {single.name} nor {hub.WEIGHTS_INDEX}")
         return files.read_headers([folder / f"model_{n}.safetensors" for n in range(count)], dtypes)
     file_of = _read_index(index)
     stored = files.read_headers([folder / name for name in sorted(set(file_of.values()))], dtypes)
     found = {(part.key, part.file.name) for part in stored}
     for key, name in sorted(found ^ file_of.items()):
         if (key, name) in found:
-            raise ValueError(f"{folder / name} holds {key!r}, but {_INDEX} does not list it there")
-        raise ValueError(f"{folder / name} does not hold {key!r}, but {_INDEX} lists it there")
+            raise ValueError(
+                f"{folder / name} holds {key!r}, but {hub.WEIGHTS_INDEX} does not list it there"
+            )
+        raise ValueError(
+            f"{folder / name} does not hold {key!r}, but {hub.WEIGHTS_INDEX} lists it there"
+        )
     return stored
 
 

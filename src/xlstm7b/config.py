@@ -293,10 +293,18 @@ class ModelConfig:
         return config
 
     @classmethod
-    def from_pretrained(cls, folder_or_hub_id: str | Path) -> Self:
+    def from_pretrained(
+        cls,
+        folder_or_hub_id: str | Path,
+        *,
+        revision: str | None = None,
+        subfolder: str | None = None,
+    ) -> Self:
         """The config of a checkpoint folder or hub id. No weights are downloaded or read."""
         checkpoint = import_module("xlstm7b.checkpoint")  # it needs this module, and PyTorch
-        folder = checkpoint.resolve(folder_or_hub_id, ["config.json", "config.yaml"])
+        folder = checkpoint.resolve(
+            folder_or_hub_id, ("config.json", "config.yaml"), revision=revision, subfolder=subfolder
+        )
         config: Self = checkpoint.read_config(folder)
         return config
 

@@ -20,7 +20,6 @@ _LONG_TEXT = 4096  # characters. Such a text is encoded as a batch, which lets o
 _WORD_END = re.compile(r"(?<=[A-Za-z])[ \t\r\n]")
 _SENTENCEPIECE_STEPS = {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}  # of decoders
 _TRAINED_WITH = "fingerprint"  # in the tokenizer_config.json of an export
-_HUB_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*")
 # The names of special tokens, for a tokenizer.json that comes without a tokenizer_config.json.
 _USUAL_NAMES = {
     "bos": ("<|begin_of_text|>", "<s>", "<bos>"),
@@ -75,11 +74,20 @@ def open_tokenizer(tokenizer: str | Path, *, special_tokens: bool = True) -> Any
     return ByteTokenizer() if is_bytes else loaded
 
 
-def load_tokenizer(path: str | Path | None, vocab_size: int) -> AnyTokenizer:
+def load_tokenizer(
+    path: str | Path | None,
+    vocab_size: int,
+    *,
+    revision: str | None = None,
+    subfolder: str | None = None,
+) -> AnyTokenizer:
     """The tokenizer for a model with this vocabulary: a `tokenizer.json`, its folder or a hub id.
 
-    A folder without the file is that of a byte-level model, if the model has 320 ids.
+    A folder without the file is that of a byte-level model, if the model has 320 ids. `revision`
+    and `subfolder` are those of a hub id; a local folder may have a `subfolder` too.
     """
+    if path is not None and (revision or subfolder):
+        path = hub.locate(path, hub.TOKENIZER_FILES, revision=revision, subfolder=subfolder)
     if path is None or (Path(path).is_dir() and not (Path(path) / "tokenizer.json").exists()):
         if vocab_size == _BYTE_VOCABULARY:
             return ByteTokenizer()
@@ -178,8 +186,8 @@ def tokenizer_file(tokenizer: str | Path) -> Path | None:
         return None
     if not name:  # else it would be the current folder
         raise ValueError("a tokenizer is needed, and the one given is empty")
-    if not path.exists() and hub.is_hub_id(name) and not name.endswith(".json"):
-        path = hub.download(name, _HUB_FILES)
+    if not path.exists() and hub.parse(name) and not name.endswith(".json"):
+        path = hub.locate(name, hub.TOKENIZER_FILES)
     if path.is_dir() and not (path / "tokenizer.json").exists() and any(path.glob("*.model")):
         raise ValueError(
             f"{path} holds no tokenizer.json; save_pretrained of transformers' AutoTokenizer "

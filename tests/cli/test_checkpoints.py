@@ -1,6 +1,7 @@
 """`info`, `verify`, `convert` and `compare`: what they print and write, and their errors."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from xlstm7b.checkpoint import open_checkpoint, read_config, save_checkpoint, verify
 from xlstm7b.config import SIZES, ModelConfig
+from xlstm7b.hub import CONFIG_FILES, HubName
 from xlstm7b.model import XLSTM
 
 # info
@@ -95,12 +97,12 @@ def test_info_of_a_hub_id_reads_only_the_config(
 ) -> None:
     folder = write_config(tmp_path / "local", CONFIG)
 
-    def download(name: str, patterns: list[str]) -> Path:
-        assert (name, patterns) == ("someone/small", ["config.*"])
+    def download(name: HubName, patterns: Sequence[str]) -> Path:
+        assert (str(name), patterns) == ("someone/small@v1/sub", CONFIG_FILES)
         return folder
 
     monkeypatch.setattr("xlstm7b.hub.download", download)
-    got = json.loads(succeeded(cli("info", "someone/small", "--json")))
+    got = json.loads(succeeded(cli("info", "someone/small@v1/sub", "--json")))
     assert got["parameters"] == json.loads(succeeded(cli("info", folder, "--json")))["parameters"]
 
 

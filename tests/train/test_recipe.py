@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from subprocess import run
@@ -12,6 +13,7 @@ import pytest
 from errors import refused
 
 from xlstm7b.config import ModelConfig
+from xlstm7b.hub import CONFIG_FILES, HubName
 from xlstm7b.train.recipe import (
     Batch,
     Data,
@@ -284,17 +286,15 @@ def test_the_model_of_init_from_is_used_if_the_recipe_has_none(tmp_path: Path) -
 
 
 def test_of_a_hub_id_only_the_config_is_downloaded(tmp_path: Path, monkeypatch) -> None:
-    import huggingface_hub
-
     config, asked = ModelConfig(96, 3, 2), []
 
-    def download(name: str, allow_patterns: list[str]) -> str:
-        asked.append((name, allow_patterns))
-        return str(save_config(tmp_path / "snapshot", config))
+    def download(name: HubName, patterns: Sequence[str]) -> Path:
+        asked.append((str(name), patterns))
+        return save_config(tmp_path / "snapshot", config)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert small(tmp_path, "init_from=some/model", text=WITHOUT_MODEL).model == config
-    assert asked == [("some/model", ["config.json", "config.yaml"])]
+    monkeypatch.setattr("xlstm7b.hub.download", download)
+    assert small(tmp_path, "init_from=some/model@v1/sub", text=WITHOUT_MODEL).model == config
+    assert asked == [("some/model@v1/sub", CONFIG_FILES)]
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from xlstm7b.cli import (
     checkpoints,
     evaluate,
     generate,
+    hub,
     prepare,
     quantize,
     serve,
@@ -79,6 +80,8 @@ for command in (
     checkpoints.merge,
     checkpoints.compare,
     quantize.quantize,
+    hub.download,
+    hub.push,
 ):
     app.command(cls=Command)(command)
 app.add_typer(evaluate.app, name="eval")

@@ -28,16 +28,16 @@ def info(
     """Show a model's shape, parameters, state size, FLOPs and memory."""
     from xlstm7b.accounting import summary
     from xlstm7b.config import SIZES, ModelConfig
-    from xlstm7b.hub import is_hub_id
+    from xlstm7b.hub import CONFIG_FILES, parse
 
     quantized: dict[str, str] = {}
     if model.lower() in SIZES:
         config = ModelConfig.named(model)
-    elif Path(model).is_dir() or is_hub_id(model):
+    elif Path(model).is_dir() or parse(model):
         from xlstm7b.checkpoint import read_config, read_quantization, resolve
         from xlstm7b.quantize.config import described
 
-        folder = resolve(model, ["config.*"])
+        folder = resolve(model, CONFIG_FILES)
         config = read_config(folder)
         quantized = described(read_quantization(folder))
     else:

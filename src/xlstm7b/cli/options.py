@@ -65,7 +65,12 @@ def option(
 
 
 _model_option = functools.partial(option, panel="Model")
-Model = Annotated[str, typer.Argument(help="Checkpoint folder, or Hugging Face hub id.")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="Checkpoint folder, or hub id: user/repo, user/repo@revision, either with /subfolder."
+    ),
+]
 Target = Annotated[Path, typer.Argument(help="Folder to write, in Hugging Face layout.")]
 Overwrite = Annotated[bool, option("Replace the checkpoint in TARGET.", "--overwrite")]
 Device = Annotated[

@@ -90,6 +90,8 @@ class Generator:
         cls,
         folder_or_hub_id: str | Path,
         *,
+        revision: str | None = None,
+        subfolder: str | None = None,
         tokenizer: str | Path | None = None,
         dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
@@ -102,14 +104,14 @@ class Generator:
         """Loads a checkpoint folder or hub id with its tokenizer.
 
         By default on a GPU in bfloat16 if there is one; else on the CPU in the stored dtype.
-        `quantize` is that of `XLSTM.from_pretrained`. `adapter` is a LoRA adapter of the weights: a
-        folder in PEFT's format, or a hub id. `speculate` is "lookup", or the folder or hub id of a
-        draft model.
+        `revision`, `subfolder` and `quantize` are those of `XLSTM.from_pretrained`. `adapter` is a
+        LoRA adapter of the weights: a folder in PEFT's format, or a hub id. `speculate` is
+        "lookup", or the folder or hub id of a draft model.
         """
         where = to_device(device)
         weights_dtype = default_dtype(where) if dtype is None else float_dtype(dtype)
         to_state_dtype(state_dtype)  # before anything is read
-        folder = resolve(folder_or_hub_id)
+        folder = resolve(folder_or_hub_id, revision=revision, subfolder=subfolder)
         config = read_config(folder)
         text = model_tokenizer(folder, config, tokenizer)
         opened = open_speculation(speculate, config, text, tokenizer)

@@ -14,14 +14,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from xlstm7b import files
+from xlstm7b import files, hub
 from xlstm7b.checkpoint import (
-    COMPANIONS,
     Checkpoint,
     check_target,
     companions,
@@ -37,7 +36,10 @@ from xlstm7b.model.lora import LoraLinear
 from xlstm7b.patterns import first_matches
 from xlstm7b.tokenizer import check_trained, load_tokenizer, other_end, read_object
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+if TYPE_CHECKING:
+    from xlstm7b.model.publish import Options
+
+CONFIG, WEIGHTS = hub.ADAPTER_CONFIG, hub.ADAPTER_WEIGHTS
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 # Fields of the config that may have any value: they do not change what an adapter computes.
 _INITIAL = {"eva_config", "loftq_config"}
@@ -72,6 +74,12 @@ class Adapter:
     fingerprint: str  # of A and B
     end: int | None = None  # an end-of-text id besides the model's own, see `other_end`
 
+    def push_to_hub(self, repo: str, **options: "Unpack[Options]") -> str:
+        """Uploads the adapter's folder; `options` are those of `publish.Options`."""
+        from xlstm7b.model.publish import push_to_hub
+
+        return push_to_hub(self.folder, repo, **options)
+
     def template_folder(self, base: Path) -> Path:
         """Where the chat template is: the adapter's folder if it has one, else the base's."""
         described = read_object(self.folder / "tokenizer_config.json")
@@ -79,13 +87,21 @@ class Adapter:
         return self.folder if has_own else base
 
 
-def load_adapter(folder_or_hub_id: str | Path, config: ModelConfig) -> Adapter:
+def load_adapter(
+    folder_or_hub_id: str | Path,
+    config: ModelConfig,
+    *,
+    revision: str | None = None,
+    subfolder: str | None = None,
+) -> Adapter:
     """Reads an adapter for a model of this config. Anything that does not fit is a `ValueError`."""
     try:
-        folder = resolve(folder_or_hub_id, [CONFIG, WEIGHTS, *COMPANIONS])
+        folder = resolve(
+            folder_or_hub_id, hub.ADAPTER_FILES, revision=revision, subfolder=subfolder
+        )
     except ValueError as error:
         raise ValueError(f"there is no adapter: {error}") from error
-    settings = _read_settings(folder)
+    settings = read_settings(folder)
     path, shapes = folder / WEIGHTS, config.parameter_shapes()
     if not path.is_file() and (folder / "adapter_model.bin").exists():
         raise ValueError(f"{folder} holds a pickle, adapter_model.bin: save it as {WEIGHTS}")
@@ -148,7 +164,8 @@ def load_adapter(folder_or_hub_id: str | Path, config: ModelConfig) -> Adapter:
     return Adapter(folder, layers, base, name, digest.hexdigest())
 
 
-def _read_settings(folder: Path) -> dict[str, Any]:
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The config of an adapter that this package can use; for any other a `ValueError`."""
     path = folder / CONFIG
     if not path.is_file():
         hint = "not an adapter"

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Literal, Self, overload
+from typing import TYPE_CHECKING, Literal, Self, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from xlstm7b.model.model_state import ModelState
 from xlstm7b.quantize import cpu, gpu
 from xlstm7b.quantize.config import Quantization, Scheme
 from xlstm7b.quantize.weight import QuantizedWeight
+
+if TYPE_CHECKING:
+    from xlstm7b.model.publish import Options
 
 _IGNORED = -100  # a target that does not count, as in `torch.nn.functional.cross_entropy`
 
@@ -234,12 +237,16 @@ class XLSTM(nn.Module):
         cls,
         folder_or_hub_id: str | Path,
         *,
+        revision: str | None = None,
+        subfolder: str | None = None,
         dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         quantize: str | Quantization | None = None,
     ) -> Self:
         """Loads a checkpoint folder or hub id. Tensors are cast one by one while they are read.
 
+        A hub id is user/repo, user/repo@revision or either with /subfolder; `revision` and
+        `subfolder` say the same. Of a local folder, `subfolder` is a folder in it.
         `dtype` is by default the stored one, `device` PyTorch's default. Quantised weights stay so.
         `quantize` rounds float weights while they are read: "int8", "int4" or "fp8", or a
         `Quantization` with another group size or head. A device that cannot be used is a
@@ -247,7 +254,7 @@ class XLSTM(nn.Module):
         """
         if device is not None:
             device = to_device(device)
-        checkpoint = open_checkpoint(folder_or_hub_id)
+        checkpoint = open_checkpoint(folder_or_hub_id, revision=revision, subfolder=subfolder)
         dtype = dtype or checkpoint.dtype
         schemes: dict[str, Scheme] = dict(checkpoint.schemes)
         if quantize is not None:
@@ -330,6 +337,15 @@ class XLSTM(nn.Module):
                 "a model with quantised weights cannot be saved: `xlstm7b quantize` writes a folder"
             )
         save_checkpoint(folder, self.config, self.named_parameters())
+
+    def push_to_hub(self, repo: str, **options: "Unpack[Options]") -> str:
+        """Uploads what `save_pretrained` writes; `options` are those of `publish.Options`.
+
+        A model has no tokenizer. To publish both, push a folder (`publish.push_to_hub`).
+        """
+        from xlstm7b.model.publish import push_saved
+
+        return push_saved(self.save_pretrained, "model", repo, **options)
 
 
 def schemes_of(config: ModelConfig, quantize: str | Quantization) -> dict[str, Scheme]:

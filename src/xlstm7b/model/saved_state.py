@@ -7,17 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from xlstm7b import devices
-from xlstm7b.checkpoint import Checkpoint, same_weights
+from xlstm7b import devices, hub
+from xlstm7b.checkpoint import Checkpoint, resolve, same_weights
 from xlstm7b.config import ModelConfig
 from xlstm7b.files import opened_safetensors, write_safetensors
 from xlstm7b.model.model_state import ModelState
+
+if TYPE_CHECKING:
+    from xlstm7b.model.publish import Options
 
 _FORMAT, _WITHOUT_CHECKSUM = "xlstm7b-state-2", "xlstm7b-state-1"
 _CHECKSUM = "checksum"
@@ -174,6 +177,26 @@ class SavedState:
             tuple(block_state(*block) for block in blocks), torch.tensor(seen, device=logits.device)
         )
         return cls(config, model_state, logits)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder_or_hub_id: str | Path,
+        config: ModelConfig,
+        *,
+        revision: str | None = None,
+        subfolder: str | None = None,
+        device: torch.device | str | None = None,
+    ) -> Self:
+        """`load` for the file of a folder or hub id that `push_to_hub` has written."""
+        folder = resolve(folder_or_hub_id, [hub.STATE_FILE], revision=revision, subfolder=subfolder)
+        return cls.load(folder / hub.STATE_FILE, config, device=device)
+
+    def push_to_hub(self, repo: str, **options: "Unpack[Options]") -> str:
+        """Uploads what `save` writes; `options` are those of `publish.Options`."""
+        from xlstm7b.model.publish import push_saved
+
+        return push_saved(self.save, hub.STATE_FILE, repo, **options)
 
     @staticmethod
     def read_notes(path: str | Path) -> dict[str, str]:

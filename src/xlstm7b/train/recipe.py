@@ -614,9 +614,7 @@ def model_of(init_from: str, start_step: int) -> ModelConfig:
                 f"{init_from} is the folder of a {run_advice(Path(init_from))}"
             )
         return ModelConfig(**recipe["model"])
-    from xlstm7b.checkpoint import read_config, resolve
-
-    return read_config(resolve(init_from, ["config.json", "config.yaml"]))
+    return ModelConfig.from_pretrained(init_from)
 
 
 def recipe_names() -> list[str]:

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from xlstm7b import hub
 from xlstm7b.checkpoint import open_checkpoint, resolve
 from xlstm7b.data.loader import Batch, Loader, check_tokenizers
 from xlstm7b.data.shards import chat_template, open_folder
 from xlstm7b.files import write_json
-from xlstm7b.hub import is_hub_id
 from xlstm7b.model import ModelState
 from xlstm7b.model.initial_state import values_of
 from xlstm7b.model.saved_state import SavedState, check_state_weights
@@ -560,7 +560,7 @@ def check_init_from(recipe: Recipe, folder: Path) -> None:
     elif recipe.init_from and Path(recipe.init_from).exists():
         open_base(recipe, recipe.init_from)
         _first_state(recipe)
-    elif recipe.is_frozen and not is_hub_id(recipe.init_from):
+    elif recipe.is_frozen and hub.parse(recipe.init_from) is None:
         raise ValueError(
             f"there is no folder {recipe.init_from}, and the plan depends on whether its weights "
             "are quantised: make it first, for weights of 4 bits with `xlstm7b quantize MODEL "
