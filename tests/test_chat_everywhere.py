@@ -156,14 +156,14 @@ def test_masks_cover_whole_tokens_of_any_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
-    not {"XLSTM7B_GSM8K", "XLSTM7B_TOKENIZER"} <= os.environ.keys(),
-    reason="XLSTM7B_GSM8K and XLSTM7B_TOKENIZER name no folder and no tokenizer.json",
+    not {"XLSTM7B_GSM8K", "XLSTM7B_NEOX_TOKENIZER"} <= os.environ.keys(),
+    reason="XLSTM7B_GSM8K and XLSTM7B_NEOX_TOKENIZER name no folder and no tokenizer.json",
 )
 def test_gsm8k_is_prepared_as_transformers_would(tmp_path: Path) -> None:
     """Real questions and answers, with the tokenizer of the 7B and a template of special tokens."""
     folder = tmp_path / "tokenizer"
     folder.mkdir()
-    (folder / "tokenizer.json").write_bytes(Path(os.environ["XLSTM7B_TOKENIZER"]).read_bytes())
+    (folder / "tokenizer.json").write_bytes(Path(os.environ["XLSTM7B_NEOX_TOKENIZER"]).read_bytes())
     template = CHATML.replace("<|im_end|>", "{{ eos_token }}")
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": "<|endoftext|>", "chat_template": template})

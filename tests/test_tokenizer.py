@@ -39,7 +39,7 @@ LINES = [
     "Grüße aus Linz: naïve façade, Übermut, 日本語のテキスト, 한국어, עברית.",
     "👩‍👩‍👧‍👦 family, 🇦🇹 flag, 👍🏽 thumb, 🦊🦊🦊 foxes",
 ]
-NEOX = os.environ.get("XLSTM7B_TOKENIZER")
+NEOX = os.environ.get("XLSTM7B_NEOX_TOKENIZER")
 
 
 def small_backend() -> Backend:
@@ -366,7 +366,7 @@ def test_other_kinds_of_tokenizer_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
-    NEOX is None, reason="XLSTM7B_TOKENIZER does not point to GPT-NeoX-20B's tokenizer.json"
+    NEOX is None, reason="XLSTM7B_NEOX_TOKENIZER does not point to GPT-NeoX-20B's tokenizer.json"
 )
 def test_gpt_neox_text_round_trips() -> None:
     """It normalises text to NFC."""

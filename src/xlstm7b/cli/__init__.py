@@ -25,6 +25,7 @@ from xlstm7b.cli import (
     train,
 )
 from xlstm7b.cli.options import Command
+from xlstm7b.cli.settings import ConfigurableCommand
 
 
 class _Commands(typer.core.TyperGroup):
@@ -83,7 +84,7 @@ for command in (
     hub.download,
     hub.push,
 ):
-    app.command(cls=Command)(command)
+    app.command(cls=ConfigurableCommand if command is serve.serve else Command)(command)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(bench.app, name="bench")
 

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from xlstm7b.cli import options
 from xlstm7b.cli.loading import OpenedModel, name_of, open_adapter, open_model
+from xlstm7b.cli.settings import variable_of
 
 if TYPE_CHECKING:
     from xlstm7b.chat_format import ChatFormat
     from xlstm7b.model.adapter import Adapter
 
-_KEY_VARIABLE = "XLSTM7B_API_KEY"
+_KEY_VARIABLE = variable_of("api_key")
+_FILE_VARIABLE = variable_of("api_key_file")
 _FOLDER_GB = 20.0  # of --states-gb and --cache-folder-gb
 _server = functools.partial(options.option, panel="Server")
 _engine = functools.partial(options.option, panel="Engine")
@@ -27,6 +29,13 @@ _engine = functools.partial(options.option, panel="Engine")
 
 def serve(
     model: options.Model,
+    config: Annotated[
+        Path | None,
+        _server(
+            "TOML file with options, such as max_waiting = 64, and the model as model = FOLDER.",
+            default="none",
+        ),
+    ] = None,
     host: Annotated[
         str, _server("Address to listen on. 0.0.0.0 means all addresses of this machine.")
     ] = "127.0.0.1",
@@ -37,7 +46,7 @@ def serve(
     api_key: Annotated[
         list[str] | None,
         _server(
-            f"API key that clients must send. Repeatable. The variable {_KEY_VARIABLE} adds one.",
+            f"API key that clients must send. Repeatable. Those of {_KEY_VARIABLE} count, too.",
             default="none: everyone who can connect may use the server",
         ),
     ] = None,
@@ -169,6 +178,11 @@ def serve(
 
     SIGTERM or Ctrl-C finishes running requests, then stops. A second signal stops at once. SIGHUP
     reads the file of --api-key-file again.
+
+    Everything below can also be set by environment variables and in the file of --config. The
+    variable of --max-waiting is XLSTM7B_MAX_WAITING, that of the model is XLSTM7B_MODEL, and so on;
+    several values are separated by spaces. In the file it is max_waiting = 64. A flag wins over a
+    variable, and a variable over the file.
     """
     from xlstm7b.generate.state import state_bytes
     from xlstm7b.serve.middleware import check_origins
@@ -294,6 +308,7 @@ def serve(
         is_local=is_loopback(bound),
     )
     summary = {
+        "config": None if config is None else str(config),
         "speculate": speculate,
         "cache_gb": cache_gb,
         "host_cache_gb": host_cache_gb,
@@ -308,11 +323,14 @@ def serve(
 def read_keys(given: list[str] | None, file: Path | None) -> dict[str, str]:
     """API keys from options, a file and the environment, each with its name for the log.
 
-    A bad one raises a `ValueError`.
+    A bad one raises a `ValueError`, and so does an empty variable: without keys, everyone could use
+    the server.
     """
     from xlstm7b.serve.middleware import check_key
 
     found = [(f"--api-key {n}", "--api-key", key) for n, key in enumerate(given or (), 1)]
+    if file is None and os.environ.get(_FILE_VARIABLE) == "":
+        raise ValueError(f"{_FILE_VARIABLE} is empty: give a path, or unset it")
     if file is not None:
         try:
             text = file.read_text(encoding="utf-8-sig")  # some editors add a byte order mark
@@ -329,7 +347,8 @@ def read_keys(given: list[str] | None, file: Path | None) -> dict[str, str]:
             raise ValueError(f"{file} contains no API key")
         found += keys
     if _KEY_VARIABLE in os.environ:
-        found.append((_KEY_VARIABLE, _KEY_VARIABLE, os.environ[_KEY_VARIABLE]))
+        keys = os.environ[_KEY_VARIABLE].split() or [""]
+        found += [(_KEY_VARIABLE, _KEY_VARIABLE, key) for key in keys]
     return {check_key(key, source): name for name, source, key in found}
 
 

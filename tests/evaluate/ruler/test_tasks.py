@@ -29,7 +29,7 @@ from xlstm7b.evaluate.ruler.samples import Sample
 from xlstm7b.evaluate.ruler.tasks import TASKS
 from xlstm7b.tokenizer import FileTokenizer
 
-TOKENIZER = os.environ.get("XLSTM7B_TOKENIZER")
+TOKENIZER = os.environ.get("XLSTM7B_NEOX_TOKENIZER")
 PUBLISHED = os.environ.get("XLSTM7B_RULER_SAMPLES")
 SOURCE = os.environ.get("XLSTM7B_RULER")
 
@@ -77,7 +77,7 @@ def test_prompts_have_the_published_hashes(name: str) -> None:
 
 needs_published = pytest.mark.skipif(
     PUBLISHED is None or TOKENIZER is None,
-    reason="XLSTM7B_RULER_SAMPLES and XLSTM7B_TOKENIZER name no samples and no tokenizer.json",
+    reason="XLSTM7B_RULER_SAMPLES and XLSTM7B_NEOX_TOKENIZER name no samples and no tokenizer.json",
 )
 
 
