@@ -200,7 +200,7 @@ def check_pip(words: list[str], is_whole: bool) -> None:
 def is_of_the_repository(word: str) -> bool:
     """True for a path below one of the repository's folders, by its form."""
     return (
-        re.match(r"(src|tests|docs|examples|benchmarks|experiments)/[\w/-]+\.\w+$", word)
+        re.match(r"(src|tests|docs|examples|benchmarks|experiments|deploy)/[\w/-]+\.\w+$", word)
         is not None
     )
 
@@ -228,7 +228,9 @@ def check(code: Code) -> None:
 
 
 def check_program(words: list[str], is_whole: bool) -> None:
-    while words and re.match(r"[A-Z_]+=", words[0]):
+    variables: dict[str, str] = {}
+    while words and (found := re.match(r"([A-Z0-9_]+)=(.*)", words[0])):
+        variables[found[1]] = found[2]
         words = words[1:]
     words = [b for a, b in pairwise(["", *words]) if b not in ("…", "[…]") or a.startswith("-")]
     if not words or (program := words[0].removeprefix(".venv/bin/")) not in CHECKS:
@@ -239,7 +241,10 @@ def check_program(words: list[str], is_whole: bool) -> None:
         if is_read and not (ROOT / word).exists():
             raise ValueError(f"there is no {word}")
     if len(words) > 1:
-        CHECKS[program](words[1:], is_whole)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            CHECKS[program](words[1:], is_whole)
 
 
 @every_page
@@ -274,6 +279,7 @@ def test_every_experiment_is_in_the_paper() -> None:
         ("python examples/nothing.py", "there is no examples/nothing.py"),
         ("python examples/nano_xlstm.py train TEXT --rate 1", "nano_xlstm.py has no --rate"),
         ("CUDA_VISIBLE_DEVICES=0 make tests", "the Makefile has no target tests"),
+        ("XLSTM7B_MODEL=FOLDER XLSTM7B_PORT=http xlstm7b serve", "XLSTM7B_PORT: "),
         ("pip install '.[server]'", "there is no extra 'server'"),
     ],
 )
