@@ -347,8 +347,8 @@ def read_keys(given: list[str] | None, file: Path | None) -> dict[str, str]:
             raise ValueError(f"{file} contains no API key")
         found += keys
     if _KEY_VARIABLE in os.environ:
-        keys = os.environ[_KEY_VARIABLE].split() or [""]
-        found += [(_KEY_VARIABLE, _KEY_VARIABLE, key) for key in keys]
+        given = os.environ[_KEY_VARIABLE].split() or [""]
+        found += [(_KEY_VARIABLE, _KEY_VARIABLE, key) for key in given]
     return {check_key(key, source): name for name, source, key in found}
 
 

@@ -33,9 +33,10 @@ class ConfigurableCommand(Command):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
+        param: Any  # an option or an argument
         for param in self.params:
             param.envvar = variable_of(param.name)
-            param.show_envvar = False  # the help's first part says how they are called
+            param.show_envvar = False  # the help's first part says what the variables are called
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given, _, _ = self.make_parser(ctx).parse_args(args=[*args])
