@@ -32,7 +32,7 @@ def serve(
     config: Annotated[
         Path | None,
         _server(
-            "TOML file with options, such as max_waiting = 64, and the model as model = FOLDER.",
+            'TOML file with options, such as max_waiting = 64. The model is model = "FOLDER".',
             default="none",
         ),
     ] = None,
@@ -347,8 +347,8 @@ def read_keys(given: list[str] | None, file: Path | None) -> dict[str, str]:
             raise ValueError(f"{file} contains no API key")
         found += keys
     if _KEY_VARIABLE in os.environ:
-        given = os.environ[_KEY_VARIABLE].split() or [""]
-        found += [(_KEY_VARIABLE, _KEY_VARIABLE, key) for key in given]
+        several = os.environ[_KEY_VARIABLE].split() or [""]
+        found += [(_KEY_VARIABLE, _KEY_VARIABLE, key) for key in several]
     return {check_key(key, source): name for name, source, key in found}
 
 
