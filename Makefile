@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PACKAGE := $(VENV)/.package
 TOOLS := $(VENV)/.tools
 COMPILED := $(VENV)/.compiled
+SITE := $(VENV)/.site
 VLLM := .venv-vllm
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -12,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # and each would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup test test-vllm lint pytest quickstart sanitize clean
+.PHONY: setup test test-vllm lint pytest docs quickstart sanitize clean
 
 setup: $(TOOLS)
 
@@ -58,6 +59,18 @@ $(COMPILED): $(TOOLS)
 # One process for each core. With more, all tests take longer: each process imports all of them.
 pytest: $(COMPILED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $$(nproc) --dist worksteal
+
+$(SITE): $(PACKAGE)
+	$(INSTALL) --editable '.[docs]'
+	touch $@
+
+# The site, in build/site: pages, references and notebooks, which run if they have changed. Each
+# warning is an error, such as a link that leads nowhere. All pages are read again, because the
+# references come from the package.
+docs: $(SITE)
+	rm -rf build/site
+	$(BIN)/sphinx-build --quiet --fail-on-warning --fresh-env --conf-dir docs/site \
+		--doctree-dir build/doctrees . build/site
 
 # vLLM and Ray. vLLM pins its own torch and transformers, so it has an environment of its own (4 GB).
 # torchvision, torchaudio and torchcodec are for images and sound; they may not fit its torch.

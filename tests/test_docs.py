@@ -313,7 +313,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @cache
 def python_files() -> list[str]:
-    folders = ("src", "tests", "examples", "benchmarks", "experiments")
+    folders = ("src", "tests", "docs", "examples", "benchmarks", "experiments")
     return [
         f"/{path.relative_to(ROOT)}" for name in folders for path in ROOT.glob(f"{name}/**/*.py")
     ]
