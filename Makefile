@@ -69,8 +69,8 @@ $(SITE): $(PACKAGE)
 # references come from the package.
 docs: $(SITE)
 	rm -rf build/site
-	$(BIN)/sphinx-build --quiet --fail-on-warning --fresh-env --conf-dir docs/site \
-		--doctree-dir build/doctrees . build/site
+	OMP_NUM_THREADS=1 $(BIN)/sphinx-build --quiet --fail-on-warning --fresh-env \
+		--conf-dir docs/site --doctree-dir build/doctrees . build/site
 
 # vLLM and Ray. vLLM pins its own torch and transformers, so it has an environment of its own (4 GB).
 # torchvision, torchaudio and torchcodec are for images and sound; they may not fit its torch.

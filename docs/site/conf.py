@@ -83,7 +83,7 @@ nb_execution_cache_path = str(ROOT / "build" / "notebooks")
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
-nb_execution_timeout = 300
+nb_execution_timeout = 600  # of a cell, in seconds
 nb_merge_streams = True
 
 html_theme = "furo"
