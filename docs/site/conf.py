@@ -25,8 +25,10 @@ PAGES = {
         "docs/generation",
         "docs/serving",
         "docs/clients",
+        "docs/deployment",
         "docs/quantisation",
         "docs/checkpoints",
+        "docs/hub",
         "docs/library",
     ],
     "Train it": [
