@@ -216,7 +216,7 @@ def train(recipe: Recipe, folder: Path, device: str) -> list[Line]:
     _free()
     found = saved_steps(folder / "checkpoints")
     trainer = Trainer(recipe, folder, device)
-    with progress(recipe, found[-1] if found else recipe.start_step, device) as report:
+    with progress(recipe, found[-1] if found else recipe.start_step) as report:
         trainer.train(report)
     if trainer.step < recipe.run.steps:
         print(f"{folder}: stopped at step {trainer.step}; the same command continues")
@@ -232,7 +232,7 @@ def time_steps(recipe: Recipe, folder: Path, device: str) -> list[Line]:
     """Makes the steps of a run without validation and checkpoints: the model may be too large."""
     _free()
     lines: list[Line] = []
-    with process_group(device), progress(recipe, 0, device) as report:
+    with process_group(device), progress(recipe, 0) as report:
         trainer = Trainer(recipe, folder, device)
         try:
             while trainer.step < recipe.run.steps:
@@ -316,9 +316,9 @@ def record_speed(results: Results, shape: Shape, lines: Sequence[Line]) -> None:
     not computed from tokens per second, which leave padding out.
     """
     timed = [line for line in lines if line["applied"]][_SLOW_STEPS:]
-    if not timed or "peak_memory_bytes" not in timed[0]:
+    if not timed or "peak_memory_gb" not in timed[0]:
         return
-    memory = max(line["peak_memory_bytes"] for line in lines) / 1e9
+    memory = max(line["peak_memory_gb"] for line in lines)
     results.add("peak memory", shape, memory, "GB")
     seconds = median(line["seconds"] for line in timed)
     results.add("step time", shape, 1000 * seconds, "ms")

@@ -10,6 +10,7 @@ has to compute: norms and residuals count, the embedding and soft-caps are free.
 formulas are those of the authors' later code; `printed_forward_flops` has those of the appendix.
 """
 
+import re
 from collections.abc import Collection
 from math import prod
 from typing import Any, NamedTuple
@@ -18,13 +19,43 @@ from xlstm7b.config import ModelConfig
 from xlstm7b.registry import STANDARD, find
 
 H100_FLOPS = 989e12  # peak FLOP/s of an H100 or H200 in dense bfloat16, from NVIDIA's data sheet
-A100_FLOPS = 312e12  # peak FLOP/s of an A100 in dense bfloat16
+# By a part of the device's name, the first that fits: from NVIDIA's data sheets and white papers,
+# without sparsity, with sums in float32.
+_PEAK_FLOPS = {
+    "MIG": None,  # a part of a GPU
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "H100 PCIe": 756e12,
+    "H[12]00 NVL": 835e12,
+    "G?H200|H[18]00": H100_FLOPS,
+    "A[18]00": 312e12,
+    "A40": 149.7e12,
+    "A30": 165e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 6000 Ada": 364.2e12,
+    "RTX A6000": 154.8e12,
+    "RTX 5090$": 209.5e12,  # without $ also those of laptops
+    "RTX 4090$": 165.2e12,
+    "RTX 3090$": 71e12,
+}
 PAPER_MFU = 0.374  # of the 7B's training: 9.15K tokens/s on each H100 (paper, table 2)
 # The paper prints these sizes of the 7B; the released model has 50,304 and 10,944 / 4096.
 PRINTED_VOCABULARY, PRINTED_FFN_FACTOR = 50_257, 2.66
 
 _NORM = 3  # FLOPs per element of a norm: square, scale, weight
 _BACKWARD = 2  # a backward pass counts as two forward passes, as usual
+
+
+def peak_flops(device_name: str) -> float | None:
+    """A GPU's peak FLOP/s in bfloat16, by the name that PyTorch gives it. None: not known."""
+    for part, peak in _PEAK_FLOPS.items():
+        if re.search(rf"\b({part})\b", device_name):
+            return peak
+    return None
+
 
 # Parameters
 

@@ -163,7 +163,7 @@ def test_steps_are_timed_without_validation_and_checkpoints(
 
     def on_gpu(trainer: Trainer) -> Any:
         updated, line = update(trainer)
-        return updated, line | {"peak_memory_bytes": 10**9, "seconds": 0.5}
+        return updated, line | {"peak_memory_gb": 1.0, "seconds": 0.5}
 
     monkeypatch.setattr(Trainer, "measured_update", on_gpu)
     assert script(*command).code == 0
@@ -175,7 +175,7 @@ def test_speeds_are_medians_without_the_first_steps(tmp_path: Path) -> None:
     results = Results("ablations", "cpu", file=tmp_path / "results.jsonl")
     seconds = [9.0, 8.0, 0.1, 0.2, 0.4]
     lines = [
-        {"applied": True, "seconds": each, "tokens_per_second": 7.0, "peak_memory_bytes": 3e9}
+        {"applied": True, "seconds": each, "tokens_per_second": 7.0, "peak_memory_gb": 3.0}
         for each in seconds
     ]
     record_speed(results, {"variant": "a"}, lines)

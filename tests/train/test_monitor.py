@@ -1,4 +1,4 @@
-"""What a run measures: gates, TensorBoard, validation; the best checkpoint is always kept."""
+"""What a run measures: gates, validation; the best checkpoint is always kept."""
 
 import math
 import os
@@ -127,7 +127,7 @@ def test_gate_statistics_at_intervals_follow_the_equations(data, tmp_path):
     lines = read_metrics(tmp_path / "watched" / "metrics.jsonl")
     for line in lines:
         assert (GATES[0] in line) == (line["step"] % 2 == 1)
-        assert "peak_memory_bytes" not in line  # of a GPU
+        assert "peak_memory_gb" not in line  # of a GPU
     for step in (2, 4, 6):
         path = tmp_path / f"watched/checkpoints/step-{step:08}"
         want = gates_of(read_model(path, recipe(data).model), data)
@@ -140,37 +140,8 @@ def test_gate_statistics_at_intervals_follow_the_equations(data, tmp_path):
     assert all(torch.equal(once[name], other[name]) for name in once)
 
 
-def test_tensorboard_has_the_same_numbers(data, tmp_path):
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    run(0, recipe(data, "run.tensorboard=true"), tmp_path)
-    board = EventAccumulator(str(tmp_path / "tensorboard"))
-    board.Reload()
-    lines = read_metrics(tmp_path / "metrics.jsonl")
-    want: dict[str, list[tuple[int, float]]] = {}
-    for line in lines:
-        step = line.pop("step")
-        for name, value in line.items():
-            parts = (
-                {f"{name}/{at}": part for at, part in enumerate(value)}
-                if isinstance(value, list)
-                else {name: value}
-            )
-            for tag, part in parts.items():
-                want.setdefault(tag, []).append((step, float(torch.tensor(float(part)))))
-    got = {
-        tag: [(event.step, event.value) for event in board.Scalars(tag)]
-        for tag in board.Tags()["scalars"]
-    }
-    assert got == want
-    assert {"loss", "gradient_norm", "validation_loss_by_position/7", "forget_gate_min/1"} <= set(
-        got
-    )
-
-
 def test_metrics_that_cannot_be_written_are_named(tmp_path):
-    metrics = MetricsLog(tmp_path / "metrics.jsonl", start=0, interval=1, tensorboard=False)
+    metrics = MetricsLog(tmp_path / "metrics.jsonl", start=0, interval=1)
     message = r"metrics\.jsonl could not be written \(.*File too large"
     with full_disk(room=0), pytest.raises(OSError, match=message):
         metrics.write(step=0, loss=1.0)

@@ -2,7 +2,7 @@
 
 It uses the trainer of `xlstm7b train`: loader, forward, backward, clipping, AdamW over float32
 weights, bfloat16 computation on a GPU. The text is random. MFU counts
-`accounting.training_flops`, without recomputation, against the peak of an H100 or H200 in bf16.
+`accounting.training_flops`, without recomputation, against the GPU's peak in bf16 if that is known.
 LoRA and state tuning have a base of random weights in a temporary folder.
 """
 
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from xlstm7b.accounting import (
-    H100_FLOPS,
     lora_training_flops,
+    peak_flops,
     state_tuning_flops,
     training_flops,
 )
@@ -121,8 +121,9 @@ def measure_training(results: Results, case: Case, steps: int) -> None:
         if on_gpu:
             peak = 1e-9 * torch.cuda.max_memory_allocated()
             results.add("peak memory", case.shape, peak, "GB")
-            mfu = case.flops / times.seconds / H100_FLOPS
-            results.add("MFU", case.shape, 100 * mfu, "%")
+            if limit := peak_flops(torch.cuda.get_device_name()):
+                mfu = case.flops / times.seconds / limit
+                results.add("MFU", case.shape, 100 * mfu, "%")
         speed = case.tokens / times.seconds
         results.add("training", case.shape, speed, "tok/s", spread=times.spread)
 

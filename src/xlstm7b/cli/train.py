@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from xlstm7b.accounting import A100_FLOPS, H100_FLOPS, PAPER_MFU
+from xlstm7b.accounting import PAPER_MFU
 from xlstm7b.cli.options import option, to_target
 from xlstm7b.cli.sections import print_sections
 from xlstm7b.devices import to_dtype
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from xlstm7b.train import Recipe
     from xlstm7b.train.trainer import Trainer
 
-_PEAK_FLOPS = {(9, 0): H100_FLOPS, (8, 0): A100_FLOPS}  # by compute capability
 Device = Annotated[str | None, option("Device: cuda or cpu.", default="a GPU if there is one")]
 
 
@@ -62,6 +61,21 @@ def train(
         ),
     ] = None,
     device: Device = None,
+    profile: Annotated[
+        bool,
+        option(
+            "Write a trace of three steps after warm-up, and on a GPU a memory snapshot, into the "
+            "run's folder.",
+            "--profile",
+        ),
+    ] = False,
+    profile_steps: Annotated[
+        str | None,
+        option(
+            "Steps to profile, as FIRST-LAST, numbered as in metrics.jsonl.",
+            default="three steps after the first three of this start, with --profile",
+        ),
+    ] = None,
     reference: Annotated[
         bool,
         typer.Option(
@@ -87,6 +101,7 @@ def train(
             "--gpus and --mfu are for --dry-run. To train on several GPUs, start one process for "
             "each: torchrun --nproc-per-node 8 -m -- xlstm7b train …"
         )
+    steps = profile if profile_steps is None else _parse_steps(profile_steps)
     chosen = load_recipe(recipe, settings or [])
     folder = run or default_folder(chosen.name, settings or [])
     if dry_run:
@@ -110,14 +125,21 @@ def train(
         is_finished = trainer.step == chosen.run.steps
         trainer.print_remarks()
         if not is_finished:
-            with progress(chosen, trainer.step, where) as report, _explain_hook_errors():
-                trainer.train(report)
+            with progress(chosen, trainer.step) as report, _explain_hook_errors():
+                trainer.train(report, profile=steps)
     if is_first:
         done = f"step {trainer.step} of {chosen.run.steps}"
         if is_finished:
             print(f"{folder}: already finished, nothing trained ({done})")
         else:
             print(f"{folder}: trained to {done}{_remarks(trainer)}")
+
+
+def _parse_steps(text: str) -> range:
+    first, dash, last = text.partition("-")
+    if not (dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        raise ValueError(f"--profile-steps must be FIRST-LAST, such as 100-102, not {text!r}")
+    return range(int(first), int(last) + 1)
 
 
 def _warn_of_memory(planned: int) -> None:
@@ -261,9 +283,7 @@ def _explain_hook_errors() -> Iterator[None]:
 
 
 @contextmanager
-def progress(
-    recipe: "Recipe", step: int, device: str
-) -> Iterator[Callable[[dict[str, Any]], None]]:
+def progress(recipe: "Recipe", step: int) -> Iterator[Callable[[dict[str, Any]], None]]:
     """A progress bar on stderr; in a log file, one line per interval."""
     from rich.console import Console
     from rich.progress import (
@@ -282,7 +302,8 @@ def progress(
 
         def report(line: dict[str, Any]) -> None:
             shown = f"loss {line['loss']:.3f}  {line['tokens_per_second']:,.0f} tok/s"
-            shown += _mfu(recipe, line["tokens_per_second"], device)
+            shown += f"  MFU {100 * line['mfu']:.1f}%" if "mfu" in line else ""
+            shown += f"  {line['peak_memory_gb']:.1f} GB" if "peak_memory_gb" in line else ""
             if "validation_loss" in line:
                 names = [name for name in recipe.data.validation_sets() if name]
                 losses = [f"{name} {line[f'validation_loss/{name}']:.4f}" for name in names]
@@ -295,19 +316,3 @@ def progress(
                 console.print(f"step {line['step'] + 1}: {shown}, mean {mean:.4f}, norm {norm:.3g}")
 
         yield report
-
-
-def _mfu(recipe: "Recipe", tokens_per_second: float, device: str) -> str:
-    if device != "cuda":
-        return ""
-    import torch
-
-    from xlstm7b.train.plan import sequence_flops
-
-    peak = _PEAK_FLOPS.get(torch.cuda.get_device_capability())
-    if peak is None:
-        return ""
-    length = recipe.data.context_length
-    flops = sequence_flops(recipe) / length
-    world = torch.distributed.get_world_size()
-    return f"  MFU {100 * flops * tokens_per_second / (peak * world):.1f}%"

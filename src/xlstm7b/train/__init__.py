@@ -9,6 +9,7 @@ from xlstm7b.train.recipe import Layout, Recipe, load_recipe, recipe_names
 if TYPE_CHECKING:
     from xlstm7b.train.hooks import Hook, HookError, LossBatch
     from xlstm7b.train.run_checkpoints import export_run
+    from xlstm7b.train.trackers import TrackedRun, Tracker
     from xlstm7b.train.trainer import Trainer
 
 __all__ = [
@@ -18,6 +19,8 @@ __all__ = [
     "LossBatch",
     "Plan",
     "Recipe",
+    "TrackedRun",
+    "Tracker",
     "Trainer",
     "describe",
     "export_run",
@@ -30,6 +33,8 @@ _HOMES = {
     "Hook": "hooks",
     "HookError": "hooks",
     "LossBatch": "hooks",
+    "TrackedRun": "trackers",
+    "Tracker": "trackers",
     "Trainer": "trainer",
     "export_run": "run_checkpoints",
 }

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from xlstm7b.train.trainer import Trainer
 
 Metrics = Mapping[str, Any]
+T = TypeVar("T")
 
 
 class LossBatch(NamedTuple):
@@ -69,10 +70,7 @@ class Hooks:
     """The hooks of one run. `record` has their names and code, for the run's checkpoints."""
 
     def __init__(self, names: Sequence[str], hooks: Sequence[Hook]) -> None:
-        self._hooks = load_hooks(names)
-        for position, hook in enumerate(hooks):
-            _check_hook(f"hooks[{position}]", hook)
-            self._hooks.append((f"{type(hook).__module__}:{type(hook).__qualname__}", hook))
+        self._hooks = [*load_named("hook", names, Hook), *check_given("hooks", hooks, Hook)]
         self._losses = [(name, hook) for name, hook in self._hooks if _overrides(hook, "loss")]
         if len(self._losses) > 1:
             given = " and ".join(name for name, _ in self._losses)
@@ -134,37 +132,47 @@ class Hooks:
         return f"the loss was {was}, and is now {now}"
 
 
-# Loading
+# Loading, of trackers too
 
 
-def load_hooks(names: Sequence[str]) -> list[tuple[str, Hook]]:
-    """Makes the hooks that a recipe names as "file.py:Class" or "package.module:Class"."""
+def load_named(kind: str, names: Sequence[str], base: type[T]) -> list[tuple[str, T]]:
+    """Makes what a recipe names as "file.py:Class" or "package.module:Class".
+
+    A `ValueError` says what is wrong with "hook NAME", if that is the kind.
+    """
     modules: dict[str, ModuleType] = {}
-    hooks = []
+    made = []
     for name in names:
         module, _, attribute = name.rpartition(":")
-        with _naming_hook(name):
+        with _naming(kind, name):
             if module not in modules:
                 is_file = module.endswith(".py")
                 modules[module] = _load_file(module) if is_file else import_module(module)
             make = getattr(modules[module], attribute, None)
         if not callable(make):
             raise ValueError(
-                f"hook {name} cannot be loaded: {module} has no class or function {attribute}"
+                f"{kind} {name} cannot be loaded: {module} has no class or function {attribute}"
             )
-        with _naming_hook(name):
-            hook = make()
-        _check_hook(f"hook {name}", hook)
-        hooks.append((name, hook))
-    return hooks
+        with _naming(kind, name):
+            one = make()
+        _check_base(f"{kind} {name}", one, base)
+        made.append((name, one))
+    return made
+
+
+def check_given(argument: str, given: Sequence[T], base: type[T]) -> list[tuple[str, T]]:
+    """What Python gives in this argument, with names. A `ValueError` for one of another class."""
+    for position, one in enumerate(given):
+        _check_base(f"{argument}[{position}]", one, base)
+    return [(f"{type(one).__module__}:{type(one).__qualname__}", one) for one in given]
 
 
 @contextmanager
-def _naming_hook(name: str) -> Iterator[None]:
+def _naming(kind: str, name: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:  # `sys.exit` would end the command without a word
-        raise ValueError(f"hook {name} cannot be loaded: {_describe(error)}") from error
+        raise ValueError(f"{kind} {name} cannot be loaded: {describe_error(error)}") from error
 
 
 def _load_file(file: str) -> ModuleType:
@@ -190,13 +198,15 @@ def _fingerprint(hook: Hook) -> str | None:
 # Checks
 
 
-def _check_hook(name: str, hook: Any) -> None:
-    if isinstance(hook, Hook):
+def _check_base(name: str, one: Any, base: type) -> None:
+    if isinstance(one, base):
         return
-    found = f"of type {type(hook).__qualname__}"
-    if isinstance(hook, type):
-        found = f"the class {hook.__qualname__}"
-    raise ValueError(f"{name} is {found}, not an instance of a subclass of xlstm7b.train.Hook")
+    found = f"of type {type(one).__qualname__}"
+    if isinstance(one, type):
+        found = f"the class {one.__qualname__}"
+    raise ValueError(
+        f"{name} is {found}, not an instance of a subclass of xlstm7b.train.{base.__name__}"
+    )
 
 
 def _check_numbers(returned: Any, metrics: Metrics) -> None:
@@ -224,9 +234,10 @@ def _check_loss(loss: Any) -> None:
 
 
 def _error(name: str, method: str, step: int, failure: BaseException | None) -> HookError:
-    reason = _describe(failure) if failure else "in another process, whose message says why"
+    reason = describe_error(failure) if failure else "in another process, whose message says why"
     return HookError(f"hook {name} failed in {method} at step {step}: {reason}")
 
 
-def _describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
+    """The type of an error and the first line of its message."""
     return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])

@@ -1,4 +1,4 @@
-"""The metrics of a run: one JSON line per step in `metrics.jsonl`, TensorBoard, and curves."""
+"""The metrics of a run: one JSON line per step in `metrics.jsonl`, and curves."""
 
 import json
 import math
@@ -13,12 +13,9 @@ from xlstm7b.report import figure
 
 
 class MetricsLog:
-    """Appends to `metrics.jsonl`. After a resume, lines from step `start` on are dropped.
+    """Appends to `metrics.jsonl`. After a resume, lines from step `start` on are dropped."""
 
-    With `tensorboard` the numbers are also written to the folder `tensorboard` next to the file.
-    """
-
-    def __init__(self, path: Path, *, start: int, interval: int, tensorboard: bool) -> None:
+    def __init__(self, path: Path, *, start: int, interval: int) -> None:
         kept = [line for line in read_metrics(path) if line["step"] < start]
         with write_aside(path) as aside, naming(path):
             aside.write_text("".join(map(_as_line, kept)), encoding="utf-8")
@@ -26,11 +23,6 @@ class MetricsLog:
         self._recent: deque[dict[str, float]] = deque(maxlen=interval)
         for line in kept[-interval:]:
             self._remember(line)
-        self._board: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(path.with_name("tensorboard")), purge_step=start)
 
     def write(self, **line: Any) -> None:
         try:
@@ -40,13 +32,6 @@ class MetricsLog:
             with suppress(OSError):  # closing tries to write again
                 self._file.close()
             raise OSError(f"{self._file.name} could not be written ({error})") from error
-        if self._board is not None:
-            for name, value in line.items():
-                if isinstance(value, list):
-                    for index, part in enumerate(value):
-                        self._board.add_scalar(f"{name}/{index}", part, line["step"])
-                elif name != "step":
-                    self._board.add_scalar(name, value, line["step"])
         self._remember(line)
 
     def _remember(self, line: dict[str, Any]) -> None:
@@ -67,8 +52,6 @@ class MetricsLog:
 
     def close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

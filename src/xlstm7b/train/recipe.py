@@ -206,14 +206,31 @@ class Schedule:
             )
 
 
+TRACKERS = {"tensorboard": "train", "wandb": "wandb", "mlflow": "mlflow"}  # with their extras
+
+
 def _check_hook(name: str) -> str:
-    module, _, attribute = name.rpartition(":")
-    is_file = module.endswith(".py")
-    if module and attribute.isidentifier() and (is_file or not re.search(r"^\.|/", module)):
+    if _names_a_class(name):
         return name
     raise ValueError(
         f'run.hooks has "file.py:Class" or "package.module:Class" in its list, not {name!r}'
     )
+
+
+def _check_tracker(name: str) -> str:
+    if name in TRACKERS or _names_a_class(name):
+        return name
+    known = ", ".join(f'"{tracker}"' for tracker in TRACKERS)
+    raise ValueError(
+        f'run.trackers has {known}, "file.py:Class" or "package.module:Class" in its list, '
+        f"not {name!r}"
+    )
+
+
+def _names_a_class(name: str) -> bool:
+    module, _, attribute = name.rpartition(":")
+    is_module = module.endswith(".py") or not re.search(r"^\.|/", module)
+    return bool(module) and attribute.isidentifier() and is_module
 
 
 @section
@@ -252,8 +269,9 @@ class Run:
     statistics."""
     time_limit: NonNegative = 0.0
     """Hours after which to save and stop. 0: no limit."""
-    tensorboard: StrictBool = False
-    """Also write the metrics for TensorBoard."""
+    trackers: tuple[Annotated[str, AfterValidator(_check_tracker)], ...] = ()
+    """Where the metrics go besides `metrics.jsonl`: `"tensorboard"`, `"wandb"`, `"mlflow"`, or a
+    class of your own, as in `hooks`."""
     hooks: tuple[Annotated[str, AfterValidator(_check_hook)], ...] = ()
     """Code of your own to call, as `"file.py:Class"` or `"package.module:Class"`. Files are found
     from where the command runs."""
@@ -558,6 +576,8 @@ def _sentence(error: ValidationError, cls: Any) -> str:
 
 
 def _unknown(name: str, key: str, known: list[str]) -> str:
+    if name == "run.tensorboard":
+        return 'run.tensorboard is now run.trackers = ["tensorboard"]'
     near = [
         f"{table}.{key}"
         for table, section in get_type_hints(Recipe).items()

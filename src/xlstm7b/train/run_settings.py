@@ -29,7 +29,7 @@ def default_folder(name: str, overrides: Sequence[str]) -> Path:
     """
     given: dict[str, Any] = {}
     for keys, value in parse_overrides(overrides):
-        given |= _flatten(value, ".".join(keys))
+        given |= flatten(value, ".".join(keys))
     words = ",".join(
         f"{setting}={given[setting]}"
         for setting in sorted(given)
@@ -54,7 +54,7 @@ def changed_settings(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The values that differ between two nested tables, by name. None stands for a missing one."""
-    old, new = _flatten(before), _flatten(now)
+    old, new = flatten(before), flatten(now)
     both = {name: (old.get(name), new.get(name)) for name in old | new}
     return {name: (one, other) for name, (one, other) in both.items() if one != other}
 
@@ -82,11 +82,11 @@ def raised_rate(before: Recipe, now: Recipe, step: int) -> tuple[float, float] |
     return (last, following) if is_raised else None
 
 
-def _flatten(value: Any, name: str = "") -> dict[str, Any]:
+def flatten(value: Any, name: str = "") -> dict[str, Any]:
     """A table of tables as one: {"optimizer.lr": 0.001}."""
     if not isinstance(value, Mapping):
         return {name: value}
     flat: dict[str, Any] = {}
     for key, inner in value.items():
-        flat |= _flatten(inner, f"{name}.{key}" if name else str(key))
+        flat |= flatten(inner, f"{name}.{key}" if name else str(key))
     return flat

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xlstm7b import hub
+from xlstm7b.accounting import peak_flops
 from xlstm7b.checkpoint import open_checkpoint, resolve
 from xlstm7b.data.loader import Batch, Loader, check_tokenizers
 from xlstm7b.data.shards import chat_template, open_folder
@@ -31,9 +32,10 @@ from xlstm7b.model.initial_state import values_of
 from xlstm7b.model.saved_state import SavedState, check_state_weights
 from xlstm7b.tokenizer import tokenizer_fingerprint
 from xlstm7b.train.hooks import Hook, HookError, Hooks, LossBatch
-from xlstm7b.train.metrics_log import MetricsLog
+from xlstm7b.train.metrics_log import MetricsLog, read_metrics
 from xlstm7b.train.monitor import gate_statistics, validation_loss
 from xlstm7b.train.optimizer import build_optimizer, clipped_step, gradient_norm, set_learning_rate
+from xlstm7b.train.plan import sequence_flops
 from xlstm7b.train.processes import (
     all_reduce,
     fail_together,
@@ -41,6 +43,7 @@ from xlstm7b.train.processes import (
     process_group,
     run_folder,
 )
+from xlstm7b.train.profiler import StepProfiler, steps_to_profile
 from xlstm7b.train.recipe import Recipe, model_of
 from xlstm7b.train.run_checkpoints import (
     CheckpointManager,
@@ -64,6 +67,7 @@ from xlstm7b.train.sharded_model import (
     open_base,
     reshard,
 )
+from xlstm7b.train.trackers import Tracker, Trackers
 
 _MAX_SKIPPED = 20  # consecutive non-finite steps before the run aborts
 Report = Callable[[dict[str, Any]], None]
@@ -97,6 +101,7 @@ class Trainer:
         device: str | None = None,
         *,
         hooks: Sequence[Hook] = (),
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         self.recipe, self.folder = recipe, Path(folder or Path("runs") / recipe.name)
         self.hooks = Hooks(recipe.run.hooks, hooks)
@@ -107,6 +112,7 @@ class Trainer:
         with ExitStack() as stack:
             if not dist.is_initialized():
                 stack.enter_context(process_group(device_type))
+            self._trackers = in_first_process(Trackers, recipe.run.trackers, trackers)
             self._build()
             self._process_group = stack.pop_all()
 
@@ -163,6 +169,7 @@ class Trainer:
         if recipe.state_tuning is not None and is_new:
             self._start_state(first_state)
         self._trained = [p for p in self.model.parameters() if p.requires_grad]
+        self._mfu_per_speed = self._find_mfu_per_speed()
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
         # 3. The state of the run.
         self.checkpoints = CheckpointManager(
@@ -191,6 +198,18 @@ class Trainer:
         initial.m = [[gates[layer]] * self.recipe.model.num_heads for layer in initial.layers]
         if first is not None:
             fill_initial_state(self.model, values_of(first, initial.m, initial.rank))
+
+    def _find_mfu_per_speed(self) -> float | None:
+        """MFU by tokens per second. None if the FLOPs or the device's peak are not known."""
+        recipe = self.recipe
+        if self.device.type != "cuda" or recipe.run.precision == "float32":
+            return None
+        peak = peak_flops(torch.cuda.get_device_name())
+        try:
+            flops = sequence_flops(recipe)
+        except ValueError:  # of a class of one's own
+            return None
+        return flops / recipe.data.context_length / (peak * self.layout.world) if peak else None
 
     def resume(self) -> bool:
         """Loads the last checkpoint of this run, or the one that a later stage starts from.
@@ -258,10 +277,11 @@ class Trainer:
             )
             self.best = None
 
-    def train(self, report: Report = lambda line: None) -> None:
+    def train(self, report: Report = lambda line: None, *, profile: bool | range = False) -> None:
         """Trains or continues the run, to its last step, the time limit, SIGTERM or Ctrl-C.
 
         Saves at the end. In the first process, `report` is called with the metrics of each step.
+        With `profile` that process records these steps, or three steps, into the folder `profile`.
         """
         if not dist.is_initialized():
             raise ValueError("this trainer has ended: make a new one to continue the run")
@@ -272,7 +292,7 @@ class Trainer:
                 if self.step == self.recipe.run.steps:
                     _note(f"{self.folder}: already finished, nothing trained (step {self.step})")
             if self.step < self.recipe.run.steps:
-                self._train(report)
+                self._train(report, profile)
             else:
                 self.loader.close()
 
@@ -296,23 +316,24 @@ class Trainer:
         """Asks for the end of the run, for example from a hook: after the next step it saves."""
         self._stop_requested = True
 
-    def _train(self, report: Report) -> None:
+    def _train(self, report: Report, profile: bool | range) -> None:
+        run = self.recipe.run
+        steps = steps_to_profile(profile, self.step, run.steps)
+        on_gpu = self.device.type == "cuda"
+        profiler = StepProfiler(self.folder / "profile", steps, self.step, on_gpu=on_gpu)
         if self._is_new:  # the record of how the run was started, after all checks
             in_first_process(write_json, self.folder / "recipe.json", self.recipe.to_dict())
-        run = self.recipe.run
         deadline = time.monotonic() + 3600 * run.time_limit if run.time_limit else math.inf
-        metrics = in_first_process(
-            MetricsLog,
-            self.folder / "metrics.jsonl",
-            start=self.step,
-            interval=run.log_every,
-            tensorboard=run.tensorboard,
-        )
+        metrics = in_first_process(self._open_metrics)
+        failed = True
         try:
             with self._stop_on_signals():
-                while self.step < run.steps and not self._take_step(deadline, metrics, report):
-                    pass
+                stops = False
+                while self.step < run.steps and not stops:
+                    with profiler.step(self.step):
+                        stops = self._take_step(deadline, metrics, report)
                 self.checkpoints.finish_save()
+            failed = False
         except BaseException as error:
             self.checkpoints.finish_save_after_failure()
             if isinstance(error, OSError | FloatingPointError | HookError):
@@ -320,9 +341,21 @@ class Trainer:
                 raise type(error)(f"{error}; {self.checkpoints.describe_last()}") from cause
             raise
         finally:
+            profiler.end()
             self.loader.close()
             if metrics is not None:
                 metrics.close()
+            if self._trackers is not None:
+                self._trackers.finish(failed=failed)
+
+    def _open_metrics(self) -> MetricsLog:
+        path = self.folder / "metrics.jsonl"
+        if self._trackers:
+            found = read_metrics(path)  # before later steps are dropped
+            self._trackers.start(
+                self.folder, self.recipe, self.step, is_new=self._is_new, lines=found
+            )
+        return MetricsLog(path, start=self.step, interval=self.recipe.run.log_every)
 
     def _take_step(self, deadline: float, metrics: MetricsLog | None, report: Report) -> bool:
         """One update, then metrics and checkpoints. Returns True if the run should stop."""
@@ -404,8 +437,10 @@ class Trainer:
             "seconds": seconds,
             "applied": update.applied,
         }
+        if self._mfu_per_speed is not None:
+            line["mfu"] = self._mfu_per_speed * line["tokens_per_second"]
         if self.device.type == "cuda":
-            line["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+            line["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
             torch.cuda.reset_peak_memory_stats()
         return update, line
 
@@ -488,6 +523,8 @@ class Trainer:
     def _log(self, line: dict[str, Any], metrics: MetricsLog | None, report: Report) -> None:
         assert metrics is not None, "the first process has them"
         metrics.write(**line)
+        if self._trackers is not None:
+            self._trackers.log(line)
         if self.step % self.recipe.run.log_every == 0:
             line = line | metrics.over_interval()
         report(line)
