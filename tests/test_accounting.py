@@ -342,3 +342,27 @@ def test_accounting_and_tokenizer_do_not_import_torch() -> None:
     code = "import sys, xlstm7b.accounting, xlstm7b.tokenizer as t; t.load_tokenizer(None, 320)"
     check = "; assert not {'torch', 'tokenizers', 'numpy'} & set(sys.modules)"
     assert run([sys.executable, "-c", code + check], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA A10G", None),  # not an A10
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+        ("NVIDIA H20", None),
+        ("AMD Instinct MI300X", None),
+    ],
+)
+def test_the_peak_of_a_gpu_is_found_by_its_name(name, peak):
+    assert accounting.peak_flops(name) == peak

@@ -25,12 +25,13 @@ from commands import (
 )
 from train_processes import full_disk
 
+from xlstm7b.cli.train import progress
 from xlstm7b.config import ModelConfig
 from xlstm7b.files import lock_folder
 from xlstm7b.model import XLSTM
 from xlstm7b.tokenizer import ByteTokenizer, tokenizer_fingerprint
 from xlstm7b.train.metrics_log import read_metrics
-from xlstm7b.train.recipe import Recipe
+from xlstm7b.train.recipe import Recipe, load_recipe
 from xlstm7b.train.run_checkpoints import read_run
 from xlstm7b.train.trainer import Trainer, Update
 
@@ -182,6 +183,32 @@ def test_a_file_of_hooks_that_exits_is_named(cli: Cli, settings: list[str], tmp_
     said = refused(train(cli, run, *settings, "--set", f'run.hooks=["{file}:Mine"]'))
     assert said == f"hook {file}:Mine cannot be loaded: SystemExit: 0"
     assert not run.exists()
+
+
+def test_profiles_of_a_run(cli: Cli, settings: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    said = refused(train(cli, run, *settings, "--profile-steps", "3-4"))
+    assert said == "steps 3-4 cannot be profiled: from here the run has steps 0-2"
+    for wrong in ("2", "2-1", "a-b", "-1"):
+        said = refused(train(cli, run, *settings, f"--profile-steps={wrong}"))
+        assert said == f"--profile-steps must be FIRST-LAST, such as 100-102, not {wrong!r}"
+    assert not run.exists()
+    for name, given in (("alone", ["--profile"]), ("chosen", ["--profile-steps", "1-1"])):
+        assert train(cli, tmp_path / name, *settings, *given).code == 0
+    files = [file.name for file in sorted(tmp_path.glob("*/profile/*"))]
+    assert files == ["trace-steps-0-2.json.gz", "trace-steps-1-1.json.gz"]
+
+
+def test_progress_shows_mfu_and_memory_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    line = {"step": 4, "loss": 1.5, "tokens_per_second": 2000.0, "loss_mean": 2.0}
+    line |= {"gradient_norm_mean": 0.5}
+    with progress(load_recipe("quickstart"), 0) as report:
+        report(line | {"mfu": 0.374, "peak_memory_gb": 71.26})
+        report(line)
+    assert capsys.readouterr().err.splitlines() == [
+        "step 5: loss 1.500  2,000 tok/s  MFU 37.4%  71.3 GB, mean 2.0000, norm 0.5",
+        "step 5: loss 1.500  2,000 tok/s, mean 2.0000, norm 0.5",
+    ]
 
 
 def test_each_validation_set_is_printed(cli: Cli, settings: list[str], tmp_path: Path) -> None:

@@ -7,7 +7,14 @@ import pytest
 from xlstm7b import accounting
 from xlstm7b.config import ModelConfig
 from xlstm7b.mlstm import KERNEL_CHUNK_SIZE
-from xlstm7b.train.plan import KERNEL_CHUNK, describe, key_steps, make_plan, memory_per_gpu
+from xlstm7b.train.plan import (
+    KERNEL_CHUNK,
+    describe,
+    key_steps,
+    make_plan,
+    memory_per_gpu,
+    peak_tokens_per_second,
+)
 from xlstm7b.train.recipe import Layout, load_recipe, recipe_names
 
 
@@ -163,3 +170,15 @@ def test_one_process_keeps_all_weights_in_the_dtype_of_the_computation() -> None
 def test_impossible_plans_are_refused(options: dict[str, float], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         make_plan(load_recipe("7b"), **options)  # type: ignore[arg-type]
+
+
+def test_mfu_is_1_if_a_gpu_does_nothing_but_the_models_flops():
+    """The paper's speed on an H100 has about its MFU: the paper counts other FLOPs."""
+    recipe = load_recipe("7b")
+    peak = peak_tokens_per_second(recipe, "NVIDIA H100 80GB HBM3", 1)
+    assert peak == pytest.approx(989e12 * 8192 / accounting.training_flops(recipe.model, 8192))
+    assert 9150 / peak == pytest.approx(accounting.PAPER_MFU, abs=0.03)
+    assert peak_tokens_per_second(recipe, "NVIDIA H100 80GB HBM3", 8) == pytest.approx(8 * peak)
+    assert peak_tokens_per_second(recipe, "a GPU of tomorrow", 1) is None
+    wide = load_recipe("7b", ["run.precision=float32"])
+    assert peak_tokens_per_second(wide, "NVIDIA H100 80GB HBM3", 1) is None

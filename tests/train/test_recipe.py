@@ -347,6 +347,9 @@ REFUSED_WITH = {
     "model.heads=2": ["unknown setting model.heads", "did you mean num_heads?"],
     # A part of the value.
     "run.steps=true": ["run.steps", "not True"],
+    "run.tensorboard=true": ['run.tensorboard is now run.trackers = ["tensorboard"]'],
+    'run.trackers=["tensorbord"]': ["run.trackers", '"wandb", "mlflow"', "'tensorbord'"],
+    "run.trackers=wandb": ["run.trackers", "'wandb'"],
     'run.hooks=["a.py"]': ["run.hooks", "'a.py'"],
     'run.hooks=["a.py:B-C"]': ["run.hooks", "'a.py:B-C'"],
     'run.hooks=[":B"]': ["run.hooks", "':B'"],

@@ -1,10 +1,13 @@
 """Trackers: every step arrives once, whatever fails, and training does not notice."""
 
 import json
+import re
+import sqlite3
 import struct
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -242,6 +245,18 @@ def test_only_the_first_process_has_trackers(data, tmp_path):
     lines = [line.split() for line in (tmp_path / "rank-0").read_text().splitlines()]
     assert [float(loss) for _, loss in lines] == losses(tmp_path / "run")
     assert [int(step) for step, _ in lines] == list(range(8))
+
+
+def test_the_tracker_of_the_docs(data, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs/extending.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"^```python\n# my_tracker.py\n(.+?)^```$", page, re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    Path("my_tracker.py").write_text(code, encoding="utf-8")
+    chosen = 'run.trackers=["my_tracker.py:Database"]'
+    _, found = crashed_and_continued(data, tmp_path / "mine", chosen)
+    with closing(sqlite3.connect("losses.db")) as database:
+        rows = database.execute("select run, step, loss from losses order by step").fetchall()
+    assert rows == [("mine", step, loss) for step, loss in found["loss"].items()]
 
 
 # TensorBoard

@@ -8,6 +8,8 @@ import train_processes
 from train_processes import run
 from train_runs import losses, recipe, weights
 
+from xlstm7b.accounting import peak_flops
+from xlstm7b.train.metrics_log import read_metrics
 from xlstm7b.train.processes import process_group
 from xlstm7b.train.sharded_model import build_model
 
@@ -58,3 +60,13 @@ def test_a_stopped_run_continues_bit_for_bit(data, tmp_path):
     assert losses(tmp_path / "parts") == losses(tmp_path / "once")
     once, parts = weights(tmp_path / "once", chosen), weights(tmp_path / "parts", chosen)
     assert all(torch.equal(once[name], parts[name]) for name in once)
+
+
+def test_metrics_have_memory_and_mfu(data, tmp_path):
+    run(0, recipe(data, MODEL, "run.compile=false"), tmp_path, "cuda")
+    known = peak_flops(torch.cuda.get_device_name()) is not None
+    total = torch.cuda.get_device_properties(0).total_memory / 1e9
+    for line in read_metrics(tmp_path / "metrics.jsonl"):
+        assert 0 < line["peak_memory_gb"] < total
+        assert ("mfu" in line) == known
+        assert 0 < line.get("mfu", 0.5) < 1

@@ -51,6 +51,7 @@ from xlstm7b.accounting import (
     lora_parameters,
     lora_training_flops,
     parameter_counts,
+    peak_flops,
     state_tuning_flops,
     state_tuning_parameters,
     training_flops,
@@ -142,6 +143,17 @@ def sequence_flops(recipe: Recipe) -> int:
     if recipe.state_tuning is not None:
         return state_tuning_flops(recipe.model, length)
     return training_flops(recipe.model, length)
+
+
+def peak_tokens_per_second(recipe: Recipe, device_name: str, gpus: int) -> float | None:
+    """The speed of an MFU of 1. None in float32, or if FLOPs or the GPU's peak are not known."""
+    peak = peak_flops(device_name)
+    if peak is None or recipe.run.precision == "float32":
+        return None
+    try:
+        return peak * gpus * recipe.data.context_length / sequence_flops(recipe)
+    except ValueError:  # a class of one's own that does not state its FLOPs
+        return None
 
 
 def memory_per_gpu(recipe: Recipe, layout: Layout) -> dict[str, int]:

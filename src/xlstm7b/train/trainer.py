@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xlstm7b import hub
-from xlstm7b.accounting import peak_flops
 from xlstm7b.checkpoint import open_checkpoint, resolve
 from xlstm7b.data.loader import Batch, Loader, check_tokenizers
 from xlstm7b.data.shards import chat_template, open_folder
@@ -35,7 +34,7 @@ from xlstm7b.train.hooks import Hook, HookError, Hooks, LossBatch
 from xlstm7b.train.metrics_log import MetricsLog, read_metrics
 from xlstm7b.train.monitor import gate_statistics, validation_loss
 from xlstm7b.train.optimizer import build_optimizer, clipped_step, gradient_norm, set_learning_rate
-from xlstm7b.train.plan import sequence_flops
+from xlstm7b.train.plan import peak_tokens_per_second
 from xlstm7b.train.processes import (
     all_reduce,
     fail_together,
@@ -169,7 +168,10 @@ class Trainer:
         if recipe.state_tuning is not None and is_new:
             self._start_state(first_state)
         self._trained = [p for p in self.model.parameters() if p.requires_grad]
-        self._mfu_per_speed = self._find_mfu_per_speed()
+        self._peak_speed = None
+        if self.device.type == "cuda":
+            name = torch.cuda.get_device_name()
+            self._peak_speed = peak_tokens_per_second(recipe, name, self.layout.world)
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
         # 3. The state of the run.
         self.checkpoints = CheckpointManager(
@@ -198,18 +200,6 @@ class Trainer:
         initial.m = [[gates[layer]] * self.recipe.model.num_heads for layer in initial.layers]
         if first is not None:
             fill_initial_state(self.model, values_of(first, initial.m, initial.rank))
-
-    def _find_mfu_per_speed(self) -> float | None:
-        """MFU by tokens per second. None if the FLOPs or the device's peak are not known."""
-        recipe = self.recipe
-        if self.device.type != "cuda" or recipe.run.precision == "float32":
-            return None
-        peak = peak_flops(torch.cuda.get_device_name())
-        try:
-            flops = sequence_flops(recipe)
-        except ValueError:  # of a class of one's own
-            return None
-        return flops / recipe.data.context_length / (peak * self.layout.world) if peak else None
 
     def resume(self) -> bool:
         """Loads the last checkpoint of this run, or the one that a later stage starts from.
@@ -349,13 +339,12 @@ class Trainer:
                 self._trackers.finish(failed=failed)
 
     def _open_metrics(self) -> MetricsLog:
-        path = self.folder / "metrics.jsonl"
+        path, is_new = self.folder / "metrics.jsonl", self._is_new
+        found = read_metrics(path) if self._trackers else []  # before later steps are dropped
+        metrics = MetricsLog(path, start=self.step, interval=self.recipe.run.log_every)
         if self._trackers:
-            found = read_metrics(path)  # before later steps are dropped
-            self._trackers.start(
-                self.folder, self.recipe, self.step, is_new=self._is_new, lines=found
-            )
-        return MetricsLog(path, start=self.step, interval=self.recipe.run.log_every)
+            self._trackers.start(self.folder, self.recipe, self.step, is_new=is_new, lines=found)
+        return metrics
 
     def _take_step(self, deadline: float, metrics: MetricsLog | None, report: Report) -> bool:
         """One update, then metrics and checkpoints. Returns True if the run should stop."""
@@ -437,8 +426,8 @@ class Trainer:
             "seconds": seconds,
             "applied": update.applied,
         }
-        if self._mfu_per_speed is not None:
-            line["mfu"] = self._mfu_per_speed * line["tokens_per_second"]
+        if self._peak_speed is not None:
+            line["mfu"] = line["tokens_per_second"] / self._peak_speed
         if self.device.type == "cuda":
             line["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
             torch.cuda.reset_peak_memory_stats()
