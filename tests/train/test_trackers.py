@@ -300,6 +300,8 @@ def wandb(tmp_path, monkeypatch) -> Iterator[Any]:
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("exit", "excepthook"):  # W&B replaces them for good
+        monkeypatch.setattr(sys, name, getattr(sys, name))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     found.teardown()  # it reads its settings once
     yield found
