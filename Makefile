@@ -6,6 +6,7 @@ PACKAGE := $(VENV)/.package
 TOOLS := $(VENV)/.tools
 COMPILED := $(VENV)/.compiled
 SITE := $(VENV)/.site
+NEWEST := .venv-newest
 VLLM := .venv-vllm
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -13,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # and each would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup test test-vllm lint pytest docs quickstart sanitize clean
+.PHONY: setup test test-newest test-vllm test-wheel lint pytest docs quickstart sanitize clean
 
 setup: $(TOOLS)
 
@@ -72,6 +73,20 @@ docs: $(SITE)
 	OMP_NUM_THREADS=1 $(BIN)/sphinx-build --quiet --fail-on-warning --fresh-env \
 		--conf-dir docs/site --doctree-dir build/doctrees . build/site
 
+# The wheel in an empty environment: what `pip install` gives to users.
+test-wheel: $(TOOLS)
+	$(BIN)/python tests/install_wheel.py
+
+# All tests with the newest release of everything. docs/installation.md says what was tested.
+$(NEWEST)/.package: pyproject.toml
+	$(PYTHON) -m venv $(NEWEST)
+	PIP_CONSTRAINT= $(NEWEST)/bin/pip install --quiet --no-compile --upgrade --editable '.[dev]'
+	touch $@
+
+test-newest: $(NEWEST)/.package
+	$(NEWEST)/bin/pip list
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/pytest --numprocesses $$(nproc) --dist worksteal
+
 # vLLM and Ray. vLLM pins its own torch and transformers, so it has an environment of its own (4 GB).
 # torchvision, torchaudio and torchcodec are for images and sound; they may not fit its torch.
 $(VLLM)/.package: pyproject.toml
@@ -97,4 +112,4 @@ sanitize: $(PACKAGE)
 	$(SANITIZE) racecheck $(BIN)/python tests/every_kernel.py
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) $(VLLM) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

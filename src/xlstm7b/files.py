@@ -5,7 +5,6 @@
 
 import ctypes
 import errno
-import fcntl
 import functools
 import hashlib
 import json
@@ -16,9 +15,14 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows: nothing is locked there
+    fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     import torch
@@ -196,6 +200,17 @@ def complete_lines(path: Path) -> Iterator[bytes]:
         file.truncate(size)
 
 
+def lock(file: int | IO[Any] | None, *, shared: bool = False, wait: bool = False) -> None:
+    """Locks an open file or folder until it is closed. Does nothing on Windows.
+
+    `BlockingIOError` if another process has locked it, unless `wait`; another `OSError` if the file
+    system has no locks. Several processes can have a `shared` lock.
+    """
+    if fcntl is not None and file is not None:
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        fcntl.flock(file, kind if wait else kind | fcntl.LOCK_NB)
+
+
 @contextmanager
 def lock_folder(folder: Path, action: str, *, name: str | Path | None = None) -> Iterator[None]:
     """Locks a folder or a file. If another process has the lock, a `ValueError` says so.
@@ -205,7 +220,7 @@ def lock_folder(folder: Path, action: str, *, name: str | Path | None = None) ->
     """
     with _descriptor(folder) as descriptor:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(descriptor)
         except BlockingIOError as error:
             raise ValueError(f"another process is {action} {name or folder} right now") from error
         except OSError:
@@ -236,7 +251,11 @@ def locked_folder(folder: Path, action: str) -> Iterator[None]:
 
 
 @contextmanager
-def _descriptor(folder: Path) -> Iterator[int]:
+def _descriptor(folder: Path) -> Iterator[int | None]:
+    """An open folder. None on Windows, where folders cannot be opened."""
+    if fcntl is None:
+        yield None
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         yield descriptor
@@ -479,7 +498,7 @@ def replacing(
     with naming_target(aside, target), _descriptor(aside) as descriptor:
         try:
             with suppress(OSError):  # without locks, `_sweep` removes nothing
-                fcntl.flock(descriptor, fcntl.LOCK_SH)
+                lock(descriptor, shared=True, wait=True)
             yield aside
             if target.exists():
                 _carry_over(target, aside, dropped)
@@ -502,7 +521,7 @@ def _sweep(parent: Path, prefix: str) -> bool:
         if entry.name.startswith(prefix):
             with suppress(OSError), _descriptor(entry) as descriptor:
                 try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    lock(descriptor)
                 except BlockingIOError:
                     is_busy = True
                 else:
@@ -561,7 +580,7 @@ def _exchange(first: Path, second: Path) -> bool:
     """Swaps two folders atomically. False if the system or the file system cannot do that."""
     try:
         renameat2 = ctypes.CDLL(None).renameat2
-    except AttributeError:  # not Linux, or glibc before 2.28
+    except (AttributeError, TypeError):  # not Linux, or glibc before 2.28; Windows
         return False
     at_cwd, exchange = -100, 2
     done = renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange)
@@ -571,4 +590,5 @@ def _exchange(first: Path, second: Path) -> bool:
 def _sync(folder: Path) -> None:
     """Flushes a folder's entries to the disk, so that a rename survives a power failure."""
     with _descriptor(folder) as descriptor:
-        os.fsync(descriptor)
+        if descriptor is not None:
+            os.fsync(descriptor)

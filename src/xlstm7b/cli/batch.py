@@ -1,6 +1,5 @@
 """`xlstm7b generate MODEL --jsonl IN --output OUT`: complete every line of a file."""
 
-import fcntl
 import hashlib
 import json
 import sys
@@ -266,14 +265,14 @@ def _to_file(
     Its first line is a hash of everything that the results depend on. The others are an index and a
     result: `[3, {"prompt": …}]`.
     """
-    from xlstm7b.files import write_aside, write_hashed
+    from xlstm7b.files import lock, write_aside, write_hashed
 
     partial = _partial(target)
     run = _hash_run(lines, opened, token_ids)
     # Without a buffer: closing the file would try to write what did not fit on the disk again.
     with partial.open("a+b", buffering=0) as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file)
         except BlockingIOError:
             raise ValueError(f"another run is writing {partial}") from None
         results = _read_partial(file, partial, run, len(lines))

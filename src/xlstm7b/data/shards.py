@@ -14,7 +14,6 @@ is being written it holds `unfinished.json`.
 import hashlib
 import mmap
 import os
-import resource
 import threading
 from array import array
 from collections import Counter, OrderedDict
@@ -237,6 +236,10 @@ def _maps(entry: "ShardEntry") -> int:
 
 def _most_maps(wanted: int) -> int:
     """How many maps there may be. Raises the limit of open files if `wanted` need it."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows has no such limit
+        return MAX_MAPS
 
     def allowed(files: int) -> int:
         most = MAX_MAPS if files == resource.RLIM_INFINITY else max(files // 2, files - 1024)

@@ -12,8 +12,8 @@ thread (`serve/engine_thread.py`).
 
 import logging
 import math
-import resource
 import secrets
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -757,9 +757,14 @@ def _log_unfused(config: ModelConfig) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The largest number of bytes in use so far: on the GPU, or of this process."""
+    """The largest number of bytes in use so far: on the GPU, or of this process. 0: not known."""
     if device.type == "cuda":
         # Not max_memory_allocated, which flattens all statistics first: 0.4 ms.
         stats = torch.cuda.memory_stats_as_nested_dict(device)
         return int(stats["allocated_bytes"]["all"]["peak"])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

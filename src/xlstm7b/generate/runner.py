@@ -5,6 +5,7 @@ is called directly and allocates as it likes.
 """
 
 import os
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -102,6 +103,8 @@ def fitting_slots(
     if on_gpu:
         memory = torch.cuda.mem_get_info(device)[0]
         memory += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    elif not hasattr(os, "sysconf"):  # Windows: not known
+        memory = sys.maxsize
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # The sampler holds a few vectors of the vocabulary's length per slot.

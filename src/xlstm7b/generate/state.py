@@ -1,6 +1,5 @@
 """StateStore: saved states as files in one folder."""
 
-import fcntl
 import json
 import os
 import re
@@ -17,7 +16,7 @@ import torch
 
 from xlstm7b import accounting
 from xlstm7b.config import ModelConfig
-from xlstm7b.files import json_bytes, write_aside, write_hashed
+from xlstm7b.files import json_bytes, lock, write_aside, write_hashed
 from xlstm7b.model.saved_state import (
     SavedState,
     config_text,
@@ -217,7 +216,7 @@ class StateStore:
             raise KeyError(name) from error
         with file:
             with suppress(OSError):  # some network file systems have no locks
-                fcntl.flock(file, fcntl.LOCK_EX)
+                lock(file, wait=True)
             self.find(name)  # it may have expired
             now = _Entry()  # not that of the index: another process may have written since
             self._read_label(name, now)
@@ -371,7 +370,7 @@ class StateStore:
         weakref.finalize(self, os.close, folder)
         is_alone = True
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(folder)
         except OSError:  # another process has it, or the file system has no locks
             is_alone = False
         for path in self.folder.glob(f".{self._prefix}*"):
@@ -383,7 +382,7 @@ class StateStore:
                 if not path.with_suffix(_STATE).exists():
                     path.unlink(missing_ok=True)
         with suppress(OSError):
-            fcntl.flock(folder, fcntl.LOCK_SH)
+            lock(folder, shared=True, wait=True)
 
 
 def _to_label(content: object) -> StateLabel:
