@@ -68,6 +68,15 @@ def check_file(path: Path, hint: str = "") -> None:
         raise ValueError(f"there is no file {path}{hint}")
 
 
+def check_format(path: Path, found: Any, newest: int) -> None:
+    """`ValueError` if a file has a newer format than the newest that this version reads."""
+    if str(found).isdecimal() and int(found) > newest:
+        raise ValueError(
+            f"{path} has format {found}, and this version of xlstm7b reads formats up to {newest}: "
+            "upgrade xlstm7b"
+        )
+
+
 def check_utf8(path: str | Path) -> None:
     """`ValueError` if a path is not UTF-8: safetensors cannot open it, and JSON cannot hold it."""
     try:

@@ -224,6 +224,14 @@ def test_a_damaged_manifest_is_named(tmp_path, mistake):
     assert str(tmp_path) in refused(tmp_path)
 
 
+def test_a_manifest_of_a_newer_version(tmp_path):
+    path = write(tmp_path, DOCUMENTS[:1]) / "manifest.json"
+    newer = json.loads(path.read_text()) | {"format": 2, "shards": "elsewhere"}
+    path.write_text(json.dumps(newer))
+    sentence = "has format 2, and this version of xlstm7b reads formats up to 1: upgrade xlstm7b"
+    assert refused(tmp_path) == f"{path} {sentence}"
+
+
 @given(content=st.binary(max_size=50))
 def test_a_manifest_of_random_bytes_is_named(tmp_path_factory, content):
     path = write(tmp_path_factory.mktemp("noise")) / "manifest.json"

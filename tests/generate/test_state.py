@@ -328,7 +328,12 @@ NO_LENGTH = "is damaged: it does not say how much it has read"
     ("metadata", "sentence"),
     [
         ({"format": None}, "holds no saved state"),
-        ({"format": "xlstm7b-state-3"}, "holds no saved state"),
+        ({"format": "pt"}, "holds no saved state"),
+        ({"format": "xlstm7b-state-"}, "holds no saved state"),
+        (
+            {"format": "xlstm7b-state-3"},
+            "has format 3, and this version of xlstm7b reads formats up to 2: upgrade xlstm7b",
+        ),
         ({"format": "xlstm7b-state-2"}, BAD_SUM),  # without a checksum
         ({"format": "xlstm7b-state-2", "checksum": "01234567"}, BAD_SUM),
         ({"config": None}, NO_MODEL),

@@ -11,6 +11,7 @@ from adapters import TARGETS, adapted_model, random_adapter, write_adapter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import open_gates
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from xlstm7b.checkpoint import open_checkpoint
@@ -259,6 +260,18 @@ def test_damaged_fingerprints_of_the_base(fingerprint, adapter, tmp_path):
     (tmp_path / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
     with pytest.raises(ValueError, match=r"adapter_model\.safetensors is damaged: "):
         load_adapter(tmp_path, CONFIG)
+
+
+def test_the_format_is_written_and_that_of_a_newer_version_is_refused(adapter, tmp_path):
+    path = adapter / "adapter_model.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    assert metadata["xlstm7b_format"] == "1"
+    shutil.copytree(adapter, tmp_path / "newer")
+    path = tmp_path / "newer" / path.name
+    save_file(load_file(path), path, metadata=metadata | {"xlstm7b_format": "2"})
+    with pytest.raises(ValueError, match=r"has format 2, .* reads formats up to 1: upgrade"):
+        load_adapter(tmp_path / "newer", CONFIG)
 
 
 def test_weights_of_8_bits_are_read(adapter, tmp_path):

@@ -15,7 +15,13 @@ from train_runs import recipe
 
 from xlstm7b.train import run_checkpoints
 from xlstm7b.train.processes import process_group
-from xlstm7b.train.run_checkpoints import best_step, export_run, saved_steps, verify_checkpoint
+from xlstm7b.train.run_checkpoints import (
+    best_step,
+    export_run,
+    read_run,
+    saved_steps,
+    verify_checkpoint,
+)
 from xlstm7b.train.trainer import Trainer
 
 FILES = [".metadata", "SHA256SUMS", "__0_0.distcp", "run.json"]
@@ -120,6 +126,16 @@ def test_the_best_step_is_read_from_an_undamaged_file(stopped):
     file.write_text(file.read_text().replace('"step": 8', '"step": 6'))
     with pytest.raises(ValueError, match=r"run\.json is damaged: its sha256 is not the one in"):
         best_step(stopped / "checkpoints")
+
+
+def test_the_format_of_a_newer_version_is_refused(stopped):
+    checkpoint = stopped / "checkpoints/step-00000008"
+    assert read_run(checkpoint)["format"] == 1
+    without_checksums(checkpoint)
+    path = checkpoint / "run.json"
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(ValueError, match=r"run\.json has format 2, .* up to 1: upgrade xlstm7b$"):
+        read_run(checkpoint)
 
 
 def without_checksums(checkpoint: Path) -> None:

@@ -31,7 +31,15 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from xlstm7b.chat_format import PlainFormat
-from xlstm7b.files import Progress, check_sha256, file_sha256, naming, write_aside, write_json
+from xlstm7b.files import (
+    Progress,
+    check_format,
+    check_sha256,
+    file_sha256,
+    naming,
+    write_aside,
+    write_json,
+)
 from xlstm7b.report import counted
 
 MANIFEST = "manifest.json"
@@ -364,6 +372,8 @@ def _read_manifest(folder: Path) -> _Manifest:
         manifest = _Manifest.model_validate_json(path.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
+        if first["loc"] == ("format",):
+            check_format(path, first["input"], 1)
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ValueError(f"{path} is damaged: {where}: {first['msg']}") from error
     times = Counter(entry.name for entry in manifest.shards)

@@ -43,6 +43,8 @@ CONFIG, WEIGHTS = hub.ADAPTER_CONFIG, hub.ADAPTER_WEIGHTS
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 # Fields of the config that may have any value: they do not change what an adapter computes.
 _INITIAL = {"eva_config", "loftq_config"}
+# Of what this package adds to PEFT's format, in the metadata of the weights.
+_FORMAT, _NEWEST = "xlstm7b_format", 1
 # Ways to start an adapter that change the base's weights too.
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -109,6 +111,7 @@ def load_adapter(
     digest = hashlib.sha256()
     with files.opened_safetensors(path) as file:
         metadata = file.metadata() or {}
+        files.check_format(path, metadata.get(_FORMAT), _NEWEST)
         for key in sorted(file.keys()):
             match = _KEY.fullmatch(key)
             if key.endswith(".base_layer.weight"):
@@ -281,7 +284,7 @@ def save_adapter(
         for path, layer in layers.items()
         for side, tensor in (("A", layer.A), ("B", layer.B))
     }
-    metadata = {"format": "pt", "base": json.dumps(dict(base))}
+    metadata = {"format": "pt", _FORMAT: str(_NEWEST), "base": json.dumps(dict(base))}
     own = (CONFIG, WEIGHTS)
     with files.replacing(target, lambda name: name in own, overwrite=overwrite) as aside:
         for path in companion_files:

@@ -16,13 +16,14 @@ from torch import Tensor
 from xlstm7b import devices, hub
 from xlstm7b.checkpoint import Checkpoint, resolve, same_weights
 from xlstm7b.config import ModelConfig
-from xlstm7b.files import opened_safetensors, write_safetensors
+from xlstm7b.files import check_format, opened_safetensors, write_safetensors
 from xlstm7b.model.model_state import ModelState
 
 if TYPE_CHECKING:
     from xlstm7b.model.publish import Options
 
-_FORMAT, _WITHOUT_CHECKSUM = "xlstm7b-state-2", "xlstm7b-state-1"
+_NAME, _NEWEST = "xlstm7b-state-", 2
+_FORMAT, _WITHOUT_CHECKSUM = f"{_NAME}{_NEWEST}", f"{_NAME}1"
 _CHECKSUM = "checksum"
 _OWN_NOTES = ("format", "config", "tokens_seen", _CHECKSUM)
 _BLOCK = 1 << 20  # bytes that are read and checked at a time: a CPU's cache holds them
@@ -336,7 +337,9 @@ def _sum(tensor: Tensor, file: BufferedReader | None = None) -> int:
 
 def _read_metadata(path: Path, file: Any) -> dict[str, str]:
     metadata: dict[str, str] = file.metadata() or {}
-    if metadata.get("format") not in (_FORMAT, _WITHOUT_CHECKSUM):
+    found = metadata.get("format", "")
+    if found not in (_FORMAT, _WITHOUT_CHECKSUM):
+        check_format(path, found.removeprefix(_NAME), _NEWEST)
         raise ValueError(f"{path} holds no saved state")
     return metadata
 

@@ -57,6 +57,7 @@ from xlstm7b.checkpoint import open_checkpoint, resolve, save_checkpoint
 from xlstm7b.config import ModelConfig
 from xlstm7b.files import (
     MANIFEST,
+    check_format,
     check_sha256,
     check_writable,
     json_bytes,
@@ -89,6 +90,7 @@ from xlstm7b.train.processes import (
 )
 from xlstm7b.train.recipe import Recipe
 
+_FORMAT = 1  # of a folder; in `run.json`
 _NAME = re.compile(r"step-(\d{8})")
 _SHOW = 100.0  # seconds in which a network file system shows a new folder to all machines
 _TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -125,7 +127,7 @@ class CheckpointManager:
         def prepare() -> str:
             self._remove_unfinished()
             aside.mkdir(parents=True)
-            content = {"step": step, "has_checksums": True, **run}
+            content = {"format": _FORMAT, "step": step, "has_checksums": True, **run}
             return write_hashed(aside / "run.json", [json_bytes(content)])
 
         with self._explain_failure(step):
@@ -280,6 +282,7 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
         run: dict[str, Any] = json.loads((checkpoint / "run.json").read_text(encoding="utf-8"))
         if not sums and "has_checksums" in run:
             raise ValueError(f"{MANIFEST} is missing")
+    check_format(checkpoint / "run.json", run.get("format"), _FORMAT)
     return run
 
 
