@@ -288,6 +288,19 @@ def test_a_wrong_command_is_found(command: str, message: str) -> None:
         check(Code("page:1", command))
 
 
+def test_every_extra_is_explained() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {
+        extra: {re.split(r"[\[=<>]", package)[0] for package in packages}
+        for extra, packages in project["optional-dependencies"].items()
+    }
+    rows = re.findall(
+        r"^\| `(\w+)` \| .* \| (.*) \|$", text_of(ROOT / "docs/installation.md"), re.M
+    )
+    named = {extra: {*re.findall(r"`([^`]+)`", packages)} for extra, packages in rows}
+    assert named == extras | {"dev": named["dev"]}
+
+
 # Links and names
 
 

@@ -26,7 +26,8 @@ def open_file(path, flags, *args, **kwargs):
     return opened(path, flags, *args, **kwargs)
 
 # Other packages ask for these names too. They are imported first.
-import asyncio, concurrent.futures, multiprocessing, subprocess, tempfile, torch, torch._dynamo, typer, huggingface_hub
+import asyncio, concurrent.futures, multiprocessing, subprocess, tempfile
+import huggingface_hub, torch, torch._dynamo, typer
 ctypes.CDLL, opened, os.open = NoMain, os.open, open_file
 for name in ("fcntl", "grp", "pwd", "resource", "termios", "triton"):
     sys.modules[name] = None

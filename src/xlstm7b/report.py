@@ -35,7 +35,7 @@ def shown_bytes(count: float) -> str:
 def check_matplotlib() -> None:
     """Raises a `ValueError` if figures cannot be drawn. Call it before a long measurement."""
     if find_spec("matplotlib") is None:
-        raise ValueError("drawing a figure needs matplotlib: pip install matplotlib")
+        raise ValueError("drawing a figure needs matplotlib: pip install 'xlstm7b[train]'")
 
 
 def check_figure(path: Path) -> None:

@@ -164,3 +164,19 @@ def test_a_missing_package_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
         refused(cli("bench", "kernels"))
         == "this command needs the package triton, which is not installed"
     )
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"), [("lm_eval.api", "eval"), ("markdown_it", "serve"), ("pyarrow", "data")]
+)
+def test_the_extra_of_a_missing_package_is_named(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, module: str, extra: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise ModuleNotFoundError(name=module)
+
+    monkeypatch.setattr("xlstm7b.bench.serve.check_server", fail)
+    assert refused(cli("bench", "serve", "http://127.0.0.1:1")) == (
+        f"this command needs the package {module}, which is not installed: "
+        f"pip install 'xlstm7b[{extra}]'"
+    )

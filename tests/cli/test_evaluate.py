@@ -340,7 +340,7 @@ def test_a_missing_matplotlib_is_named(
         ("ruler", "a/hub-id", "--output", tmp_path / "run", "--plot"),
     ):
         message = refused(cli("eval", *arguments))
-        assert message == "drawing a figure needs matplotlib: pip install matplotlib"
+        assert message == "drawing a figure needs matplotlib: pip install 'xlstm7b[train]'"
 
 
 def test_results_are_named_after_the_folder(

@@ -1,4 +1,4 @@
-"""README and the pages of docs/: their blocks of Python, and the commands that they show."""
+"""README and the other pages: their blocks of Python, and the commands that they show."""
 
 import re
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path
-    for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", "[a-z]*/README.md")
+    for pattern in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md", "[a-z]*/README.md")
     for path in ROOT.glob(pattern)
 )
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)

@@ -10,12 +10,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from xlstm7b import __version__
 from xlstm7b.accounting import parameter_counts
 from xlstm7b.checkpoint import read_config
 from xlstm7b.report import counted, table
 
 MISSING = "–"  # in tables
-_PACKAGES = ("xlstm7b", "torch", "triton", "tokenizers", "lm_eval", "datasets", "transformers")
+_PACKAGES = ("torch", "triton", "tokenizers", "lm_eval", "datasets", "transformers")
 _BLOCKS, _BLOCK_BYTES = 64, 4096
 _MAX_SHOWN = 3  # differences between two files
 _CONFIG = ("limit", "random_seed", "numpy_seed", "torch_seed", "fewshot_seed")
@@ -29,7 +30,7 @@ def run_info(model: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
     Goes into a results file under "xlstm7b". `settings` must be equal for results to be comparable,
     besides those that the harness stores itself.
     """
-    versions = {"python": platform.python_version()}
+    versions = {"python": platform.python_version(), "xlstm7b": __version__}
     for package in _PACKAGES:
         try:
             versions[package] = version(package)
