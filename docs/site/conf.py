@@ -22,6 +22,7 @@ from links import faults
 # The sidebar. A page that is not listed here is an error.
 PAGES = {
     "Use it": [
+        "docs/installation",
         "docs/generation",
         "docs/serving",
         "docs/clients",
@@ -55,6 +56,8 @@ PAGES = {
         "docs/site/api",
     ],
     "Project": [
+        "docs/stability",
+        "SECURITY",
         "CONTRIBUTING",
         "CHANGELOG",
     ],
