@@ -18,6 +18,7 @@ from xlstm7b.cli import (
     bench,
     chat,
     checkpoints,
+    doctor,
     evaluate,
     generate,
     hub,
@@ -85,6 +86,7 @@ for command in (
     quantize.quantize,
     hub.download,
     hub.push,
+    doctor.doctor,
 ):
     app.command(cls=ConfigurableCommand if command is serve.serve else Command)(command)
 app.add_typer(evaluate.app, name="eval")

@@ -11,6 +11,7 @@ from torch import Tensor
 from xlstm7b.devices import as_current
 from xlstm7b.generate.fusable import difference
 from xlstm7b.generate.kernels import plain
+from xlstm7b.generate.kernels.choice import operations_for
 from xlstm7b.generate.low_rank import (
     BlockLowRanks,
     LowRanks,
@@ -19,7 +20,7 @@ from xlstm7b.generate.low_rank import (
 )
 from xlstm7b.generate.replay import Rings, StepWay
 from xlstm7b.generate.unfused import evaluation_mode
-from xlstm7b.mlstm import MLSTMState, has_kernels, mlstm_sequence
+from xlstm7b.mlstm import MLSTMState, mlstm_sequence
 from xlstm7b.mlstm.replay import Cursor, Pass, Ring
 from xlstm7b.model import XLSTM, ModelState
 from xlstm7b.model.adapter import Adapter
@@ -85,16 +86,14 @@ class FusedModel:
             for layer in model.modules()
             if isinstance(layer, QuantizedLinear)
         )
-        if self.device.type == "cuda" and has_kernels(self.device) and supported:
-            from xlstm7b.generate.kernels import gpu
-
-            self.operations = gpu
+        if supported:
+            self.operations = operations_for(self.device)
         self._compare_logits(model)
 
     @property
     def uses_kernels(self) -> bool:
-        """True if the operations are GPU kernels, not plain PyTorch."""
-        return self.operations is not plain
+        """True if replay decoding uses GPU kernels, not plain PyTorch."""
+        return self.operations.replay_cell is not plain.replay_cell
 
     def weights(self) -> Iterator[Tensor]:
         """All weights, without those of adapters that a row may have."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from xlstm7b.generate.params import MAX_LOGPROBS, SamplingParams
 from xlstm7b.generate.request import BAD_LOGITS
+from xlstm7b.kernel_verdicts import is_wrong
 from xlstm7b.mlstm import has_kernels
 
 if TYPE_CHECKING:
@@ -72,10 +73,21 @@ class Sampler:
     and no shape depends on data. Its results stay in the public tensors until the next call.
     """
 
-    def __init__(self, rows: int, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        rows: int,
+        vocab_size: int,
+        device: torch.device | str,
+        *,
+        uses_kernels: bool | None = None,
+    ) -> None:
+        """`uses_kernels` says how tokens are drawn: by default with kernels on a GPU."""
         self._shape, self._device = (rows, vocab_size), device
         kind = torch.device(device)
-        self._uses_kernels = kind.type == "cuda" and has_kernels(kind)
+        if uses_kernels is None:
+            on_gpu = kind.type == "cuda" and has_kernels(kind)
+            uses_kernels = on_gpu and not is_wrong("sampling", kind)
+        self._uses_kernels = uses_kernels
         # The sampled tokens, end of text included. −1: the row was finished before; `BAD_LOGITS`:
         # its logits were not finite, which finishes it.
         self.tokens = self._new(rows) - 1

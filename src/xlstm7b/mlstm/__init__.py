@@ -7,7 +7,8 @@
     triton/       the chunkwise form and the single step as GPU kernels
     autocast.py   the cell stays in float32 under torch.autocast
 
-`backend="auto"` uses the Triton kernels on a GPU if they support the input, else plain PyTorch.
+`backend="auto"` uses the Triton kernels on a GPU if they support the input, else plain PyTorch. It
+also uses plain PyTorch where `xlstm7b doctor` found that the kernels give wrong numbers.
 """
 
 import importlib.util
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xlstm7b.kernel_verdicts import is_wrong
 from xlstm7b.mlstm.autocast import without_autocast
 from xlstm7b.mlstm.chunkwise import chunkwise_sequence
 from xlstm7b.mlstm.parallel import parallel_sequence
@@ -76,7 +78,7 @@ def mlstm_sequence(
     else:
         _check_state(state, q, v)
     reason = _why_not_triton(q, k, v, i, f)
-    form = _pick(backend, q.device.type != "cpu", reason, "chunkwise", _SEQUENCE_FORMS)
+    form = _pick(backend, _prefers_kernels("sequences", q), reason, "chunkwise", _SEQUENCE_FORMS)
     if form == "triton":
         from xlstm7b.mlstm.triton.sequence import triton_sequence
 
@@ -129,7 +131,8 @@ def mlstm_step(
     reason = _why_not_triton(q, k, v, i, f)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, i, f, *state)):
         reason = "the kernel for a single step has no backward pass"
-    if _pick(backend, q.device.type != "cpu", reason, "recurrent", ("recurrent",)) == "triton":
+    form = _pick(backend, _prefers_kernels("steps", q), reason, "recurrent", ("recurrent",))
+    if form == "triton":
         from xlstm7b.mlstm.triton.step import triton_step
 
         return triton_step(q, k, v, i, f, state, gate, norm_weight, norm_eps, eps, inplace, slots)
@@ -164,12 +167,21 @@ def has_kernels(device: torch.device) -> bool:
     return _HAS_TRITON and device.type in ("cuda", "xpu")
 
 
+def _prefers_kernels(family: str, q: Tensor) -> bool:
+    """Whether `backend="auto"` uses Triton, if that supports the input: on a GPU."""
+    return q.device.type != "cpu" and not is_wrong(family, q.device)
+
+
 def _pick(
-    backend: str, on_gpu: bool, why_not_triton: str | None, default: str, forms: Iterable[str]
+    backend: str,
+    prefers_kernels: bool,
+    why_not_triton: str | None,
+    default: str,
+    forms: Iterable[str],
 ) -> str:
     """The form that `backend` asks for."""
     if backend == "auto":
-        return "triton" if on_gpu and why_not_triton is None else default
+        return "triton" if prefers_kernels and why_not_triton is None else default
     if backend == "triton" and why_not_triton:
         raise ValueError(f'backend="triton" cannot be used: {why_not_triton}')
     if backend not in (*forms, "triton"):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from xlstm7b.kernel_verdicts import is_wrong
 from xlstm7b.mlstm import has_kernels
 from xlstm7b.mlstm.autocast import to_autocast
 from xlstm7b.model.layers import linear, linear_float32, product_float32, soft_cap
@@ -149,9 +150,15 @@ def _row_slices(x: Tensor, weight: Tensor | QuantizedWeight, *, large: bool = Tr
     return [slice(start, start + rows) for start in range(0, len(x), rows)]
 
 
+def _uses_kernels(products: Tensor) -> bool:
+    if products.dtype != torch.float32 or not has_kernels(products.device):
+        return False
+    return not is_wrong("loss", products.device)
+
+
 def _log_sums(products: Tensor, targets: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:
     """From x Wᵀ: the soft-capped logits of the targets, and log Σ exp of each row's logits."""
-    if products.dtype == torch.float32 and has_kernels(products.device):
+    if _uses_kernels(products):
         from xlstm7b.model import head_kernels
 
         return head_kernels.log_sums(products, targets, cap)
@@ -168,7 +175,7 @@ def _gradients(
     dtype: torch.dtype,
 ) -> Tensor:
     """The gradient of x Wᵀ: (onehot − softmax) through the soft-cap (1 − tanh²), times grad."""
-    if products.dtype == torch.float32 and has_kernels(products.device):
+    if _uses_kernels(products):
         from xlstm7b.model import head_kernels
 
         return head_kernels.gradients(products, targets, log_sums, grad, cap, dtype)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xlstm7b.kernel_verdicts import is_wrong
 from xlstm7b.quantize.config import Scheme
 from xlstm7b.quantize.weight import TILE, QuantizedWeight
 
@@ -74,7 +75,8 @@ def prepare(weight: QuantizedWeight) -> QuantizedWeight:
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """The matrix as floats."""
-    if weight.is_cuda and find_spec("triton") is not None:
+    scheme, device = weight.scheme.name, weight.device
+    if weight.is_cuda and find_spec("triton") is not None and not is_wrong(scheme, device):
         from xlstm7b.quantize import kernels
 
         return kernels.dequantize(weight, dtype)

@@ -7,13 +7,13 @@ cache, C, n and m in one page of memory.
 This file does not import vLLM, so that its GPU path can be tested without it.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from xlstm7b.generate.kernels import plain
-from xlstm7b.mlstm import MLSTMState, has_kernels, mlstm_sequence, mlstm_step
+from xlstm7b.generate.kernels.choice import operations_for
+from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
 
 
 class CellInputs(NamedTuple):
@@ -106,7 +106,7 @@ def run_cell(
             norm_eps=norm_eps, eps=eps, inplace=True, slots=batch.decode_slots,
         )  # fmt: skip
         out[:decodes] = h.flatten(1)
-    operations = _operations(inputs.v)
+    operations = operations_for(inputs.v.device)
     for prefill in batch.prefills:
         before = operations.gather_states(states, prefill.slots)
         for part in before:
@@ -138,7 +138,9 @@ def run_prefill(
         f = f.masked_fill(prefill.padded[..., None], torch.inf)
     h, after = mlstm_sequence(q, k, v, i, f, state=before, eps=eps)
     h = h.contiguous().flatten(0, 1)
-    normed: Tensor = _operations(v).head_norm(h, norm_weight, norm_eps, gate.reshape(len(h), -1))
+    normed: Tensor = operations_for(v.device).head_norm(
+        h, norm_weight, norm_eps, gate.reshape(len(h), -1)
+    )
     return normed, after
 
 
@@ -147,15 +149,6 @@ def whole_batch(tokens: int, device: torch.device) -> Prefill:
     everything = slice(0, tokens)
     none = torch.zeros(1, dtype=torch.long, device=device)
     return Prefill(everything, None, everything, None, none, none == 0)
-
-
-def _operations(x: Tensor) -> Any:
-    """The operations of generation for this device: `generate/kernels`."""
-    if not (x.is_cuda and has_kernels(x.device)):
-        return plain
-    from xlstm7b.generate.kernels import gpu
-
-    return gpu
 
 
 def _to(x: Tensor, device: torch.device) -> Tensor:
