@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -201,7 +202,7 @@ def _compile(device: torch.device, say: Say) -> dict[str, float]:
     say("compiling kernels, once …")
     place = Place(device)
     # A thread per core, as most of the work is not Python's.
-    work = (*used_by_a_7b(device), *(partial(_got, check, place) for check in gpu_checks()))
+    work = chain(used_by_a_7b(device), (partial(_got, check, place) for check in gpu_checks()))
     count = compile_ahead(work, threads=os.cpu_count() or 1, seconds=_COMPILING_SECONDS)
     took = monotonic() - began
     release(device)
@@ -214,25 +215,21 @@ def _got(check: Check, place: Place) -> None:
         check.make(place).got()
 
 
-def used_by_a_7b(device: torch.device) -> Iterator[Callable[[], None]]:
-    """Work with one block of a 7B that launches the kernels of generation, serving, training."""
+def used_by_a_7b(device: torch.device) -> Iterator[Callable[[], object]]:
+    """Calls with one block of a 7B that launch the kernels of generation, serving and training."""
     config = ModelConfig(**{**vars(ModelConfig.named("7b")), "num_blocks": 1})
     for scheme in (None, "int8", "fp8", "int4"):
-        kept: list[_Unchecked] = []
-
-        def model(scheme: str | None = scheme, kept: list[_Unchecked] = kept) -> _Unchecked:
-            if not kept:
-                whole = random_model("7b", config=config, device=str(device), quantize=scheme)
-                kept.append(_Unchecked(whole))
-            return kept[0]
-
+        whole = random_model("7b", config=config, device=str(device), quantize=scheme)
+        model = _Unchecked(whole)
         for rows in (1, 2, 16) if scheme is None else (1, 4, 16):
-            yield lambda rows=rows, model=model: _decode(model(), rows)  # type: ignore[misc]
+            yield partial(_decode, model, rows)
         for rows, length in ((1, 64), (1, 2048), (4, 256)):
             yield partial(_read, model, rows, length)
-        kept.clear()
+        if scheme is None:
+            yield partial(_train, whole)
+        del whole, model
+        release(device)
     yield partial(_sample, device, config.vocab_size)
-    yield partial(_train, device, config)
 
 
 class _Unchecked(FusedModel):
@@ -262,15 +259,14 @@ def _decode(model: FusedModel, rows: int) -> None:
 
 
 @torch.inference_mode()
-def _read(model: Callable[[], FusedModel], rows: int, length: int) -> None:
+def _read(model: FusedModel, rows: int, length: int) -> None:
     """Prompts of slots."""
-    fused = model()
-    device = fused.device
-    state = ModelState.zeros(fused.config, rows + 1, device=device)
+    device = model.device
+    state = ModelState.zeros(model.config, rows + 1, device=device)
     tokens = torch.zeros(rows, length, dtype=torch.int64, device=device)
     lengths = torch.full((rows,), length, device=device)
     order = torch.arange(rows, device=device)
-    fused.logits(fused.read(tokens, state, lengths, Slots(order, order)))
+    model.logits(model.read(tokens, state, lengths, Slots(order, order)))
 
 
 def _sample(device: torch.device, vocab_size: int) -> None:
@@ -283,10 +279,9 @@ def _sample(device: torch.device, vocab_size: int) -> None:
             sampler(logits, needs)
 
 
-def _train(device: torch.device, config: ModelConfig) -> None:
-    model = random_model("7b", config=config, device=str(device))
-    tokens = torch.zeros(1, 513, dtype=torch.int64, device=device)
-    weights = torch.ones(1, 512, device=device)
+def _train(model: XLSTM) -> None:
+    tokens = torch.zeros(1, 513, dtype=torch.int64, device=model.lm_head.weight.device)
+    weights = torch.ones(1, 512, device=tokens.device)
     model.loss(tokens[:, :-1], tokens[:, 1:], weights).backward()
 
 

@@ -64,12 +64,12 @@ def wrong_families(device: torch.device) -> frozenset[str]:
     """Those that the file of this device names. The file is read once in a process."""
     if device.type != "cuda":
         return frozenset()
-    with suppress(OSError, ValueError, RuntimeError, AttributeError):
+    with suppress(OSError, ValueError, RuntimeError, AttributeError, LookupError, TypeError):
         if any(cache_folder().glob("doctor-*.json")):  # else the driver need not be asked
             about = conditions(device)
             verdict = json.loads(verdict_file(about).read_text(encoding="utf-8"))
             if verdict.get("conditions") == about:
-                return FAMILIES.keys() & {str(family) for family in verdict.get("wrong", ())}
+                return frozenset(FAMILIES.keys() & {*map(str, verdict["wrong"])})
     return frozenset()
 
 

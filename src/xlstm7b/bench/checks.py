@@ -346,14 +346,14 @@ def loss(
     weights = place.draw(rows).abs()
 
     def run(wide: bool) -> Numbers:
-        leaves = [_as(part, wide).detach().requires_grad_() for part in (x, W)]
+        vectors, head = (_as(part, wide).detach().requires_grad_() for part in (x, W))
         if wide:
-            logits = soft_cap(linear(*leaves), cap)
+            logits = soft_cap(linear(vectors, head), cap)
             chosen = logits.log_softmax(1).gather(1, targets[:, None])[:, 0]
             value = -(chosen * weights).sum()
         else:
-            value = head_loss(*leaves, targets, weights, cap)
-        gradients = torch.autograd.grad(value, leaves)
+            value = head_loss(vectors, head, targets, weights, cap)
+        gradients = torch.autograd.grad(value, (vectors, head))
         return {"loss": value.detach(), "dx": gradients[0], "dW": gradients[1]}
 
     return Case(partial(run, False), partial(run, True), tolerance)
@@ -458,16 +458,17 @@ def sampling(place: Place, *, rows: int, vocab: int) -> Case:
     scores, several = place.draw(rows, vocab, scale=3), place.draw(rows, 3, vocab, scale=3)
     drafts = torch.randint(vocab, (rows, 2), device=place.device)
     masks = torch.zeros(rows, 2, mask_words(vocab), dtype=torch.int32, device=place.device)
-    kinds = ({"temperature": 0}, {"min_p": 0.1}, {"top_k": 7}, {"top_p": 0.9}, {})
-    params: list[dict[str, Any]] = [dict(kinds[row % len(kinds)]) for row in range(rows)]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0}, {"min_p": 0.1}, {"top_k": 7}, {"top_p": 0.9}, {}
+    ]  # fmt: skip
     filters = Needs(sampling=True, filters=True)
 
     def run(uses_kernels: bool) -> Numbers:
         found = {}
         for name, needs in (("greedy", Needs()), ("drawn", filters), ("drafts", filters)):
             sampler = Sampler(rows, vocab, place.device, uses_kernels=uses_kernels)
-            for row, own in enumerate(params):
-                own = own if needs.sampling else {"temperature": 0}
+            for row in range(rows):
+                own = kinds[row % len(kinds) if needs.sampling else 0]
                 sampler.set_row(row, SamplingParams(max_new_tokens=99, **own), seed=row)
             sampler(scores, needs)
             found[name] = sampler.tokens.clone()

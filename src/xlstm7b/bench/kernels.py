@@ -13,6 +13,7 @@ import triton  # noqa: F401 (fails here, not in the middle of the work)
 from torch import Tensor
 
 from xlstm7b.accounting import cell_floor, state_bytes
+from xlstm7b.bench import checks
 from xlstm7b.bench.measure import attempt, capture, measure
 from xlstm7b.bench.results import Results, Shape
 from xlstm7b.config import ModelConfig
@@ -22,6 +23,7 @@ from xlstm7b.mlstm.triton.launch_params import plan
 STATES_IN_TURN = 32  # more than the L2 cache holds, as in a model of 32 blocks
 LARGEST_ERROR = 2e-2
 DIRECTIONS = ("forward", "forward + backward")
+_GPU = checks.Place(torch.device("cuda"))
 _GPU_MILLISECONDS = 200  # of one timing
 
 
@@ -81,35 +83,20 @@ def step_limit(batch: int, config: ModelConfig, peaks: tuple[float, float]) -> f
 
 
 def check_kernels(config: ModelConfig, batch: int = 1, length: int = 1000) -> dict[str, float]:
-    """Relative errors of h and of each gradient against float64, on random inputs."""
-    parts = random_inputs(batch, length, config)
-    weight = torch.randn_like(parts[2])
-
-    def outcome(backend: str, dtype: torch.dtype) -> list[Tensor]:
-        leaves = [
-            p.detach().to(torch.promote_types(p.dtype, dtype)).requires_grad_() for p in parts
-        ]
-        h, _ = mlstm_sequence(*leaves, backend=backend)
-        return [h.detach(), *torch.autograd.grad((h * weight).sum(), leaves)]
-
-    got, want = outcome("auto", torch.bfloat16), outcome("chunkwise", torch.float64)
-    names = ("h", "dq", "dk", "dv", "di", "df")
-    return {
-        name: float((a.double() - b).norm() / b.norm())
-        for name, a, b in zip(names, got, want, strict=True)
-    }
+    """Relative errors of h, C and each gradient against float64, on random inputs."""
+    heads = {"heads": config.num_heads, "d_qk": config.d_qk, "d_hv": config.d_hv}
+    case = checks.sequence(
+        _GPU, batch=batch, length=length, **heads, dtype=torch.bfloat16, tolerance=LARGEST_ERROR
+    )
+    got = case.got()
+    return {name: checks.error(got[name], want) for name, want in case.want().items()}
 
 
 def random_inputs(batch: int, length: int, config: ModelConfig) -> list[Tensor]:
     """bf16 q, k, v and float32 gates like those of a trained model."""
     shape = batch, length, config.num_heads
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, device="cuda")
-
-    widths = (config.d_qk, config.d_qk, config.d_hv)
-    q, k, v = (normal(*shape, width).bfloat16().requires_grad_() for width in widths)
-    return [q, k, v, (normal(*shape) - 6).requires_grad_(), (normal(*shape) + 4).requires_grad_()]
+    vectors = _GPU.vectors(*shape, config.d_qk, config.d_hv, dtype=torch.bfloat16)
+    return [x.requires_grad_() for x in (*vectors, *_GPU.gates(*shape))]
 
 
 def time_sequence(batch: int, length: int, direction: str, config: ModelConfig) -> float:

@@ -15,6 +15,7 @@ from xlstm7b.mlstm import has_kernels
 
 # Operations by the family of their kernels.
 _USES = {
+    "sequences": ("scatter_states",),  # its kernel copies only states as the kernels leave them
     "steps": ("step_cell",),
     "replay": ("replay_cell", "ordered", "advance"),
     "passes": ("pass_cell", "advance_pass"),
