@@ -202,7 +202,8 @@ def _compile(device: torch.device, say: Say) -> dict[str, float]:
     say("compiling kernels, once …")
     place = Place(device)
     # A thread per core, as most of the work is not Python's.
-    work = chain(used_by_a_7b(device), (partial(_got, check, place) for check in gpu_checks()))
+    checks: Iterator[Callable[[], object]] = (partial(_got, one, place) for one in gpu_checks())
+    work = chain(used_by_a_7b(device), checks)
     count = compile_ahead(work, threads=os.cpu_count() or 1, seconds=_COMPILING_SECONDS)
     took = monotonic() - began
     release(device)
@@ -249,7 +250,7 @@ def _decode(model: FusedModel, rows: int) -> None:
     for size in (INTERVAL, 48):
         rings = Rings.zeros(model.config, rows, dtype=model.dtype, device=model.device, size=size)
         for way in ("replay", "fold", "write"):
-            model.step(tokens, state, rings=rings, way=way, out=out)  # type: ignore[arg-type]
+            model.step(tokens, state, rings=rings, way=way, out=out)
     drafts = torch.zeros(rows, 3, dtype=torch.int64, device=model.device)
     read, lengths = model.operations.pass_tokens(tokens, drafts)
     one = Pass(rings.folded, state.tokens_seen, lengths, rings.interval)

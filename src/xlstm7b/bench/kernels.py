@@ -84,9 +84,15 @@ def step_limit(batch: int, config: ModelConfig, peaks: tuple[float, float]) -> f
 
 def check_kernels(config: ModelConfig, batch: int = 1, length: int = 1000) -> dict[str, float]:
     """Relative errors of h, C and each gradient against float64, on random inputs."""
-    heads = {"heads": config.num_heads, "d_qk": config.d_qk, "d_hv": config.d_hv}
     case = checks.sequence(
-        _GPU, batch=batch, length=length, **heads, dtype=torch.bfloat16, tolerance=LARGEST_ERROR
+        _GPU,
+        batch=batch,
+        length=length,
+        heads=config.num_heads,
+        d_qk=config.d_qk,
+        d_hv=config.d_hv,
+        dtype=torch.bfloat16,
+        tolerance=LARGEST_ERROR,
     )
     got = case.got()
     return {name: checks.error(got[name], want) for name, want in case.want().items()}

@@ -12,6 +12,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xlstm7b.cli.compiling import compiling_shown
 from xlstm7b.cli.options import count_progress, read_input
 from xlstm7b.generate.params import SamplingParams
 from xlstm7b.report import counted
@@ -104,7 +105,10 @@ def complete_lines(
         start = time.perf_counter()
         requests = [lines[index].request for index in missing]
         generator = opened.load() if requests else None
-        completions = generator.run(requests, done=done) if generator else []
+        completions: list[Completion] = []
+        if generator is not None:
+            with compiling_shown(generator.device, bar=False):
+                completions = generator.run(requests, done=done)
         seconds = time.perf_counter() - start
     _print_summary(completions, len(finished), seconds)
     if verbose and generator:

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from xlstm7b.cli import options
+from xlstm7b.cli.compiling import after_compiling
 from xlstm7b.cli.loading import OpenedModel, name_of, open_model
 from xlstm7b.cli.options import option, sampling_options, stop_on_interrupt, to_state_target
 from xlstm7b.generate.params import SamplingParams
 
 if TYPE_CHECKING:
+    import torch
+
     from xlstm7b.generate import RequestOutput
     from xlstm7b.generate.chat import Chat
 
@@ -86,7 +89,7 @@ def chat(
             if is_command:
                 _run_command(conversation, text, opened)
             else:
-                _answer(partial(conversation.say, text))
+                _answer(partial(conversation.say, text), opened.device)
         except (ValueError, OSError) as error:
             has_path = is_command and text.startswith(("/save", "/load"))
             if isinstance(error, OSError) and not has_path:  # no answer can be printed any more
@@ -145,12 +148,12 @@ def _read_line(prompt: str, interactive: bool) -> str | None:
     return line.removesuffix("\n") if line else None
 
 
-def _answer(stream: "Callable[..., Iterator[RequestOutput]]") -> None:
+def _answer(stream: "Callable[..., Iterator[RequestOutput]]", device: "torch.device") -> None:
     """Prints an answer while it is generated. Ctrl-C ends it, a second Ctrl-C discards it."""
     started = False
     try:
         with stop_on_interrupt() as interrupted:
-            for output in stream(should_stop=interrupted):
+            for output in after_compiling(stream(should_stop=interrupted), device):
                 shown = output.text if started else output.text.lstrip()
                 started = started or shown != ""
                 print(shown, end="", flush=True)
@@ -180,7 +183,7 @@ def _run_command(conversation: "Chat", line: str, opened: OpenedModel) -> None:
             conversation.load(path)
             _notify(f"Loaded {path}.")
         case "retry":
-            _answer(conversation.retry)
+            _answer(conversation.retry, opened.device)
         case "system":
             conversation.start(argument.strip() or None)
             _notify("Started a new conversation.")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from xlstm7b.cli import options
+from xlstm7b.cli.compiling import after_compiling, compiling_shown
 from xlstm7b.cli.loading import open_model
 from xlstm7b.cli.options import (
     count_progress,
@@ -210,8 +211,10 @@ def _stream(
     keep_state: bool,
 ) -> "Completion":
     """Prints one output while it is generated, after `shown`."""
-    with count_progress("reading", prompt_tokens, shown=prompt_tokens > _LONG_PROMPT) as read:
+    is_long = prompt_tokens > _LONG_PROMPT
+    with count_progress("reading", prompt_tokens, shown=is_long) as read:
         outputs = generator.stream(prompt, keep_state=keep_state, progress=read, **sampling)
+        outputs = after_compiling(outputs, generator.device, bar=not is_long)
         first = next(outputs)
     print(shown, end="", flush=True)
     for output in chain([first], outputs):
@@ -234,7 +237,8 @@ def _print_several(
             write(index, f"=== {index + 1} of {count} ===\n{shown}{completion.text}\n")
 
         prompts = None if prompt is None else [prompt]
-        return generator.generate(prompts, num_return_sequences=count, done=done, **sampling)
+        with compiling_shown(generator.device, bar=False):
+            return generator.generate(prompts, num_return_sequences=count, done=done, **sampling)
 
 
 def _print_speeds(

@@ -16,7 +16,8 @@ import secrets
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from xlstm7b import accounting
+from xlstm7b.compiling import when_compiled
 from xlstm7b.config import ModelConfig
 from xlstm7b.devices import as_current
 from xlstm7b.generate.draft_model import (
@@ -319,7 +321,7 @@ class Engine:
     def warm_up(self) -> None:
         """Compiles kernels and captures CUDA graphs now instead of during the first requests."""
         assert not self.has_requests
-        with as_current(self.device):
+        with as_current(self.device), _compiling_logged(self.device):
             self._runner.warm_up(self._prefill_tokens)
             if self._drafter is not None:
                 self._drafter.warm_up()
@@ -746,6 +748,20 @@ def check_speculation(speculate: object, model: XLSTM) -> None:
         check_draft_model(speculate, model)
     elif speculate not in ("lookup", None):
         raise ValueError(f'speculate must be "lookup", a model or None, not {speculate!r}')
+
+
+@contextmanager
+def _compiling_logged(device: torch.device) -> Iterator[None]:
+    """Logs that kernels are being compiled, when the first was: others were on disk."""
+    compiled = list[str]()
+
+    def note(name: str) -> None:
+        if not compiled:
+            _LOG.info("compiling kernels, once")
+        compiled.append(name)
+
+    with when_compiled(note) if device.type == "cuda" else nullcontext():
+        yield
 
 
 @cache  # once for each model: a Generator builds several engines

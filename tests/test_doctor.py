@@ -1,0 +1,90 @@
+"""doctor: its report, and what it stores. tests/cli/test_doctor.py has the command."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from commands import environment
+from doctor_checks import SPEEDS, check, set_checks
+
+from xlstm7b import doctor, kernel_verdicts
+from xlstm7b.bench import checks
+from xlstm7b.bench.checks import Case, Check
+
+CPU = torch.device("cpu")
+
+
+def test_checks_that_find_no_time_or_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(place: checks.Place) -> Case:
+        raise torch.OutOfMemoryError
+
+    set_checks(monkeypatch, Check("loss", "large", make), check("steps", 1.0))
+    said: list[str] = []
+    report = doctor.examine(CPU, said.append)
+    assert (report["ok"], report["left_out"]) == (True, 1)
+    report = doctor.examine(CPU, said.append, seconds=0)
+    assert (report["ok"], report["left_out"], report["checks"]) == (True, 2, [])
+
+
+def test_a_verdict_is_stored_and_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setenv("XLSTM7B_CACHE", str(tmp_path / "new"))
+    monkeypatch.setattr(kernel_verdicts, "conditions", lambda device: {"gpu": "one"})
+    kernel_verdicts.wrong_families.cache_clear()
+    assert not kernel_verdicts.is_wrong("steps", gpu)
+    path = doctor.store_verdict(gpu, ["model", "steps"])
+    assert kernel_verdicts.wrong_families(gpu) == {"steps"}
+    assert path.parent == tmp_path / "new"
+    doctor.store_verdict(gpu, [])
+    assert kernel_verdicts.wrong_families(gpu) == frozenset()
+    kernel_verdicts.wrong_families.cache_clear()
+
+
+def test_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """13.9 GB of weights and states at 10 GB/s."""
+    for free, fits in ((1 << 40, 4), (15_000_000_000, 3), (5_000_000_000, 1), (1_000_000, 0)):
+        monkeypatch.setattr(doctor, "free_memory", lambda device, free=free: free)
+        found = doctor.estimates(CPU, SPEEDS)
+        assert [use["fits"] for use in found].count(True) == fits
+        for use in found:
+            assert (use["tokens_per_second_at_most"] is None) == (not use["fits"])
+            assert use["free_bytes"] == free
+    monkeypatch.setattr(doctor, "free_memory", lambda device: 1 << 40)
+    decode, *_, training = doctor.estimates(CPU, SPEEDS)
+    assert decode["tokens_per_second_at_most"] == pytest.approx(10 / 13.9, rel=0.05)
+    assert training["bytes"] > 100e9
+
+
+@pytest.mark.long
+def test_it_needs_the_core_dependencies_only(tmp_path: Path) -> None:
+    """The whole command on a CPU, where importing anything else fails."""
+    others = (
+        "triton",
+        "matplotlib",
+        "transformers",
+        "tensorboard",
+        "fastapi",
+        "llguidance",
+        "lm_eval",
+    )
+    others += "pyarrow", "datatrove", "pydantic_settings", "uvicorn", "sklearn", "scipy", "pandas"
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({others!r}))
+from xlstm7b.cli import main
+sys.argv = ["xlstm7b", "doctor", "--device", "cpu", "--json", "-"]
+main()
+"""
+    variables = environment() | {"XLSTM7B_CACHE": str(tmp_path / "cache")}
+    variables.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert report["ok"]
+    assert not (tmp_path / "cache").exists()
+    assert len(report["checks"]) + report["left_out"] == len(checks.cpu_checks())
