@@ -62,6 +62,12 @@ with when_compiled(names.append):
     assert len(names) == count and LAUNCHED == {"double_kernel"}
     call(64)
     assert len(names) == count + 1
+    try:
+        broken_kernel[(1,)](several, SIZE=8)
+    except triton.CompilationError as error:
+        assert "static_assert" in str(error)
+    else:
+        raise AssertionError
     calls.clear()
     compile_ahead(work(), threads=2, seconds=-1)
     assert calls == [16]

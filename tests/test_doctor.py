@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from doctor_checks import SPEEDS, check, set_checks
 from xlstm7b import doctor, kernel_verdicts
 from xlstm7b.bench import checks
 from xlstm7b.bench.checks import Case, Check
+from xlstm7b.config import ModelConfig
 
 CPU = torch.device("cpu")
 
@@ -27,6 +29,36 @@ def test_checks_that_find_no_time_or_memory_are_left_out(monkeypatch: pytest.Mon
     assert (report["ok"], report["left_out"]) == (True, 1)
     report = doctor.examine(CPU, said.append, seconds=0)
     assert (report["ok"], report["left_out"], report["checks"]) == (True, 2, [])
+
+
+def test_a_device_without_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "free_memory", lambda device: 2_000_000_000)
+    with pytest.raises(ValueError, match=r"only 2\.0 GB are free on cuda:0"):
+        doctor.examine(torch.device("cuda", 0))
+
+
+def test_errors_of_what_is_only_compiled_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def used_by(config: ModelConfig, device: torch.device) -> Iterator[Callable[[], object]]:
+        yield lambda: torch.zeros(2) + torch.zeros(3)
+
+    monkeypatch.setattr(doctor, "used_by", used_by)
+    monkeypatch.setattr(doctor, "gpu_checks", lambda: [check("steps", 1.0), check("model", 1.0)])
+    failures: list[str] = []
+    calls = [*doctor._work(CPU, failures)]
+    for call in calls:
+        call()
+    assert len(calls) == 2
+    assert [failure.partition(":")[0] for failure in failures] == ["RuntimeError"]
+
+
+def test_what_is_compiled_ahead_runs() -> None:
+    """Here in plain PyTorch: on a GPU nothing of it is launched, and so no mistake shows."""
+    config = ModelConfig(64, 1, 2, vocab_size=331)
+    calls = 0
+    for call in doctor.used_by(config, CPU):
+        call()
+        calls += 1
+    assert calls == 4 * 6 + 2
 
 
 def test_a_verdict_is_stored_and_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

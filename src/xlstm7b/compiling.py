@@ -5,13 +5,16 @@ it is written for. The result is kept on disk, so this happens once on a machine
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
 from importlib.util import find_spec
+from threading import Semaphore
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -42,21 +45,22 @@ def compile_ahead(
 ) -> int:
     """Compiles the kernels that these calls launch, in several threads. Nothing is launched.
 
-    So what the calls compute is garbage. After `seconds` no further call is made. Returns how many
+    So what the calls compute is garbage. No call is made after `seconds`. Returns how many
     kernels were compiled. One that does not compile is left out: its first launch says why.
     """
-    from triton import AsyncCompileMode, JITFunction
+    from triton import AsyncCompileMode, FutureKernel, JITFunction
 
-    compiled = list[str]()
+    compiled, kernels = list[str](), dict[int, Any]()
     launch, until = JITFunction.run, monotonic() + seconds
     with (
         when_compiled(compiled.append),
-        ThreadPoolExecutor(threads) as pool,
+        _Bounded(threads) as pool,
         AsyncCompileMode(pool, ignore_errors=True),
     ):
         context = copy_context()
 
         def compile_only(kernel: Any, *given: Any, **options: Any) -> Any:
+            kernels[id(kernel)] = kernel
             # Another thread, as that of a backward pass, does not have the mode.
             return context.copy().run(launch, kernel, *given, **options | {"warmup": True})
 
@@ -65,4 +69,23 @@ def compile_ahead(
                 call()
                 if monotonic() > until:
                     break
+    for kernel in kernels.values():
+        for cache, *_ in kernel.device_caches.values():
+            # Triton 3.6 keeps those that did not compile. Their launch would not say why.
+            for key in [key for key, each in cache.items() if isinstance(each, FutureKernel)]:
+                del cache[key]
     return len(compiled)
+
+
+class _Bounded(ThreadPoolExecutor):
+    """Has at most two tasks for each thread, and waits with another one."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads)
+        self._room = Semaphore(2 * threads)
+
+    def submit(self, call: Callable[..., T], /, *given: Any, **named: Any) -> Future[T]:
+        self._room.acquire()
+        future = super().submit(call, *given, **named)
+        future.add_done_callback(lambda _: self._room.release())
+        return future

@@ -11,13 +11,11 @@ import platform
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -28,7 +26,7 @@ from xlstm7b import kernel_verdicts
 from xlstm7b.accounting import parameter_counts, training_flops
 from xlstm7b.bench.checks import Check, Outcome, Place, cpu_checks, gpu_checks, run_check
 from xlstm7b.bench.generation import Limits
-from xlstm7b.bench.measure import free_memory, measure, random_model, release
+from xlstm7b.bench.measure import free_memory, measure, random_model, reason, release
 from xlstm7b.bench.results import machine_name, shown_number
 from xlstm7b.compiling import compile_ahead
 from xlstm7b.config import ModelConfig
@@ -46,6 +44,7 @@ from xlstm7b.report import counted, shown_bytes
 
 SECONDS = 85.0  # checks that would start later are left out
 _COMPILING_SECONDS = 40.0  # kernels that would be compiled later are compiled when they are used
+_LEAST_GPU_MEMORY = 3_000_000_000  # bytes
 _CONTEXT = 8192  # tokens of a sequence in training
 _EXTRAS = {
     "train": "TensorBoard logs, pictures of loss curves",
@@ -65,6 +64,11 @@ def examine(device: torch.device, say: Say = print, *, seconds: float = SECONDS)
     `report["ok"]` is false if a path gave wrong numbers.
     """
     began = monotonic()
+    if device.type == "cuda" and (free := free_memory(device)) < _LEAST_GPU_MEMORY:
+        raise ValueError(
+            f"only {shown_bytes(free)} are free on {device}, and doctor needs "
+            f"{shown_bytes(_LEAST_GPU_MEMORY)}: end what uses this GPU, or choose another --device"
+        )
     report: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds")}
     with as_current(device), kernel_verdicts.ignored():
         report["versions"] = versions(device)
@@ -196,31 +200,46 @@ def _peaks(speeds: dict[str, float]) -> tuple[float, float]:
 # Kernels
 
 
-def _compile(device: torch.device, say: Say) -> dict[str, float]:
+def _compile(device: torch.device, say: Say) -> dict[str, float | str | None]:
     """Compiles the kernels of the checks, and those that a 7B uses."""
-    began = monotonic()
+    began, failures = monotonic(), list[str]()
     say("compiling kernels, once …")
-    place = Place(device)
     # A thread per core, as most of the work is not Python's.
-    checks: Iterator[Callable[[], object]] = (partial(_got, one, place) for one in gpu_checks())
-    work = chain(used_by_a_7b(device), checks)
-    count = compile_ahead(work, threads=os.cpu_count() or 1, seconds=_COMPILING_SECONDS)
-    took = monotonic() - began
+    threads = os.cpu_count() or 1
+    count = compile_ahead(_work(device, failures), threads=threads, seconds=_COMPILING_SECONDS)
+    took = round(monotonic() - began, 1)
     release(device)
     say(f"compiled {counted(count, 'kernel')} in {took:.0f} s")
-    return {"kernels": count, "seconds": round(took, 1)}
+    if failures:
+        say(f"{len(failures)} calls failed meanwhile, the first with {failures[0]}")
+    return {"kernels": count, "seconds": took, "failure": failures[0] if failures else None}
+
+
+def _work(device: torch.device, failures: list[str]) -> Iterator[Callable[[], object]]:
+    """Calls that launch the kernels. Their errors are noted: nothing that they compute is right."""
+
+    def attempt(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as failure:
+            failures.append(reason(failure))
+
+    place = Place(device)
+    for call in used_by(replace(ModelConfig.named("7b"), num_blocks=1), device):
+        yield partial(attempt, call)
+    for check in gpu_checks():
+        if check.family != "model":  # it compares, and so it would fail
+            yield partial(attempt, partial(_got, check, place))
 
 
 def _got(check: Check, place: Place) -> None:
-    with suppress(Exception):  # it shows again when the check runs
-        check.make(place).got()
+    check.make(place).got()
 
 
-def used_by_a_7b(device: torch.device) -> Iterator[Callable[[], object]]:
-    """Calls with one block of a 7B that launch the kernels of generation, serving and training."""
-    config = ModelConfig(**{**vars(ModelConfig.named("7b")), "num_blocks": 1})
+def used_by(config: ModelConfig, device: torch.device) -> Iterator[Callable[[], object]]:
+    """Calls that launch the kernels with which such a model generates, serves and trains."""
     for scheme in (None, "int8", "fp8", "int4"):
-        whole = random_model("7b", config=config, device=str(device), quantize=scheme)
+        whole = random_model("its", config=config, device=str(device), quantize=scheme)
         model = _Unchecked(whole)
         for rows in (1, 2, 16) if scheme is None else (1, 4, 16):
             yield partial(_decode, model, rows)

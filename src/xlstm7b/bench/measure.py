@@ -8,9 +8,11 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -270,6 +272,9 @@ def free_memory(device: str | torch.device) -> int:
     """Bytes that can still be allocated."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    with suppress(OSError, StopIteration):  # Linux: what the cache of files holds can be freed
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if "MemAvailable" in line)
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
