@@ -31,6 +31,13 @@ def test_checks_that_find_no_time_or_memory_are_left_out(monkeypatch: pytest.Mon
     assert (report["ok"], report["left_out"], report["checks"]) == (True, 2, [])
 
 
+def test_nothing_is_checked_after_an_error_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_checks(monkeypatch, check("loss", 2.0), check("steps", 2.0), check("slots", 1.0))
+    monkeypatch.setattr(doctor, "_still_works", lambda device: False)
+    report = doctor.examine(CPU, lambda line: None)
+    assert (report["wrong"], report["left_out"]) == (["loss"], 2)
+
+
 def test_a_device_without_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "free_memory", lambda device: 2_000_000_000)
     with pytest.raises(ValueError, match=r"only 2\.0 GB are free on cuda:0"):
@@ -64,13 +71,14 @@ def test_what_is_compiled_ahead_runs() -> None:
 def test_a_verdict_is_stored_and_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpu = torch.device("cuda", 0)
     monkeypatch.setenv("XLSTM7B_CACHE", str(tmp_path / "new"))
-    monkeypatch.setattr(kernel_verdicts, "conditions", lambda device: {"gpu": "one"})
+    about = {"gpu": "one"}
+    monkeypatch.setattr(kernel_verdicts, "conditions", lambda device: about)
     kernel_verdicts.wrong_families.cache_clear()
     assert not kernel_verdicts.is_wrong("steps", gpu)
-    path = doctor.store_verdict(gpu, ["model", "steps"])
+    path = doctor.store_verdict(about, ["model", "steps"])
     assert kernel_verdicts.wrong_families(gpu) == {"steps"}
     assert path.parent == tmp_path / "new"
-    doctor.store_verdict(gpu, [])
+    doctor.store_verdict(about, [])
     assert kernel_verdicts.wrong_families(gpu) == frozenset()
     kernel_verdicts.wrong_families.cache_clear()
 

@@ -34,6 +34,7 @@ from xlstm7b.devices import as_current
 from xlstm7b.files import write_json
 from xlstm7b.generate import SamplingParams
 from xlstm7b.generate.fused import FusedModel, Slots
+from xlstm7b.generate.kernels import plain
 from xlstm7b.generate.replay import INTERVAL, Rings
 from xlstm7b.generate.sampler import Needs, Sampler
 from xlstm7b.kernel_verdicts import FAMILIES, installed_version
@@ -79,28 +80,28 @@ def examine(device: torch.device, say: Say = print, *, seconds: float = SECONDS)
         _say_speeds(speeds, say)
         uses_kernels = device.type == "cuda" and has_kernels(device)
         if uses_kernels:
+            about = kernel_verdicts.conditions(device)
             report["compiled"] = _compile(device, say)
         elif device.type == "cuda":
             say("Triton is not installed: plain PyTorch is used, which is much slower")
         checks = gpu_checks() if device.type == "cuda" else cpu_checks()
+        report["estimates"] = estimates(device, speeds)
         outcomes = _run(checks, device, speeds, began + seconds, say)
     report["checks"] = [_as_json(outcome) for outcome in outcomes]
     report["left_out"] = len(checks) - len(outcomes)
     wrong = sorted({outcome.family for outcome in outcomes if outcome.problem})
     report["wrong"], report["ok"] = wrong, not wrong
-    report["estimates"] = estimates(device, speeds)
     _say_estimates(report["estimates"], say)
     if uses_kernels:
-        path = store_verdict(device, wrong)
+        path = store_verdict(about, wrong)
         say(f"stored for this GPU, driver and versions: {path}")
     report["seconds"] = round(monotonic() - began, 1)
     _say_end(report, say)
     return report
 
 
-def store_verdict(device: torch.device, wrong: Sequence[str]) -> Path:
-    """Writes which families of kernels are wrong here. Returns the file."""
-    about = kernel_verdicts.conditions(device)
+def store_verdict(about: dict[str, str], wrong: Sequence[str]) -> Path:
+    """Writes which families of kernels are wrong under these conditions. Returns the file."""
     path = kernel_verdicts.verdict_file(about)
     path.parent.mkdir(parents=True, exist_ok=True)
     families = [family for family in wrong if family in FAMILIES]
@@ -224,12 +225,21 @@ def _work(device: torch.device, failures: list[str]) -> Iterator[Callable[[], ob
         except Exception as failure:
             failures.append(reason(failure))
 
-    place = Place(device)
+    place = _place(device)
     for call in used_by(replace(ModelConfig.named("7b"), num_blocks=1), device):
         yield partial(attempt, call)
     for check in gpu_checks():
         if check.family != "model":  # it compares, and so it would fail
             yield partial(attempt, partial(_got, check, place))
+
+
+def _place(device: torch.device) -> Place:
+    """With the kernels themselves: what the package chooses may follow an earlier verdict."""
+    if device.type != "cuda" or not has_kernels(device):
+        return Place(device, operations=plain)
+    from xlstm7b.generate.kernels import gpu
+
+    return Place(device, "triton", gpu)
 
 
 def _got(check: Check, place: Place) -> None:
@@ -316,7 +326,7 @@ def _run(
     say: Say,
 ) -> list[Outcome]:
     outcomes = []
-    place, peaks = Place(device), _peaks(speeds)
+    place, peaks = _place(device), _peaks(speeds)
     for check in checks:
         if monotonic() > until:
             break
@@ -327,10 +337,22 @@ def _run(
             continue
         outcomes.append(outcome)
         say(_line(outcome))
+        if outcome.problem and not _still_works(device):
+            say("after this error the GPU computes nothing more in this process")
+            break
         release(device)
     if len(outcomes) < len(checks):
         say(f"{counted(len(checks) - len(outcomes), 'check')} left out, as time or memory is short")
     return outcomes
+
+
+def _still_works(device: torch.device) -> bool:
+    """False after a kernel has read or written where it may not: all later calls fail then."""
+    try:
+        torch.ones(1, device=device).item()
+    except Exception:
+        return False
+    return True
 
 
 def _line(outcome: Outcome) -> str:

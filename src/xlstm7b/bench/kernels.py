@@ -23,7 +23,7 @@ from xlstm7b.mlstm.triton.launch_params import plan
 STATES_IN_TURN = 32  # more than the L2 cache holds, as in a model of 32 blocks
 LARGEST_ERROR = 2e-2
 DIRECTIONS = ("forward", "forward + backward")
-_GPU = checks.Place(torch.device("cuda"))
+_GPU = checks.Place(torch.device("cuda"), "triton")
 _GPU_MILLISECONDS = 200  # of one timing
 
 

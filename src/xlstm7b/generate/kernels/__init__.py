@@ -2,6 +2,7 @@
 
 plain.py        PyTorch, for any device
 gpu.py          Triton, for CUDA devices: the same names, signatures and results
+choice.py       which of both a device uses
 one_row.py      product of one row and a weight matrix (used by gpu.py)
 few_rows.py     product of 2 to 64 rows and a weight matrix
 pointwise.py    norms, soft-caps and gates between products
