@@ -10,8 +10,8 @@ SPEEDS = {"copy": 1e10, "float32": 1e11}
 
 
 def check(family: str, got: float, want: float = 1.0) -> Check:
-    numbers = ({"x": torch.tensor([value])} for value in (got, want))
-    mine, right = numbers
+    """A check that gets one number, and wants another."""
+    mine, right = ({"x": torch.tensor([value])} for value in (got, want))
     return Check(family, "a number", lambda place: Case(lambda: mine, lambda: right, 1e-3))
 
 

@@ -23,7 +23,6 @@ from xlstm7b.config import ModelConfig
 from xlstm7b.generate import SamplingParams
 from xlstm7b.generate.fused import FusedModel
 from xlstm7b.generate.kernels import plain
-from xlstm7b.generate.kernels.choice import operations_for
 from xlstm7b.generate.replay import INTERVAL
 from xlstm7b.generate.sampler import Needs, Sampler, mask_words
 from xlstm7b.mlstm import KERNEL_CHUNK_SIZE, MLSTMState, mlstm_sequence
@@ -45,15 +44,11 @@ Numbers = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a check runs, and which form it checks: by default the one that the package uses."""
+    """Where a check runs, and which form it checks: by default that of a CPU."""
 
     device: torch.device
     backend: str = "auto"  # of the cell over sequences
-    operations: Any = None  # of generation
-
-    @property
-    def chosen(self) -> Any:
-        return self.operations or operations_for(self.device)
+    operations: Any = plain  # of generation
 
     def draw(self, *shape: int, dtype: torch.dtype = FLOAT32, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, device=self.device) * scale).to(dtype)
@@ -243,10 +238,10 @@ def step(
         return {"h": h, **own._asdict()}
 
     def timed() -> object:
-        return place.chosen.step_cell(*parts, state, gate, norm, _EPS, _EPS)
+        return place.operations.step_cell(*parts, state, gate, norm, _EPS, _EPS)
 
     work = Work(timed, 0, 2 * state.C.nbytes)
-    return Case(partial(run, place.chosen, False), partial(run, plain, True), tolerance, work)
+    return Case(partial(run, place.operations, False), partial(run, plain, True), tolerance, work)
 
 
 def replay(
@@ -287,7 +282,7 @@ def replay(
             outputs.append(h.masked_fill(~reads[:, None, None], 0))
         return {"h": torch.stack(outputs), **own._asdict(), "folded": folded}
 
-    return Case(partial(run, place.chosen, False), partial(run, plain, True), tolerance)
+    return Case(partial(run, place.operations, False), partial(run, plain, True), tolerance)
 
 
 def draft_pass(
@@ -327,7 +322,7 @@ def draft_pass(
             outputs.append(h.masked_fill(~live[..., None, None], 0))
         return {"h": torch.stack(outputs), **own._asdict(), "folded": folded}
 
-    return Case(partial(run, place.chosen, False), partial(run, plain, True), tolerance)
+    return Case(partial(run, place.operations, False), partial(run, plain, True), tolerance)
 
 
 def loss(
@@ -380,7 +375,7 @@ def products(
     if scheme is not None:
         stored = QuantizedWeight.quantize(narrow, scheme)
         wide_W = stored.dequantize(torch.float64)
-        on_cpu = place.chosen is plain and place.device.type == "cpu"
+        on_cpu = place.operations is plain and place.device.type == "cpu"
         matrix = (
             cpu.prepare(stored, cpu.packed_schemes([stored])) if on_cpu else gpu.prepare(stored)
         )
@@ -398,10 +393,10 @@ def products(
         return found
 
     def timed() -> object:
-        return place.chosen.project(x, norm, _EPS, matrix, *gates, _CAP, live)
+        return place.operations.project(x, norm, _EPS, matrix, *gates, _CAP, live)
 
     work = Work(timed, 2 * rows * k * n, matrix.nbytes)
-    got, want = partial(run, place.chosen, matrix, False), partial(run, plain, wide_W, True)
+    got, want = partial(run, place.operations, matrix, False), partial(run, plain, wide_W, True)
     return Case(got, want, tolerance, work)
 
 
@@ -435,7 +430,7 @@ def pointwise(
             **{"every": every, "read": read, "lengths": lengths, "live": live, "seen": seen},
         }
 
-    return Case(partial(run, place.chosen, False), partial(run, plain, True), tolerance)
+    return Case(partial(run, place.operations, False), partial(run, plain, True), tolerance)
 
 
 def slots(place: Place, *, rows: int, heads: int, d_qk: int, d_hv: int, dtype: torch.dtype) -> Case:
@@ -450,7 +445,7 @@ def slots(place: Place, *, rows: int, heads: int, d_qk: int, d_hv: int, dtype: t
         named = {f"batch {name}": x for name, x in batch._asdict().items()}
         return {**named, **own._asdict()}
 
-    return Case(partial(run, place.chosen), partial(run, plain), 0.0)
+    return Case(partial(run, place.operations), partial(run, plain), 0.0)
 
 
 def sampling(place: Place, *, rows: int, vocab: int) -> Case:
@@ -476,7 +471,7 @@ def sampling(place: Place, *, rows: int, vocab: int) -> Case:
                 found[name] = sampler.sample_drafts(several, drafts, needs, masks).tokens
         return found
 
-    return Case(partial(run, place.chosen is not plain), partial(run, False), 0.0)
+    return Case(partial(run, place.operations is not plain), partial(run, False), 0.0)
 
 
 def generation(place: Place, *, config: ModelConfig, dtype: torch.dtype, tolerance: float) -> Case:
