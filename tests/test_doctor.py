@@ -4,7 +4,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +85,50 @@ def test_a_verdict_is_stored_and_read(monkeypatch: pytest.MonkeyPatch, tmp_path:
     doctor.store_verdict(about, [])
     assert kernel_verdicts.wrong_families(gpu) == frozenset()
     kernel_verdicts.wrong_families.cache_clear()
+
+
+def test_from_a_wrong_kernel_to_plain_pytorch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The device is one that is not here. Its kernels run in Triton's interpreter."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from xlstm7b.generate.kernels import choice, gpu, plain
+
+    device, right, here = torch.device("cuda", 7), gpu.step_cell, doctor.machine(CPU)
+    heads = {"heads": 2, "d_qk": 16, "d_hv": 24}
+    found = [checks._step(2, torch.float32, 1e-4, heads), checks._slots(2, torch.float32, heads)]
+    monkeypatch.setenv("XLSTM7B_CACHE", str(tmp_path))
+    monkeypatch.setattr(kernel_verdicts, "conditions", lambda device: {"gpu": "a new one"})
+    for module in (doctor, choice):
+        monkeypatch.setattr(module, "has_kernels", lambda device: True)
+    for name, value in {
+        "as_current": lambda device: nullcontext(),
+        "free_memory": lambda device: 1 << 40,
+        "machine": lambda device: here,
+        "measure_speeds": lambda device: SPEEDS,
+        "release": lambda device: None,
+        "gpu_checks": lambda: found,
+        "_compile": lambda device, say: {},
+        "_place": lambda device: checks.Place(CPU, "triton", gpu),
+    }.items():
+        monkeypatch.setattr(doctor, name, value)
+
+    def chosen() -> Any:
+        kernel_verdicts.wrong_families.cache_clear()
+        choice.operations_for.cache_clear()
+        return choice.operations_for(device)
+
+    assert chosen() is gpu
+    monkeypatch.setattr(gpu, "step_cell", lambda *given: 1.01 * right(*given))
+    report = doctor.examine(device, lambda line: None)
+    assert (report["ok"], report["wrong"]) == (False, ["steps"])
+    assert chosen().step_cell is plain.step_cell
+    assert chosen().gather_states is gpu.gather_states
+    assert not doctor.examine(device, lambda line: None)["ok"]  # it is checked again
+    monkeypatch.setattr(gpu, "step_cell", right)
+    assert doctor.examine(device, lambda line: None)["ok"]
+    assert chosen() is gpu
+    choice.operations_for.cache_clear()
 
 
 def test_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
