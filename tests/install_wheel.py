@@ -4,7 +4,7 @@
 
 1. Builds the source distribution, and the wheel from it. Their files are those of the repository.
 2. Installs the wheel without extras in a new environment, with the versions of constraints.txt.
-3. In a folder elsewhere: prepares text, trains three steps, exports and generates.
+3. In a folder elsewhere: runs `doctor`, prepares text, trains three steps, exports and generates.
 """
 
 import os
@@ -79,6 +79,7 @@ def use(programs: Path, folder: Path, version: str) -> None:
     assert Path(where).is_relative_to(programs.parent), where
     assert run(xlstm7b, "--version", folder=folder) == f"xlstm7b {version}\n"
     assert "6,865,424,896" in run(xlstm7b, "info", "7b", folder=folder)
+    assert "ok: " in run(xlstm7b, "doctor", "--device", "cpu", folder=folder)
     text = folder / "text.txt"
     text.write_text(
         "".join(f"{number} is a number.\n" for number in range(5_000)), encoding="utf-8"

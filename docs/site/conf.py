@@ -23,6 +23,7 @@ from links import faults
 PAGES = {
     "Use it": [
         "docs/installation",
+        "docs/doctor",
         "docs/generation",
         "docs/serving",
         "docs/clients",

@@ -47,7 +47,9 @@ _COMPILING_SECONDS = 40.0  # kernels that would be compiled later are compiled w
 _LEAST_GPU_MEMORY = 3_000_000_000  # bytes
 _CONTEXT = 8192  # tokens of a sequence in training
 _EXTRAS = {
-    "train": "TensorBoard logs, pictures of loss curves",
+    "train": "the tracker TensorBoard, and pictures of loss curves",
+    "wandb": "the tracker Weights & Biases",
+    "mlflow": "the tracker MLflow",
     "serve": "`xlstm7b serve`, and outputs that follow a JSON schema or a grammar",
     "eval": "`xlstm7b eval`: the tasks of the LM Evaluation Harness",
     "bench": "`xlstm7b compare`, and the pictures of benchmarks",
