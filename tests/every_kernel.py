@@ -1,19 +1,18 @@
 """Launches every GPU kernel of the package once or more, on odd shapes.
 
-    python tests/every_kernel.py              # on a GPU: run them, as make sanitize does
-    python tests/every_kernel.py --compile    # without a GPU: compile them for an H100 or H200
-    python tests/every_kernel.py --compile --blackwell    # for a B200, with the check of `chained`
+    python tests/every_kernel.py    # on a GPU: run them, as make sanitize does
+    python tests/every_kernel.py --compile 86    # without a GPU: compile them for sm_86
+    python tests/every_kernel.py --compile 86 --verbose    # and print their shared memory
 
-It checks that no kernel was left out, not the results: tests do that.
+It checks that no kernel was left out, not the results: tests do that. Compiled kernels must also
+fit into the shared memory of the GPU, and for Blackwell have no products as in `chained`.
 """
 
+import argparse
 import importlib
 import os
 import pkgutil
 import re
-import sys
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,12 +32,14 @@ from xlstm7b.mlstm import MLSTMState, mlstm_sequence, mlstm_step
 from xlstm7b.mlstm.replay import Pass
 from xlstm7b.model import ModelState
 from xlstm7b.quantize.config import Scheme
-from xlstm7b.quantize.gpu import prepare
+from xlstm7b.quantize.gpu import codes_in_word, prepare, words_in_block
 from xlstm7b.quantize.kernels import dequantize
 from xlstm7b.quantize.weight import QuantizedWeight
 from xlstm7b.tokenizer import ByteTokenizer
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
+# What --compile takes: compute capabilities, and the shared memory in KB that a program may have.
+SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 # d_qk, d_hv and dtype: heads that fill their tiles, that do not, of odd sizes, of several tiles.
 HEADS = (
     (16, 16, BFLOAT16),
@@ -48,26 +49,54 @@ HEADS = (
     (64, 96, BFLOAT16),
     (160, 320, BFLOAT16),
 )
-SCHEMES = Scheme("int8"), Scheme("fp8"), Scheme("int4", 64), Scheme("int4", 32)
-# Products to compile, by scheme and number of rows. Each scheme has all three products and all
-# numbers of rows. Each of the two kernels has all three products: the one for integers, which takes
-# one row of int8 and up to 8 of int4, and the one that decodes.
-COMPILED = {
-    ("int8", 1): ["add"],
-    ("int8", 3): ["swiglu"],
-    ("int8", 12): ["project"],
-    ("fp8", 1): ["swiglu"],
-    ("fp8", 3): ["project"],
-    ("fp8", 12): ["add"],
-    ("int4", 1): ["add", "project"],
-    ("int4", 3): ["swiglu", "project"],
-    ("int4", 12): ["swiglu"],
+HEADS_7B = 256, 512, BFLOAT16
+INT8, FP8, INT4, INT4_128 = Scheme("int8"), Scheme("fp8"), Scheme("int4", 64), Scheme("int4", 128)
+# Products to compile, each at the sizes of a 7B: dtype of x, scheme of W or None, rows, names. Each
+# scheme has all three products and all numbers of rows. Each of the two kernels has all three
+# products: the one for integers, which takes one row of int8 and up to 8 of int4, and the one that
+# decodes. Those with 64 rows take the most shared memory, and so do the largest groups.
+COMPILED: list[tuple[torch.dtype, Scheme | None, int, list[str]]] = [
+    (BFLOAT16, None, 1, ["add", "swiglu", "project", "head"]),
+    (BFLOAT16, None, 16, ["add", "swiglu", "project", "head"]),
+    (BFLOAT16, None, 64, ["swiglu", "project", "head"]),
+    (FLOAT32, None, 16, ["add", "swiglu", "project"]),
+    (FLOAT32, None, 64, ["swiglu", "project"]),
+    (BFLOAT16, INT8, 1, ["add"]),
+    (BFLOAT16, INT8, 12, ["project"]),
+    (BFLOAT16, INT8, 64, ["swiglu"]),
+    (BFLOAT16, FP8, 1, ["swiglu"]),
+    (BFLOAT16, FP8, 12, ["add"]),
+    (BFLOAT16, FP8, 64, ["project"]),
+    (BFLOAT16, INT4, 1, ["add", "project"]),
+    (BFLOAT16, INT4, 3, ["swiglu", "project"]),
+    (BFLOAT16, INT4, 12, ["swiglu"]),
+    (BFLOAT16, INT4, 64, ["add"]),
+    (BFLOAT16, INT4_128, 64, ["project"]),
+    (FLOAT32, INT4_128, 64, ["project"]),
+]
+# Matrices [N, K] of a 7B. "add" is that of the FFN: its width is no multiple of a block.
+SIZES_7B = {
+    "project": (12_288, 4096),
+    "add": (4096, 10_944),
+    "swiglu": (21_888, 4096),
+    "head": (50_304, 4096),
+}
+FP8_KERNELS = {  # fp8 arithmetic exists from sm_89 on
+    "round_rows_kernel",
+    "rms_norm_fp8_kernel",
+    "silu_and_multiply_fp8_kernel",
+    "head_norm_fp8_kernel",
 }
 LENGTH = 259  # more than one chunk, and not a multiple of any tile
 LAUNCHED = set[str]()
 CHAINED = set[str]()
-ONLY_COMPILE = "--compile" in sys.argv
-BLACKWELL = "--blackwell" in sys.argv
+SHARED = dict[str, int]()  # the most bytes of shared memory that a kernel takes
+parser = argparse.ArgumentParser()
+parser.add_argument("--compile", type=int, choices=SHARED_MEMORY, metavar="TARGET", dest="target")
+parser.add_argument("--verbose", action="store_true")
+OPTIONS = parser.parse_args()
+TARGET: int = OPTIONS.target or 0
+ONLY_COMPILE = TARGET > 0
 DEVICE = torch.device("cpu" if ONLY_COMPILE else "cuda")
 
 
@@ -75,56 +104,91 @@ def main() -> None:
     # It calls the model in bfloat16: see new_model.
     mock.patch("xlstm7b.generate.fused.FusedModel._compare_logits").start()
     if ONLY_COMPILE:
-        triton.runtime.driver.set_active(NoGPU())
-        triton.knobs.compilation.listener = look_for_chains
-        mock.patch("xlstm7b.mlstm._pick", return_value="triton").start()
-        mock.patch("xlstm7b.model.head.has_kernels", return_value=True).start()
-        for module in (
-            "generate.kernels.quantized",
-            "generate.kernels.integers",
-            "quantize.kernels",
-        ):
-            mock.patch(f"xlstm7b.{module}.has_asm", return_value=True).start()
-        overlap = {"OVERLAP": True, "launch_pdl": True}  # as on the GPU that it compiles for
-        for name in (
-            "few_rows", "integers", "one_row", "pointwise", "quantized", "sampling"
-        ):  # fmt: skip
-            path = f"xlstm7b.generate.kernels.{name}.overlap_options"
-            mock.patch(path, return_value=overlap).start()
-        mock.patch("xlstm7b.generate.kernels.gpu.can_overlap", return_value=True).start()
+        pretend_to_have_a_gpu()
     else:
         triton.knobs.runtime.launch_enter_hook.add(
             lambda launch: LAUNCHED.add(launch.get()["name"].split(".")[-1])
         )
     torch.manual_seed(0)
-    launch_all(HEADS[4:5] if ONLY_COMPILE else HEADS)
-    if not ONLY_COMPILE:
-        run_sequences(FLOAT32, 48, 80, has_resets=True)
-        run_steps(FLOAT32, 40)
-        if "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ:  # graphs need PyTorch's allocator
-            run_engine()
+    if ONLY_COMPILE:
+        compile_all()
+    else:
+        launch_all()
         torch.cuda.synchronize()
-    missing = kernels() - LAUNCHED
-    if missing:
+    expected = kernels()
+    if ONLY_COMPILE and TARGET < 89:
+        expected -= FP8_KERNELS
+    if missing := expected - LAUNCHED:
         raise SystemExit(f"these kernels were not launched: {', '.join(sorted(missing))}")
-    if BLACKWELL and CHAINED:
-        raise SystemExit(f"sums are not apart (see sums_apart): {', '.join(sorted(CHAINED))}")
-    print(f"{'compiled' if ONLY_COMPILE else 'launched'} all {len(kernels())} kernels")
+    if ONLY_COMPILE:
+        check_compiled()
+    print(f"{'compiled' if ONLY_COMPILE else 'launched'} all {len(expected)} kernels")
 
 
-def launch_all(heads: Sequence[tuple[int, int, torch.dtype]]) -> None:
-    for d_qk, d_hv, dtype in heads:
+def pretend_to_have_a_gpu() -> None:
+    """Kernels are compiled as on a GPU of compute capability TARGET, and not launched."""
+    triton.runtime.driver.set_active(NoGPU())
+    triton.knobs.compilation.listener = look_at
+    mock.patch("xlstm7b.mlstm._pick", return_value="triton").start()
+    mock.patch("xlstm7b.model.head.has_kernels", return_value=True).start()
+    for module in ("generate.kernels.quantized", "generate.kernels.integers", "quantize.kernels"):
+        mock.patch(f"xlstm7b.{module}.has_asm", lambda x: x.dtype == BFLOAT16).start()
+    memory = 1024 * SHARED_MEMORY[TARGET]
+    mock.patch("xlstm7b.mlstm.triton.launch_params.shared_memory", return_value=memory).start()
+    for module in ("overlap", "gpu"):
+        path = f"xlstm7b.generate.kernels.{module}.can_overlap"
+        mock.patch(path, return_value=TARGET >= 90).start()
+
+
+def launch_all() -> None:
+    for d_qk, d_hv, dtype in HEADS:
         run_sequences(dtype, d_qk, d_hv)
         run_step(dtype, d_qk, d_hv)
+    run_sequences(FLOAT32, 48, 80, has_resets=True)
     # Enough rows for one pass over the chunks, aligned as above: nothing is compiled twice.
     run_sequences(BFLOAT16, 64, 96, batch=17)
     run_head()
-    for rows in (1, 20) if ONLY_COMPILE else (1, 3, 20):
+    for rows in (1, 3, 20):
         run_steps(BFLOAT16, rows)
-    for scheme in SCHEMES[: 3 if ONLY_COMPILE else None]:
+    run_steps(FLOAT32, 40)
+    for scheme in (INT8, FP8, INT4, Scheme("int4", 32)):
         run_quantized(scheme)
-    run_prompts(BFLOAT16 if ONLY_COMPILE else FLOAT32, rows=3)
+    run_prompts(FLOAT32, rows=3)
     run_sampler()
+    if "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ:  # graphs need PyTorch's allocator
+        run_engine()
+
+
+def compile_all() -> None:
+    """Kernels with heads of 64/96 and of a 7B, and products at the sizes of a 7B."""
+    for d_qk, d_hv, dtype in (HEADS[4], HEADS_7B):
+        run_sequences(dtype, d_qk, d_hv)
+        run_step(dtype, d_qk, d_hv)
+    run_sequences(BFLOAT16, 256, 512, batch=17)
+    run_head()
+    for rows in (1, 33):
+        run_steps(BFLOAT16, rows)
+    for dtype, scheme, rows, names in COMPILED:
+        for name in names:
+            compile_product(name, dtype, scheme, rows)
+    for scheme in (INT8, FP8, INT4):
+        dequantize(blank_weight("add", scheme), BFLOAT16)
+    if TARGET >= 89:
+        run_fp8(blank_weight("project", FP8), heads=8)
+    run_prompts(BFLOAT16, rows=3)
+    run_sampler()
+
+
+def check_compiled() -> None:
+    if OPTIONS.verbose:
+        for name, size in sorted(SHARED.items(), key=lambda item: item[1]):
+            print(f"{size:8,} {name}")
+    limit = 1024 * SHARED_MEMORY[TARGET]
+    too_large = [f"{name} ({size:,})" for name, size in sorted(SHARED.items()) if size > limit]
+    if too_large:
+        raise SystemExit(f"more than {limit:,} bytes of shared memory: {', '.join(too_large)}")
+    if TARGET >= 100 and CHAINED:
+        raise SystemExit(f"sums are not apart (see sums_apart): {', '.join(sorted(CHAINED))}")
 
 
 class NoGPU:
@@ -134,7 +198,7 @@ class NoGPU:
         self.utils = self
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 100 if BLACKWELL else 90, 32)
+        return GPUTarget("cuda", TARGET, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -143,7 +207,7 @@ class NoGPU:
         return 0
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 232_448, "multiprocessor_count": 132}
+        return {"max_shared_mem": 1 << 30}  # `check_compiled` names all kernels that take too much
 
     def load_binary(self, name: str, *_: Any) -> tuple[int, ...]:
         LAUNCHED.add(name)
@@ -153,9 +217,10 @@ class NoGPU:
         return lambda *_, **__: None
 
 
-def look_for_chains(*, metadata: dict[str, Any], metadata_group: dict[str, str], **_: Any) -> None:
-    """Notes kernels with chained products. Triton calls it for each kernel that it compiles."""
+def look_at(*, metadata: dict[str, Any], metadata_group: dict[str, str], **_: Any) -> None:
+    """Notes shared memory and chained products. Triton calls it for each compiled kernel."""
     name = metadata["name"]
+    SHARED[name] = max(metadata["shared"], SHARED.get(name, 0))
     if chained(Path(metadata_group[f"{name}.ttir"]).read_text()):
         CHAINED.add(name)
 
@@ -217,9 +282,9 @@ def run_step(dtype: torch.dtype, d_qk: int, d_hv: int) -> None:
 
 
 def new_model(dtype: torch.dtype) -> XLSTM:
-    # The second block's tensors are aligned differently, which Triton compiles once more. Small
-    # heads compile faster.
-    size = (64, 1, 2) if ONLY_COMPILE else (96, 2, 2)
+    # The second block's tensors are aligned differently, which Triton compiles once more. To be
+    # compiled, heads have the size of those of a 7B.
+    size = (1024, 1, 2) if ONLY_COMPILE else (96, 2, 2)
     with DEVICE:
         return XLSTM(ModelConfig(*size, vocab_size=331)).to(dtype)
 
@@ -269,22 +334,50 @@ def run_quantized(scheme: Scheme) -> None:
     """Products with quantised weights, whose width is no multiple of the kernels' blocks."""
     weight = prepare(QuantizedWeight.quantize(draw(70, 320, dtype=BFLOAT16), scheme))
     norm, gates = draw(320, dtype=BFLOAT16), (draw(6, 320, dtype=BFLOAT16), draw(6))
-    for rows in (1, 3, 12) if ONLY_COMPILE else (1, 3, 8, 12, 20):
+    for rows in (1, 3, 8, 12, 20):
         x, y = draw(rows, 320, dtype=BFLOAT16), draw(rows, 70, dtype=BFLOAT16)
-        calls = {
-            "add": partial(gpu.add_product, y, x, weight),
-            "swiglu": partial(gpu.swiglu, x, norm, 1e-6, weight),
-            "project": partial(gpu.project, x, norm, 1e-6, weight, *gates, 15.0, None),
-        }
-        for name in COMPILED[scheme.name, rows] if ONLY_COMPILE else calls:
-            calls[name]()
+        gpu.add_product(y, x, weight)
+        gpu.swiglu(x, norm, 1e-6, weight)
+        gpu.project(x, norm, 1e-6, weight, *gates, 15.0, None)
     dequantize(weight, BFLOAT16)
     if scheme.name == "fp8":
-        x, norm = draw(3, 320, dtype=BFLOAT16), draw(320, dtype=BFLOAT16)
-        fp8.round_rows(x, weight)
-        fp8.rms_norm_fp8(x, norm, 1e-6, weight, torch.empty_like(x))
-        fp8.silu_and_multiply_fp8(draw(3, 640, dtype=BFLOAT16), weight)
-        fp8.head_norm_fp8(x.view(3, 5, 64), norm, 1e-6, x, weight)
+        run_fp8(weight, heads=5)
+
+
+def run_fp8(weight: QuantizedWeight, heads: int) -> None:
+    """Rows rounded to fp8, for products with these weights."""
+    width = weight.shape[1]
+    x, norm = draw(3, width, dtype=BFLOAT16), draw(width, dtype=BFLOAT16)
+    fp8.round_rows(x, weight)
+    fp8.rms_norm_fp8(x, norm, 1e-6, weight, torch.empty_like(x))
+    fp8.silu_and_multiply_fp8(draw(3, 2 * width, dtype=BFLOAT16), weight)
+    fp8.head_norm_fp8(x.view(3, heads, -1), norm, 1e-6, x, weight)
+
+
+def compile_product(name: str, dtype: torch.dtype, scheme: Scheme | None, rows: int) -> None:
+    """A product of a 7B. Its weights may be any numbers: nothing reads them."""
+    N, K = SIZES_7B[name]
+    W = torch.empty(N, K, dtype=dtype) if scheme is None else blank_weight(name, scheme)
+    x, norm = draw(rows, K, dtype=dtype), draw(K, dtype=dtype)
+    if name == "add":
+        gpu.add_product(draw(rows, N, dtype=dtype), x, W)
+    elif name == "swiglu":
+        gpu.swiglu(x, norm, 1e-6, W)
+    elif name == "project":
+        gpu.project(x, norm, 1e-6, W, draw(16, K, dtype=dtype), draw(16), 15.0, None)
+    else:
+        gpu.head(x, norm, 1e-6, W, 30.0)
+
+
+def blank_weight(name: str, scheme: Scheme) -> QuantizedWeight:
+    """Memory for a quantised matrix of a 7B, as `prepare` lays it out."""
+    rows, columns = SIZES_7B[name]
+    words, codes = words_in_block(scheme), codes_in_word(scheme)
+    blocks = triton.cdiv(columns, words * codes)
+    data = torch.empty(rows, blocks * words, dtype=torch.int16)
+    groups = blocks * codes if scheme.name == "int4" else 1
+    scale = torch.empty(groups, rows, dtype=FLOAT32 if scheme.name == "fp8" else BFLOAT16)
+    return QuantizedWeight(scheme, (rows, columns), data, scale, "gpu")
 
 
 @torch.inference_mode()

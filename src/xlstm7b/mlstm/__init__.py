@@ -11,14 +11,15 @@
 also uses plain PyTorch where `xlstm7b doctor` found that the kernels give wrong numbers.
 """
 
-import importlib.util
 import os
 from collections.abc import Iterable
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xlstm7b.gpus import has_kernels
 from xlstm7b.kernel_verdicts import is_wrong
 from xlstm7b.mlstm.autocast import without_autocast
 from xlstm7b.mlstm.chunkwise import chunkwise_sequence
@@ -36,9 +37,8 @@ __all__ = [
 
 KERNEL_CHUNK_SIZE = 256  # tokens between two states that the Triton kernels keep in memory
 
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Tests set it: Triton's interpreter then runs the kernels on the CPU.
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 _SEQUENCE_FORMS = {
     "recurrent": recurrent_sequence,
     "parallel": parallel_sequence,
@@ -162,11 +162,6 @@ def headwise_norm(h: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return F.layer_norm(wide, h.shape[-1:], eps=eps).to(h.dtype) * weight.view(h.shape[-2:])
 
 
-def has_kernels(device: torch.device) -> bool:
-    """True if Triton is installed and this device can run its kernels."""
-    return _HAS_TRITON and device.type in ("cuda", "xpu")
-
-
 def _prefers_kernels(family: str, q: Tensor) -> bool:
     """Whether `backend="auto"` uses Triton, if that supports the input: on a GPU."""
     return q.device.type != "cpu" and not is_wrong(family, q.device)
@@ -192,8 +187,8 @@ def _pick(
 
 def _why_not_triton(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> str | None:
     """Why the Triton kernels do not support this input. None if they do."""
-    if not (has_kernels(q.device) or (_HAS_TRITON and _INTERPRETED)):
-        return f"it needs Triton and a GPU, and the tensors are on {q.device.type}"
+    if not (has_kernels(q.device) or _INTERPRETED):
+        return f"it needs Triton and a GPU that it supports, and the tensors are on {q.device}"
     if not q.dtype == k.dtype == v.dtype != torch.float64 or i.dtype != f.dtype:
         return f"q, k, v must have one dtype up to float32, not {q.dtype}, {k.dtype}, {v.dtype}"
     if i.dtype != torch.float32:

@@ -10,13 +10,13 @@ Scales are [groups, N], so that those of neighbouring rows are neighbours in mem
 """
 
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xlstm7b.gpus import has_kernels
 from xlstm7b.kernel_verdicts import is_wrong
 from xlstm7b.quantize.config import Scheme
 from xlstm7b.quantize.weight import TILE, QuantizedWeight
@@ -76,7 +76,7 @@ def prepare(weight: QuantizedWeight) -> QuantizedWeight:
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """The matrix as floats."""
     scheme, device = weight.scheme.name, weight.device
-    if weight.is_cuda and find_spec("triton") is not None and not is_wrong(scheme, device):
+    if weight.is_cuda and has_kernels(device) and not is_wrong(scheme, device):
         from xlstm7b.quantize import kernels
 
         return kernels.dequantize(weight, dtype)

@@ -9,12 +9,17 @@ operations on two words at a time, which give exact bfloat16 numbers:
            subtracted.
     fp8    two codes in a word. The bits of an e4m3 number, shifted, are a bfloat16 of 2⁻¹²⁰
            times it.
+
+Before Hopper, `fma` is the only arithmetic on pairs of bfloat16. x y − 0 is x y, also in the sign
+of a zero, and Hopper has one instruction for both. x + (−1) y is x − y, but on Hopper it takes a
+register more.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
 
 from xlstm7b.quantize.gpu import words_in_block
 from xlstm7b.quantize.weight import QuantizedWeight
@@ -99,8 +104,14 @@ def decode_int4(w, DTYPE: tl.constexpr, ASM: tl.constexpr):
 def centre_int4(w, ASM: tl.constexpr):
     """What `decode_int4` returns, less 8, or less 136 with ASM: the numbers."""
     if ASM:
+        if cuda_capability_geq(9, 0):
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 z; mov.b32 z, 0x43084308; sub.rn.bf16x2 $0, $1, z; }",
+                "=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=2,
+            )  # fmt: skip
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 z; mov.b32 z, 0x43084308; sub.rn.bf16x2 $0, $1, z; }",
+            """{ .reg .b32 z, m; mov.b32 z, 0x43084308; mov.b32 m, 0xBF80BF80;
+            fma.rn.bf16x2 $0, z, m, $1; }""",
             "=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     return w - 8
@@ -123,13 +134,13 @@ def decode_bytes(w, CODE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
                 "=r,=r,r", [w], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
             )  # fmt: skip
         return tl.inline_asm_elementwise(
-            """{ .reg .b32 a, b, h;
-            mov.b32 h, 0x7B807B80;
+            """{ .reg .b32 a, b, h, z;
+            mov.b32 h, 0x7B807B80; mov.b32 z, 0x80008000;
             shl.b32 a, $2, 4; shl.b32 b, $2, 8;
             and.b32 a, a, 0x07F007F0; lop3.b32 a, b, 0x80008000, a, 0xEA;
-            mul.rn.bf16x2 $0, a, h;
+            fma.rn.bf16x2 $0, a, h, z;
             shr.u32 a, $2, 4; and.b32 a, a, 0x07F007F0; lop3.b32 a, $2, 0x80008000, a, 0xEA;
-            mul.rn.bf16x2 $1, a, h; }""",
+            fma.rn.bf16x2 $1, a, h, z; }""",
             "=r,=r,r", [w], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
     u = w.to(tl.int32)

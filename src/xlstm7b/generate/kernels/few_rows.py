@@ -15,6 +15,7 @@ from torch import Tensor
 from xlstm7b.generate.kernels import MAX_ROWS
 from xlstm7b.generate.kernels.overlap import overlap_options, wait_for_previous
 from xlstm7b.generate.kernels.pointwise import mask_gates, rms_norm
+from xlstm7b.mlstm.triton.launch_params import fitting_stages
 from xlstm7b.model.head_kernels import soft_cap
 
 
@@ -64,14 +65,16 @@ def multiply_rows(
         gate_rows = len(W_gates)
         programs += triton.cdiv(gate_rows, tile.rows)
         out_gates = torch.empty(batch, gate_rows, dtype=torch.float32, device=x.device)
+    padded_batch = max(16, triton.next_power_of_2(batch))
+    stage_bytes = (tile.rows * (2 if swiglu else 1) + padded_batch) * tile.columns * x.itemsize
     rows_kernel[(programs,)](
         x, W, W_gates, bias, x if live is None else live, out, out, out_gates,
         cap or 1.0, batch, rows, gate_rows,
         K=columns, HAS_GATES=gates is not None, HAS_LIVE=live is not None,
         HAS_RESIDUAL=residual is not None, HAS_CAP=cap is not None, SWIGLU=swiglu,
-        BATCH=max(16, triton.next_power_of_2(batch)),
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        ROWS=tile.rows, BLOCK=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
+        BATCH=padded_batch, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        ROWS=tile.rows, BLOCK=tile.columns, num_warps=tile.warps,
+        num_stages=fitting_stages(tile.stages, stage_bytes, x.device),
         **overlap_options(x.device),
     )  # fmt: skip
     return out, out_gates

@@ -32,9 +32,9 @@ from xlstm7b.generate.kernels import MAX_ROWS
 from xlstm7b.generate.kernels.few_rows import store_gates, store_rows
 from xlstm7b.generate.kernels.overlap import overlap_options, prefetch_rows, wait_for_previous
 from xlstm7b.generate.kernels.pointwise import rms_norm
-from xlstm7b.mlstm.triton.launch_params import sums_apart
+from xlstm7b.mlstm.triton.launch_params import fitting_stages, sums_apart
 from xlstm7b.mlstm.triton.step import take_counters
-from xlstm7b.quantize.gpu import words_in_block
+from xlstm7b.quantize.gpu import codes_in_word, words_in_block
 from xlstm7b.quantize.kernels import centre_int4, decode_bytes, decode_int4, has_asm
 from xlstm7b.quantize.weight import QuantizedWeight
 
@@ -95,6 +95,9 @@ def multiply_codes(
         size = tiles, tile.programs, tile.rows, padded_batch
         sums = torch.empty(size, dtype=torch.float32, device=x.device)
         arrived = take_counters(tiles, x.device)
+    words = words_in_block(W.scheme)
+    x_bytes = codes_in_word(W.scheme) * padded_batch * x.itemsize  # for each word of W
+    stage_bytes = tile.split * words * (tile.rows * W.data.itemsize + x_bytes)
     codes_kernel[(tiles, tile.programs)](
         x, x if norm is None else norm, W.data, W.scale, W_gates, bias,
         x if live is None else live, out, out, out_gates, sums, arrived,
@@ -105,10 +108,10 @@ def multiply_codes(
         BATCH=padded_batch,
         ONE=batch == 1, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         ROWS=tile.rows, SPLIT=tile.split, PROGRAMS=tile.programs,
-        WORDS=words_in_block(W.scheme), WIDTH=W.data.shape[1],
+        WORDS=words, WIDTH=W.data.shape[1],
         PREFETCH=min(tile.prefetch, 2 * W.data.shape[1]), THREADS=32 * tile.warps, ASM=has_asm(x),
-        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
-        **overlap_options(x.device),
+        num_warps=tile.warps, num_stages=fitting_stages(tile.stages, stage_bytes, x.device),
+        maxnreg=tile.registers, **overlap_options(x.device),
     )  # fmt: skip
     return out, out_gates
 

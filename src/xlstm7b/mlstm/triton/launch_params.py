@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import current_target
 
+from xlstm7b.gpus import shared_memory
 from xlstm7b.mlstm import KERNEL_CHUNK_SIZE
 
 
@@ -109,6 +110,15 @@ def pass_tile(rows: int, d_qk: int, d_hv: int) -> Tile:
     else:
         tile = Tile(1, 64, 64, 4, 1, 128)
     return tile.within(d_qk, d_hv)
+
+
+def fitting_stages(stages: int, stage_bytes: int, device: torch.device) -> int:
+    """So many pipeline stages, or as many as fit the shared memory of the device, at least one.
+
+    A loop of n stages has the tiles of n − 1 iterations in shared memory. On Hopper it may have
+    those of n; all tiles that were chosen for it fit.
+    """
+    return max(1, min(stages, 1 + shared_memory(device) // stage_bytes))
 
 
 def overlap_launch(overlap: bool) -> dict[str, bool]:
