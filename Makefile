@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # and each would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup test test-newest test-vllm test-wheel lint pytest docs quickstart sanitize clean
+.PHONY: setup test test-newest test-vllm test-wheel lint pytest docs compile-kernels quickstart sanitize clean
 
 setup: $(TOOLS)
 
@@ -98,6 +98,18 @@ $(VLLM)/.package: pyproject.toml
 
 test-vllm: $(VLLM)/.package
 	OMP_NUM_THREADS=1 $(VLLM)/bin/pytest tests/integrations/vllm tests/integrations/test_ray.py
+
+# Compiles every kernel for each kind of GPU, without a GPU. Takes some minutes for each. With
+# `make compile-kernels TRITON=3.6.0` by that Triton, which is the one of torch 2.11.
+TARGETS ?= 80 86 89 90 100 103 120
+TRITON ?=
+TRITON_FOLDER := $(VENV)/triton-$(TRITON)
+compile-kernels: $(TOOLS)
+	$(if $(TRITON),PIP_CONSTRAINT= $(INSTALL) --upgrade --no-deps --target $(TRITON_FOLDER) triton==$(TRITON))
+	for target in $(TARGETS); do \
+		echo "sm_$$target"; \
+		PYTHONPATH=$(if $(TRITON),$(TRITON_FOLDER)) $(BIN)/python tests/every_kernel.py --compile $$target --verbose || exit; \
+	done
 
 quickstart: $(PACKAGE)
 	$(BIN)/python examples/quickstart.py

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pages import ROOT, text_of
 
 from xlstm7b import accounting, registry
 from xlstm7b.accounting import Factors
 from xlstm7b.config import SIZES, ModelConfig
+from xlstm7b.generate.runner import MAX_SLOTS
+from xlstm7b.quantize.config import Scheme
 
 SEVEN = ModelConfig.named("7b")
 STANDARD_SIZES = [size for size in SIZES if ModelConfig.named(size).is_standard]
@@ -366,3 +369,24 @@ def test_accounting_and_tokenizer_do_not_import_torch() -> None:
 )
 def test_the_peak_of_a_gpu_is_found_by_its_name(name, peak):
     assert accounting.peak_flops(name) == peak
+
+
+def test_the_hardware_page_says_how_many_sequences_fit() -> None:
+    """The numbers of docs/hardware.md, as `fitting_slots` computes them."""
+    counts = accounting.parameter_counts(SEVEN)
+    products = counts["mlstm_projections"] + counts["ffn"]
+    rest = counts["total"] - products - counts["head"]
+    weights = {
+        "bfloat16": accounting.weight_bytes(SEVEN),
+        "int8 or fp8": products + counts["head"] + 2 * rest,
+        "int4": products * Scheme("int4", 64).bytes_per_weight + counts["head"] + 2 * rest,
+    }
+    slot = accounting.state_bytes(SEVEN)["total"] + 16 * SEVEN.vocab_size
+    names = " | ".join(f"{name}, {size / 1e9:.1f} GB" for name, size in weights.items())
+    rows = [f"| GPU memory | {names} |", "|---|---|---|---|"]
+    for gigabytes in (8, 12, 16, 24, 48, 80):
+        fitting = [int(0.7 * (1e9 * gigabytes - size) / slot) - 1 for size in weights.values()]
+        cells = [str(min(MAX_SLOTS, n)) if n > 0 else "–" for n in fitting]
+        rows.append(f"| {gigabytes} GB | {' | '.join(cells)} |")
+    table = "\n".join(rows)
+    assert f"<!-- fits -->\n{table}\n<!-- /fits -->" in text_of(ROOT / "docs" / "hardware.md")

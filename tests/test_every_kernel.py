@@ -9,17 +9,17 @@ import pytest
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [["--compile"], ["--compile", "--blackwell"]])
+@pytest.mark.parametrize("options", ["90", "100", "86 --products", "120 --products"])
 def test_every_kernel_compiles_for_a_gpu(options, tmp_path):
     program = Path(__file__).with_name("every_kernel.py")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, program, *options],
+        [sys.executable, program, "--compile", *options.split()],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("compiled all ")
+    assert done.stdout.startswith("compiled ")
