@@ -136,7 +136,8 @@ def pretend_to_have_a_gpu() -> None:
     for module in ("generate.kernels.quantized", "generate.kernels.integers", "quantize.kernels"):
         mock.patch(f"xlstm7b.{module}.has_asm", lambda x: x.dtype == BFLOAT16).start()
     memory = 1024 * SHARED_MEMORY[TARGET]
-    mock.patch("xlstm7b.mlstm.triton.launch_params.shared_memory", return_value=memory).start()
+    for module in ("mlstm.triton.launch_params", "generate.kernels.quantized"):
+        mock.patch(f"xlstm7b.{module}.shared_memory", return_value=memory).start()
     for module in ("overlap", "gpu"):
         path = f"xlstm7b.generate.kernels.{module}.can_overlap"
         mock.patch(path, return_value=TARGET >= 90).start()

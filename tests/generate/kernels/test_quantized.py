@@ -89,6 +89,22 @@ def test_products_as_on_blackwell(scheme, batch, option, monkeypatch):
     assert asked
 
 
+@pytest.mark.usefixtures("_poison")
+@pytest.mark.parametrize("option", OPTIONS)
+def test_rows_that_do_not_fit_the_shared_memory_at_once(option, monkeypatch):
+    """As on GPUs with 99 KB. In float32 they are the operands of two launches."""
+    launches, take_counters = [], quantized.take_counters
+    monkeypatch.setattr(quantized, "shared_memory", lambda device: 99 * 1024)
+    monkeypatch.setattr(
+        quantized, "take_counters", lambda *args: launches.append(1) or take_counters(*args)
+    )
+    product = multiply_both(
+        quantized.multiply_codes, 37, 512, 34, option, torch.float32, Scheme("int4", 128)
+    )
+    assert_close(*product, LARGEST[torch.float32])
+    assert len(launches) == 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 16, 17, 64])
 def test_quantised_rows_in_float32(batch):

@@ -32,6 +32,7 @@ from xlstm7b.generate.kernels import MAX_ROWS
 from xlstm7b.generate.kernels.few_rows import store_gates, store_rows
 from xlstm7b.generate.kernels.overlap import overlap_options, prefetch_rows, wait_for_previous
 from xlstm7b.generate.kernels.pointwise import rms_norm
+from xlstm7b.gpus import shared_memory
 from xlstm7b.mlstm.triton.launch_params import fitting_stages, sums_apart
 from xlstm7b.mlstm.triton.step import take_counters
 from xlstm7b.quantize.gpu import codes_in_word, words_in_block
@@ -80,6 +81,19 @@ def multiply_codes(
     if norm is not None and not _takes_norm(x, tile):
         x, norm = rms_norm(x, norm, eps), None
     padded_batch = max(8, triton.next_power_of_2(batch))
+    words = words_in_block(W.scheme)
+    x_bytes = codes_in_word(W.scheme) * padded_batch * x.itemsize  # for each word of W
+    stage_bytes = tile.split * words * (tile.rows * W.data.itemsize + x_bytes)
+    if batch > 32 and stage_bytes > shared_memory(x.device):  # the largest groups, in float32
+        parts = [
+            multiply_codes(
+                x[part], W, norm=norm, eps=eps, swiglu=swiglu, gates=gates, cap=cap,
+                residual=None if residual is None else residual[part],
+                live=None if live is None else live[part], out_dtype=out_dtype, tile=tile,
+            )
+            for part in (slice(32), slice(32, None))
+        ]  # fmt: skip
+        return torch.cat([out for out, _ in parts]), torch.cat([gates for _, gates in parts])
     out = residual
     if out is None:
         out = torch.empty(batch, rows, dtype=out_dtype or x.dtype, device=x.device)
@@ -95,9 +109,6 @@ def multiply_codes(
         size = tiles, tile.programs, tile.rows, padded_batch
         sums = torch.empty(size, dtype=torch.float32, device=x.device)
         arrived = take_counters(tiles, x.device)
-    words = words_in_block(W.scheme)
-    x_bytes = codes_in_word(W.scheme) * padded_batch * x.itemsize  # for each word of W
-    stage_bytes = tile.split * words * (tile.rows * W.data.itemsize + x_bytes)
     codes_kernel[(tiles, tile.programs)](
         x, x if norm is None else norm, W.data, W.scale, W_gates, bias,
         x if live is None else live, out, out, out_gates, sums, arrived,
