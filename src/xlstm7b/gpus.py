@@ -3,6 +3,7 @@
 import logging
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ _OLDEST = (8, 0)  # compute capability: Ampere, the first with instructions for 
 _HOPPER_SHARED_MEMORY = 227 * 1024
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_kernels(device: torch.device) -> bool:
     """True if Triton is installed and this device can run its kernels. Logs once why a GPU cannot.
 
@@ -47,4 +48,5 @@ def shared_memory(device: torch.device) -> int:
     """The most bytes of shared memory that a program of a kernel can have on this device."""
     if device.type != "cuda":
         return _HOPPER_SHARED_MEMORY  # Triton's interpreter takes any tile
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
