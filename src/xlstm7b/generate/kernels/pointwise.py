@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from xlstm7b.generate.kernels.overlap import overlap_options, wait_for_previous
+from xlstm7b.mlstm.triton.launch_params import fitting_stages
 from xlstm7b.model.head_kernels import soft_cap
 
 
@@ -55,11 +56,12 @@ def gate_product(
     assert x.is_contiguous()
     assert W.is_contiguous()
     out = torch.empty(rows, len(W), dtype=torch.float32, device=x.device)
+    stage_bytes = 8 * (16 + 16) * 128  # of rows and gates, for all parts
     gate_product_kernel[triton.cdiv(rows, 16), triton.cdiv(len(W), 16)](
         x, W, bias, out if live is None else live, out, cap or 1.0, rows, len(W), D=width,
         ROWS=16, GATES=16, PARTS=8, BLOCK=128 // x.itemsize,
-        HAS_CAP=cap is not None, HAS_LIVE=live is not None, num_warps=8, num_stages=4,
-        **overlap_options(x.device),
+        HAS_CAP=cap is not None, HAS_LIVE=live is not None, num_warps=8,
+        num_stages=fitting_stages(4, stage_bytes, x.device), **overlap_options(x.device),
     )  # fmt: skip
     return out
 

@@ -63,6 +63,7 @@ _FAST = Plan(
 # float32 operands need smaller tiles.
 _WIDE = Plan(KERNEL_CHUNK_SIZE, *[Tile(32, 32, 32, 4, 2)] * 2, *[Tile(32, 32, 64, 4, 2)] * 4)
 CARRY = Tile(1, 1, 1024, 4, 1)
+_BESIDE_STAGES = 8192  # bytes of shared memory for sums and conversions, more than any kernel takes
 # From this batch × heads on, one pass over the chunks is enough work for an H200.
 ROWS_TO_FILL = 32
 
@@ -118,7 +119,8 @@ def fitting_stages(stages: int, stage_bytes: int, device: torch.device) -> int:
     A loop of n stages has the tiles of n − 1 iterations in shared memory. On Hopper it may have
     those of n; all tiles that were chosen for it fit.
     """
-    return max(1, min(stages, 1 + shared_memory(device) // stage_bytes))
+    memory = shared_memory(device) - _BESIDE_STAGES
+    return max(1, min(stages, 1 + memory // stage_bytes))
 
 
 def overlap_launch(overlap: bool) -> dict[str, bool]:
