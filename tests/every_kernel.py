@@ -58,9 +58,9 @@ INT8, FP8, INT4, INT4_128 = Scheme("int8"), Scheme("fp8"), Scheme("int4", 64), S
 # decodes. Those with 64 rows take the most shared memory, and so do the largest groups.
 COMPILED: list[tuple[torch.dtype, Scheme | None, int, list[str]]] = [
     (BFLOAT16, None, 1, ["add", "swiglu", "project", "head"]),
-    (BFLOAT16, None, 16, ["add", "swiglu", "project", "head"]),
-    (BFLOAT16, None, 64, ["swiglu", "project", "head"]),
-    (FLOAT32, None, 16, ["add", "swiglu", "project"]),
+    (BFLOAT16, None, 16, ["add", "swiglu", "project"]),
+    (BFLOAT16, None, 64, ["swiglu", "head"]),
+    (FLOAT32, None, 16, ["add"]),
     (FLOAT32, None, 64, ["swiglu", "project"]),
     (BFLOAT16, INT8, 1, ["add"]),
     (BFLOAT16, INT8, 12, ["project"]),
