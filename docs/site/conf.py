@@ -23,6 +23,7 @@ from links import faults
 PAGES = {
     "Use it": [
         "docs/installation",
+        "docs/hardware",
         "docs/doctor",
         "docs/generation",
         "docs/serving",

@@ -114,7 +114,7 @@ def pass_tile(rows: int, d_qk: int, d_hv: int) -> Tile:
 
 
 def fitting_stages(stages: int, stage_bytes: int, device: torch.device) -> int:
-    """So many pipeline stages, or as many as fit the shared memory of the device, at least one.
+    """`stages`, or as many pipeline stages as fit the shared memory of the device, at least one.
 
     A loop of n stages has the tiles of n − 1 iterations in shared memory. On Hopper it may have
     those of n; all tiles that were chosen for it fit.
