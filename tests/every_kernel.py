@@ -100,7 +100,8 @@ OPTIONS = parser.parse_args()
 TARGET: int = OPTIONS.target or 0
 ONLY_COMPILE = TARGET > 0
 DEVICE = torch.device("cpu" if ONLY_COMPILE else "cuda")
-HAS_FP8 = TARGET >= 89 if ONLY_COMPILE else torch.cuda.get_device_capability() >= (8, 9)
+_KNOWS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+HAS_FP8 = TARGET >= 89 if ONLY_COMPILE else _KNOWS_FP8
 
 
 def main() -> None:
@@ -129,7 +130,7 @@ def main() -> None:
 
 def pretend_to_have_a_gpu() -> None:
     """Kernels are compiled as on a GPU of compute capability TARGET, and not launched."""
-    triton.runtime.driver.set_active(NoGPU())
+    triton.runtime.driver.set_active(NoGPU(TARGET))
     triton.knobs.compilation.listener = look_at
     mock.patch("xlstm7b.mlstm._pick", return_value="triton").start()
     mock.patch("xlstm7b.model.head.has_kernels", return_value=True).start()
@@ -201,11 +202,11 @@ def check_compiled() -> None:
 class NoGPU:
     """What Triton asks of a GPU's driver. Kernels are compiled to machine code, and not run."""
 
-    def __init__(self) -> None:
-        self.utils = self
+    def __init__(self, target: int) -> None:
+        self.utils, self.target = self, target
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", TARGET, 32)
+        return GPUTarget("cuda", self.target, 32)
 
     def get_current_device(self) -> int:
         return 0

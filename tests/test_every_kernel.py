@@ -12,7 +12,8 @@ import pytest
 @pytest.mark.parametrize("options", ["90", "120", "86 --products"])
 def test_every_kernel_compiles_for_a_gpu(options, tmp_path):
     program = Path(__file__).with_name("every_kernel.py")
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    # Without optimisation the last step, from PTX to machine code, takes half the time.
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "DISABLE_PTXAS_OPT": "1"}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
         [sys.executable, program, "--compile", *options.split()],

@@ -167,6 +167,7 @@ def test_quantised_weights(name: str, monkeypatch: pytest.MonkeyPatch, verdict: 
     from xlstm7b.quantize import kernels
 
     monkeypatch.setattr(QuantizedWeight, "is_cuda", True)
+    monkeypatch.setattr(gpu, "has_kernels", lambda device: True)
     monkeypatch.setattr(kernels, "dequantize", launch)
     scheme = Scheme(name, 32) if name == "int4" else Scheme(name)
     stored = QuantizedWeight.quantize(torch.randn(6, 128), scheme)
