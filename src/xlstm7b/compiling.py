@@ -1,4 +1,4 @@
-"""Triton's compiler: is told when it compiles a kernel, and compiles many at once ahead of time.
+"""Triton's compiler: reports when it compiles a kernel, and compiles many at once ahead of time.
 
 A kernel is compiled when it is first launched, once for each combination of dtypes and sizes that
 it is written for. The result is kept on disk, so this happens once on a machine.

@@ -69,7 +69,7 @@ def measure_kernels(
 def sequence_limit(
     tokens: int, direction: str, config: ModelConfig, peaks: tuple[float, float]
 ) -> float:
-    """The least seconds for so many tokens: of FLOPs or bytes, whichever takes longer."""
+    """The least seconds for this number of tokens: by FLOPs or bytes, whichever takes longer."""
     chunk = plan(config.d_qk, config.d_hv, torch.bfloat16).chunk
     heads = config.num_heads, config.d_qk, config.d_hv
     floors = cell_floor(tokens, chunk, *heads, causal=0.5)
