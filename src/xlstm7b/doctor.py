@@ -84,7 +84,7 @@ def examine(device: torch.device, say: Say = print, *, seconds: float = SECONDS)
             about = kernel_verdicts.conditions(device)
             report["compiled"] = _compile(device, say)
         elif device.type == "cuda":
-            say("Triton is not installed: plain PyTorch is used, which is much slower")
+            say("the kernels cannot run here: plain PyTorch is used, which is much slower")
         checks = gpu_checks() if device.type == "cuda" else cpu_checks()
         report["estimates"] = estimates(device, speeds)
         outcomes = _run(checks, device, speeds, began + seconds, say)
